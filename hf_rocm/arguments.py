@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hf_rocm.errors import OptionError
+import os
+from pathlib import Path
+
+from hf_rocm.errors import LoadError, OptionError
 
 
 def require_module(model: object, function: str) -> None:
@@ -16,3 +19,51 @@ def require_module(model: object, function: str) -> None:
             facts={"expected": "a torch.nn.Module", "found": type(model).__qualname__},
             hint=loaded or "for a pipeline, pass its `.model`",
         )
+
+
+def require_name(model: object, function: str) -> None:
+    """Raise `OptionError` unless `model` is a name on the Hub or the path of a folder."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise OptionError(
+            f"{function} takes the name of a model, or its folder",
+            facts={"expected": "str or os.PathLike", "found": type(model).__qualname__},
+            hint="hf_rocm.prepare(model) prepares a model that is loaded already",
+        )
+
+
+def require_bool(value: object, function: str) -> None:
+    """Raise `OptionError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(
+            f"{function} takes True or False",
+            facts={"expected": "bool", "found": type(value).__qualname__},
+            hint="hf_rocm.prepare(model) prepares one model",
+        )
+
+
+def require_switches(**values: object) -> None:
+    """Raise `OptionError` unless all of these arguments are True, False or None. The keywords are their names."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r} is not valid", facts={"allowed": "True, False or None"})
+
+
+def require_folder(model: str | os.PathLike[str]) -> None:
+    """Raise `LoadError` if `model` can only be a path, and does not exist."""
+    if _no_folder(model):
+        raise not_loaded(model)
+
+
+def not_loaded(model: str | os.PathLike[str], because: str = "") -> LoadError:
+    """Return the error for a model that transformers can't find. because: transformers' own message."""
+    return LoadError(
+        f"no model could be loaded from {str(model)!r}",
+        facts={"found": "the folder does not exist"} if _no_folder(model) else {"transformers error": because},
+        hint="check the name or the path; the folder must contain config.json and its weights (model.safetensors)",
+    )
+
+
+def _no_folder(model: str | os.PathLike[str]) -> bool:
+    """Return whether this can only be a path, and does not exist. A name on the Hub has at most one slash."""
+    path = os.fspath(model)
+    return (path.startswith((".", "~", "/")) or path.count("/") > 1) and not Path(path).exists()

@@ -20,7 +20,7 @@ from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts
 from hf_rocm.overlay.locate import locate
 from hf_rocm.overlay.newer_release import Outlook, outlook
 from hf_rocm.overlay.scan import left_out, survey
-from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut, Match
+from hf_rocm.overlay.state import GOOD, LISTED, FileState, Installed, LeftOut, Match, pip
 
 _NAMED = 12  # the largest number of models that a hint lists
 
@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print_left_out(skipped, installation.version)
     if newer is not None:
-        _print_outlook(newer)
-    for hint in _hints(states, unmet, installation.version, named=bool(options.models)):
+        _print_outlook(newer, everything=options.all)
+    for hint in _hints(states, unmet, installation.version, newer, named=bool(options.models)):
         print(f"hint: {hint}", file=sys.stderr)
     return 0 if ok else 1
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_rocm.check_version",
         description="Compare the installed overlays with what was verified. Exits with 0 if every selected overlay "
-        "is installed and matches this transformers, else with 1.",
+        "is installed and matches this transformers, otherwise with 1.",
     )
     parser.add_argument("models", metavar="MODEL", nargs="*", help="model folders such as llama (none: all)")
     parser.add_argument("--strict", action="store_true", help="accept only files that were verified as a whole")
@@ -94,14 +94,18 @@ def _meets(state: FileState, *, strict: bool) -> bool:
     return state.installed is Installed.YES and state.match in accepted
 
 
-def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str, *, named: bool) -> list[str]:
+def _hints(
+    states: Sequence[FileState], unmet: Sequence[FileState], release: str, newer: Outlook | None, *, named: bool
+) -> list[str]:
     if not states:
         return [f"no overlay is made for transformers {release}; upgrade hf-rocm, or install a release that it covers"]
     differing = [state.model for state in unmet if state.match not in GOOD or state.installed is Installed.EDITED]
     met = [] if named else [state.model for state in states if state not in unmet]
     missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD, Installed.FOREIGN)]
     hints = []
-    if differing:
+    if differing and newer is not None:
+        hints.append(f"run `{pip(newer.newest)}`, the newest release that hf-rocm was checked with")
+    elif differing:
         hints.append(f"run `hf-rocm status --diff {differing[0]}` to see what differs")
     elif missing:
         hints.append("run `hf-rocm install-overlays`")
@@ -112,19 +116,23 @@ def _hints(states: Sequence[FileState], unmet: Sequence[FileState], release: str
     return hints
 
 
-def _print_outlook(newer: Outlook) -> None:
+def _print_outlook(newer: Outlook, *, everything: bool) -> None:
     print()
     print_wrapped(
         f"transformers {newer.release} is newer than {newer.newest}, the newest that hf-rocm was checked with:"
     )
     usable: dict[str, list[str]] = {}
+    refused = [prospect for prospect in newer.prospects if not prospect.go_on]
+    brief = len(refused) > LISTED and not everything
     for prospect in newer.prospects:
         if prospect.go_on:
             usable.setdefault(prospect.why, []).append(prospect.model)
-        else:
+        elif not brief:
             print_wrapped(f"{prospect.model}: stop; {prospect.sentence}", indent="  ")
+    if brief:
+        print_wrapped(f"{len(refused)} models: stop (--all lists the reasons)", indent="  ")
     for why, models in usable.items():
-        print_wrapped(f"{', '.join(models)}: go on; {why}", indent="  ")
+        print_wrapped(f"{', '.join(models)}: proceed; {why}", indent="  ")
     print_wrapped(newer.verdict)
 
 

@@ -27,9 +27,12 @@ ABSENT = "absent"  # recorded instead of a digest for releases that lack the nam
 _GENERATION = "transformers.generation.utils:GenerationMixin."
 _CACHES = "transformers.cache_utils:"
 _MASKS = "transformers.masking_utils:"
+_PROCESSORS = "transformers.generation.logits_process:"
+_CRITERIA = "transformers.generation.stopping_criteria:"
 
 _FLASH = "transformers.modeling_flash_attention_utils:"
 _BATCHES = "transformers.generation.continuous_batching."
+_ALLOCATORS = f"{_BATCHES}cache_allocators."
 _MODELS = "transformers.modeling_utils:PreTrainedModel."
 
 _SHARDS = "transformers.integrations.tensor_parallel:"
@@ -112,7 +115,25 @@ FEATURES: dict[str, tuple[str, ...]] = {
             )
         ),
     ),
+    "assistants": (
+        *(
+            f"transformers.generation.candidate_generator:{name}"
+            for name in (
+                "AssistedCandidateGenerator",
+                "AssistedCandidateGeneratorDifferentTokenizers",
+                "UniversalSpeculativeDecodingGenerator",
+            )
+        ),
+        f"{_CACHES}Cache.crop",
+        f"{_CACHES}DynamicCache.crop",
+    ),
     "prompt_lookup": ("transformers.generation.candidate_generator:PromptLookupCandidateGenerator",),
+    "token_choice": (
+        *(f"{_PROCESSORS}{name}" for name in ("LogitsProcessorList", "EpsilonLogitsWarper", "LogitNormalization")),
+        *(f"{_PROCESSORS}{name}LogitsWarper" for name in ("MinP", "Temperature", "TopK", "TopP", "Typical")),
+        f"{_PROCESSORS}InfNanRemoveLogitsProcessor",
+        *(f"{_CRITERIA}{name}" for name in ("StoppingCriteriaList", "EosTokenCriteria", "MaxLengthCriteria")),
+    ),
     "encoder_decoder": (f"{_CACHES}EncoderDecoderCache", f"{_MASKS}create_bidirectional_mask"),
     "decode_inputs": (
         f"{_GENERATION}prepare_inputs_for_generation",
@@ -166,6 +187,21 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_BATCHES}initialization:ensure_decode_fast_path_is_available",
         *(f"{_MODELS}{name}" for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation")),
         f"{_MODELS}set_attn_implementation",
+    ),
+    # page tables for sliding layers; requires flash_interface
+    "sliding_pages": (
+        *(
+            f"{_ALLOCATORS}sliding_attention:SlidingAttentionCacheAllocator",
+            f"{_ALLOCATORS}full_attention:FullAttentionCacheAllocator",
+        ),
+        *(f"{_BATCHES}cache:{name}" for name in ("ATTN_TYPE_TO_ALLOCATOR", "group_layers_by_attn_type")),
+        f"{_BATCHES}cache:PagedAttentionCache._infer_max_decode_fast_path_length",
+        *(
+            f"{_BATCHES}input_outputs:ContinuousBatchingIOs.{name}"
+            for name in ("prepare_batch_tensors", "get_model_kwargs")
+        ),
+        f"{_BATCHES}scheduler:Scheduler._process_candidates",
+        f"{_BATCHES}continuous_api:ContinuousBatchingManager._create_batch_processor",
     ),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
     # encoders whose calls are padded to a few lengths
@@ -293,5 +329,5 @@ def _is_code(value: Any) -> bool:
 
 _NOTHING: tuple[tuple[str, ...], Watch | None] = ((), None)
 
-# Feature → its modules that were not imported yet, and the watched attributes of its other modules.
+# Feature → its modules that are not imported yet, and the watched attributes of its other modules.
 _watches: dict[str, tuple[tuple[str, ...], Watch | None]] = {}

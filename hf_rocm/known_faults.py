@@ -45,7 +45,7 @@ GRAPH_FAULTS = (
         (7, 2, 0),
         (7, 2, 3),
         0,
-        "about one process of five replays garbage, while uncaptured runs are right",
+        "about one process in five replays garbage, while uncaptured runs are correct",
         "https://github.com/ROCm/clr/issues/279",
     ),
     GraphFault(
@@ -63,7 +63,7 @@ GRAPH_FAULTS = (
         None,
         None,
         200,
-        "graphs of about 200 kernel nodes and more can read stale device pointers",
+        "graphs of about 200 or more kernel nodes can read stale device pointers",
         "https://github.com/ROCm/hip/issues/3887",
     ),
 )

@@ -357,7 +357,7 @@ def _parse_tiers(text: str, *, source: str) -> dict[str, str]:
             raise OptionError(
                 f"{source}{text}: unknown {unknown}",
                 facts={"tiers": ", ".join(TIERS), "operations": ", ".join(OPERATIONS)},
-                hint="name one tier for all, or pairs such as attention=torch,linear=eager",
+                hint="set one tier for all operations, or pairs such as attention=torch,linear=eager",
             )
         tiers[operation] = tier
     return tiers

@@ -138,7 +138,7 @@ def embeddings(model: Any, checkpoint: str) -> torch.Tensor:
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64, also in Llama's norm, which otherwise uses float32."""
+    """The model in float64, including Llama's norm, which otherwise uses float32."""
     for module in model.double().modules():
         if type(module).__name__ == "LlamaRMSNorm":
             scale, epsilon = module.weight, module.variance_epsilon

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
 from hf_rocm.ops.quantized import choose
-from hf_rocm.ops.quantized_torch import QuantizedSpec
+from hf_rocm.ops.specs.quantized import QuantizedSpec
 
 # The implementations of the torch tier by name, and the fallback
 INSIDE, AFTER, WHOLE, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"

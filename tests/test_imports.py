@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +15,21 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
 KERNELS = "hf_rocm.ops.triton.kernels"  # the only package that imports triton at module level
 # modules with subclasses of transformers' classes, which need their bases at import time
-CACHES = ("hf_rocm.generation.cache", "hf_rocm.generation.encoder_decoder", "hf_rocm.loading.stored_quantizer")
+SUBCLASSES = (
+    "hf_rocm.generation.cache",
+    "hf_rocm.generation.encoder_decoder",
+    "hf_rocm.generation.stop_criteria",
+    "hf_rocm.generation.token_choice",
+    "hf_rocm.loading.stored_quantizer",
+)
 CEILING = 400  # lines
 
 # modules that run without a model: the import, the command line, and installed blocks
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
-# The order of packages and top-level modules. Imports, including those inside functions, go to the same or a later row.
+# The order of packages and top-level modules. Imports, including those inside functions and those for type checkers, go
+# to the same or a later row.
 ORDER = (
     ("__main__", "check_version", "cli"),
     ("tools",),
@@ -51,6 +58,7 @@ class Import:
     imported: str
     line: int
     at_import: bool
+    for_types: bool = False  # whether only type checkers read it
 
     @property
     def top(self) -> str:
@@ -73,7 +81,7 @@ def test_packages_import_downwards_only() -> None:
     rows = {package: number for number, row in enumerate(ORDER) for package in row}
     unplaced = {_package(name) for name, _ in _trees()} - rows.keys()
     assert not unplaced, f"give them a row of ORDER: {sorted(unplaced)}"
-    graph = _graph()
+    graph = _graph(_trees())
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
@@ -85,7 +93,7 @@ def test_packages_import_downwards_only() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    circles = list(_circles(_graph()))
+    circles = list(_circles(_graph(_trees())))
     assert not circles, [sorted(map(_short, circle)) for circle in circles]
 
 
@@ -102,6 +110,15 @@ def test_only_tools_and_the_command_line_import_tools() -> None:
 def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
     assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
+
+
+def test_imports_for_type_checkers_close_cycles() -> None:
+    sources = {
+        "hf_rocm.norm": "from hf_rocm.kernels import kernel",
+        "hf_rocm.kernels": "if TYPE_CHECKING:\n    from hf_rocm.norm import NormSpec",
+    }
+    trees = [(name, ast.parse(source)) for name, source in sources.items()]
+    assert list(_circles(_graph(trees))) == [set(sources)]
 
 
 def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
@@ -128,7 +145,7 @@ def test_transformers_aiter_and_triton_are_imported_inside_functions() -> None:
         if edge.at_import
         and edge.top in HEAVY - {"torch"}
         and not (edge.top == "triton" and _inside(edge.importer, (KERNELS,)))
-        and not (edge.top == "transformers" and edge.importer in CACHES)
+        and not (edge.top == "transformers" and edge.importer in SUBCLASSES)
     ]
     assert not wrong, _listed(wrong)
 
@@ -217,13 +234,14 @@ def late():
 class Body:
     import transformers
 """
-    result = {(edge.imported, edge.at_import) for edge in _imports("hf_rocm.x", ast.parse(source)) if edge.top in HEAVY}
-    assert result == {
-        ("torch.nn", True),
-        ("triton", True),
-        ("aiter", False),
-        ("aiter.ops", False),
-        ("transformers", True),
+    edges = [edge for edge in _imports("hf_rocm.x", ast.parse(source)) if edge.top in HEAVY]
+    assert {(edge.imported, edge.at_import, edge.for_types) for edge in edges} == {
+        ("torch.nn", True, False),
+        ("accelerate", False, True),
+        ("triton", True, False),
+        ("aiter", False, False),
+        ("aiter.ops", False, False),
+        ("transformers", True, False),
     }
 
 
@@ -239,17 +257,24 @@ def _trees() -> list[tuple[str, ast.Module]]:
 
 @cache
 def _all_imports() -> list[Import]:
-    modules = {name for name, _ in _trees()}
-    result = [entry for name, tree in _trees() for entry in _imports(name, tree)]
+    """The imports of the package that run, at import time or in a call."""
+    return [edge for edge in _edges(_trees()) if not edge.for_types]
+
+
+def _edges(trees: list[tuple[str, ast.Module]]) -> list[Import]:
+    modules = {name for name, _ in trees}
+    result = [entry for name, tree in trees for entry in _imports(name, tree)]
     # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
     return [edge for edge in result if edge.top != "hf_rocm" or edge.imported in modules]
 
 
-def _graph() -> dict[str, set[str]]:
-    """The import graph. `from hf_rocm.ops import probe` is an edge to the module only; parent packages are omitted."""
-    graph: dict[str, set[str]] = {name: set() for name, _ in _trees()}
+def _graph(trees: list[tuple[str, ast.Module]]) -> dict[str, set[str]]:
+    """The import graph, including imports for type checkers. `from hf_rocm.ops import probe` is an edge to the module
+    only; parent packages are omitted.
+    """
+    graph: dict[str, set[str]] = {name: set() for name, _ in trees}
     statements: dict[tuple[str, int], set[str]] = {}
-    for edge in _all_imports():
+    for edge in _edges(trees):
         if edge.imported in graph and not f"{edge.importer}.".startswith(f"{edge.imported}."):
             statements.setdefault((edge.importer, edge.line), set()).add(edge.imported)
     for (importer, _), targets in statements.items():
@@ -298,8 +323,9 @@ def _imports(importer: str, tree: ast.AST, *, at_import: bool = True) -> Iterato
             for alias in node.names:
                 yield Import(importer, f"{node.module}.{alias.name}", node.lineno, at_import)
         elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for part in node.orelse:
-                yield from _imports(importer, ast.Module([part], []), at_import=at_import)
+            for edge in _imports(importer, ast.Module(node.body, []), at_import=False):
+                yield replace(edge, for_types=True)
+            yield from _imports(importer, ast.Module(node.orelse, []), at_import=at_import)
         else:
             inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             yield from _imports(importer, node, at_import=at_import and not inside)

@@ -76,8 +76,8 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: nothing is truncated, and rich is not imported for it
         subcommand_metavar="COMMAND [ARGUMENTS]",
-        help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays as it is, "
-        "and every change can be undone.",
+        help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays "
+        "unchanged, and every change can be undone.",
     )
     app.callback()(_options)
     for command in COMMANDS:

@@ -12,7 +12,7 @@ from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import ModelOrCommand, numbers
 from hf_rocm.cli.help_text import Command
 from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
-from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, Save, SegmentName
+from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, OptionalModelPath, Save, SegmentName
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 from hf_rocm.tools.bench.known_shapes import SHAPES, shape
@@ -28,8 +28,11 @@ bench = typer.Typer(
     cls=ModelOrCommand,
     no_args_is_help=True,
     subcommand_metavar="(MODEL | --config NAME | COMMAND) [OPTIONS]",
-    help="Measure a model against stock transformers, or single kernels against each other.",
+    help="Measure a model against stock transformers, or individual kernels against each other.",
 )
+
+_PROMPT, _PROMPT_CPU = "1024", "128"
+_NEW, _NEW_CPU = 128, 32
 
 ConfigName = Annotated[
     str | None,
@@ -44,13 +47,21 @@ ConfigName = Annotated[
 
 @bench.command("model", cls=Command)
 def model(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
-    ] = None,
+    model: OptionalModelPath = None,
     config: ConfigName = None,
     batch: Annotated[str, typer.Option(metavar="SIZES", help="Batch sizes, such as 1,8,32.")] = "1",
-    prompt: Annotated[str, typer.Option(metavar="LENGTHS", help="Prompt lengths in tokens.")] = "1024",
-    new: Annotated[int, typer.Option(metavar="TOKENS", help="New tokens of a timed generation.", min=2)] = 128,
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTHS", help=f"Prompt lengths in tokens (default: {_PROMPT}, on a CPU {_PROMPT_CPU})."),
+    ] = None,
+    new: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"New tokens per timed generation (default: {_NEW}, on a CPU {_NEW_CPU}).",
+            min=2,
+        ),
+    ] = None,
     kinds: Annotated[
         str | None,
         typer.Option("--kinds", metavar="KINDS", help="decode, prefill, or both separated by a comma (default: both)."),
@@ -61,13 +72,11 @@ def model(
             "--sides",
             metavar="SIDES",
             help="The compared sides, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, hf_rocm "
-            "(default: stock,compile,hf_rocm).",
+            "(default: stock,compile,hf_rocm, on a CPU without compile).",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once in a round.", min=1)] = 5,
-    layers: Annotated[
-        int | None, typer.Option(metavar="N", help="With --config: this number of layers.", min=1)
-    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once per round.", min=1)] = 5,
+    layers: Annotated[int | None, typer.Option(metavar="N", help="With --config: the number of layers.", min=1)] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="Tensor parallelism over N GPUs; starts N ranks.", min=2)
     ] = None,
@@ -86,7 +95,7 @@ def model(
 
     The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
     results is not timed. The floor is the shortest possible time at the copy bandwidth and matmul rate that were
-    measured on this machine. Without ROCm, hf_rocm's path is forced, and the output says so. With --tp, transformers
+    measured on this machine. Without ROCm, hf_rocm's path is forced, which the output states. With --tp, transformers
     shards the model over N ranks on both sides, and the output lists what the ranks exchange.
     """
     from hf_rocm.tools.bench import record
@@ -95,9 +104,12 @@ def model(
     subject = subject_of(model, config, device, dtype, layers)
     check_files(save, chart, profile)
     if tp is not None and profile is not None:
-        raise typer.BadParameter("--profile is for one device: leave --tp out")
-    names = _sides(sides, encoder=subject.encoder) if tp is None else _shared_sides(sides)
-    batches, prompts = numbers(batch, "--batch"), numbers(prompt, "--prompt")
+        raise typer.BadParameter("--profile supports a single device: omit --tp")
+    on_cpu = subject.device.type == "cpu"
+    names = _sides(sides, on_cpu=on_cpu) if tp is None else _shared_sides(sides)
+    batches = numbers(batch, "--batch")
+    prompts = numbers(prompt or (_PROMPT_CPU if on_cpu else _PROMPT), "--prompt")
+    new = new or (_NEW_CPU if on_cpu else _NEW)
     if subject.encoder:
         lengths = prompts if _eats_tokens(subject) else [0]
         cases = [Case("encode", size, length) for length in lengths for size in batches]
@@ -117,9 +129,12 @@ def model(
         _profile(subject, cases[0], profile)
 
 
-def _sides(text: str | None, *, encoder: bool) -> list[str]:
-    from hf_rocm.tools.bench.variants import DEFAULT, LABELS
+def _sides(text: str | None, *, on_cpu: bool = False) -> list[str]:
+    from hf_rocm.tools.bench.variants import COMPILE, DEFAULT, LABELS
 
+    if text is None and on_cpu:
+        print_notice(f"without torch.compile, which takes minutes on a CPU: --sides {','.join(DEFAULT)} includes it")
+        return [name for name in DEFAULT if name != COMPILE]
     names = [name.strip() for name in text.split(",")] if text is not None else list(DEFAULT)
     unknown = [name for name in names if name not in LABELS]
     if unknown:
@@ -130,7 +145,7 @@ def _sides(text: str | None, *, encoder: bool) -> list[str]:
 def _shared_sides(text: str | None) -> list[str]:
     from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-    return [STOCK, PREPARED] if text is None else _sides(text, encoder=False)
+    return [STOCK, PREPARED] if text is None else _sides(text)
 
 
 def _measure(
@@ -166,7 +181,7 @@ def _print(segment: Segment) -> None:
         print()
         print_wrapped(report.title(result))
         if result.timings:
-            print_table(report.header(result), report.rows(result))
+            print_table(*report.table(result))
         for line in [*report.exchange(segment, result), *report.notes(result)]:
             print_wrapped(line)
         for line in report.reasons(result, segment.missing):
@@ -181,7 +196,7 @@ def _profile(subject: Subject, case: Case, trace: Path) -> None:
     with Progress(every=15) as progress:
         summary = profile(subject, case, trace, progress=progress.step)
     print(f"\n{summary.title}")
-    print_table(("kernel", "calls a step", "µs a step", "share"), summary.rows())
+    print_table(("kernel", "calls per step", "µs per step", "share"), summary.rows())
     for line in summary.lines():
         print(line)
     print_notice(f"trace: {trace} (chrome://tracing, perfetto)")
@@ -193,7 +208,7 @@ def ops(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"The decoder with the shapes: {', '.join(name for name in SHAPES if not SHAPES[name].encoder)}.",
+            help=f"Decoder whose shapes are timed: {', '.join(name for name in SHAPES if not SHAPES[name].encoder)}.",
             autocompletion=lambda: list(SHAPES),
         ),
     ] = "llama-8b",
@@ -264,7 +279,7 @@ def _print_ops(segment: Segment, *, refused: bool) -> None:
         print(f"\n{operation}: {case}{floor}")
         timed = [row for row in lines if row["microseconds"] is not None]
         if timed:
-            print_table(("implementation", "µs", "× floor", "of the rate"), [report.kernel_row(row) for row in timed])
+            print_table(("implementation", "µs", "× floor", "of peak rate"), [report.kernel_row(row) for row in timed])
         for row in lines:
             if refused and row["reason"] is not None:
                 print_notice(f"{row['implementation']}: {row['reason']}")

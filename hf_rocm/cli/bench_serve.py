@@ -24,32 +24,38 @@ def serve(
     model: ModelPath,
     clients: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: a closed loop for each (default: 8)."),
+        typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: one closed loop per number (default: 8)."),
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(metavar="RATES", help="Requests a second, such as 0.5,4: an open loop for each."),
+        typer.Option(metavar="RATES", help="Requests per second, such as 0.5,4: one open loop per number."),
     ] = None,
-    requests: Annotated[int, typer.Option(metavar="N", help="Requests of each loop.", min=1)] = 64,
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests per loop.", min=1)] = 64,
     seconds: Annotated[
-        float, typer.Option(metavar="S", help="No request of a loop is sent after S seconds.", min=0.1)
+        float, typer.Option(metavar="S", help="Stop sending the requests of a loop after S seconds.", min=0.1)
     ] = 120.0,
     prompt: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="Tokens of a prompt: a number, or a range to draw from.")
+        str,
+        typer.Option(metavar="LENGTHS", help="Tokens per prompt: a number, or a range from which lengths are drawn."),
     ] = "60-510",
-    new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens of each answer.", min=2)] = 128,
+    new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
     answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both in alternation.")] = "streamed",
-    seed: Annotated[int, typer.Option(metavar="N", help="The seed of prompts and arrival times.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The seed for prompts and arrival times.")] = 0,
     batching: Annotated[
-        bool, typer.Option("--continuous-batching/--no-continuous-batching", help="Whether both servers use it.")
+        bool,
+        typer.Option(
+            "--continuous-batching/--no-continuous-batching", help="Whether both servers use continuous batching."
+        ),
     ] = True,
     serve_args: Annotated[
         str,
         typer.Option(metavar="TEXT", help="Arguments for transformers serve, such as '--cb-num-blocks 512'."),
     ] = "",
-    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds for one answer.", min=0.1)] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Time limit for one answer, in seconds.", min=0.1)
+    ] = 120.0,
     start_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds for a server to load the model.", min=1)
+        float, typer.Option(metavar="S", help="Time limit for a server to load the model, in seconds.", min=1)
     ] = 600.0,
     dtype: DtypeName = None,
     device: DeviceName = None,
@@ -62,7 +68,7 @@ def serve(
 
     Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
     nothing is timed. One server runs at a time, and both are ended with the command. Prompts are random words. Without
-    ROCm, hf_rocm's path is forced, and the output says so.
+    ROCm, hf_rocm's path is forced, which the output states.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.serving import server
@@ -112,14 +118,14 @@ def _lengths(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
     shortest, longest = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < shortest <= longest:
-        raise OptionError(f"--prompt {text} is not valid", hint="write a number or a range: --prompt 60-510")
+        raise OptionError(f"--prompt {text} is not valid", hint="pass a number or a range: --prompt 60-510")
     return shortest, longest
 
 
 def _rates(text: str) -> list[float]:
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d{1,6}(\.\d{1,6})?", word, re.ASCII) and float(word) > 0 for word in words):
-        raise OptionError(f"--rate {text} is not valid", hint="write requests a second: --rate 0.5,4")
+        raise OptionError(f"--rate {text} is not valid", hint="pass requests per second: --rate 0.5,4")
     return sorted({float(word) for word in words})
 
 

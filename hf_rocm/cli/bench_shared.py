@@ -27,7 +27,7 @@ def subject_of(
     from hf_rocm.tools.load import device_named
 
     if (model is None) == (config is None):
-        raise typer.BadParameter("give a MODEL, or a known shape with --config")
+        raise typer.BadParameter("pass a MODEL, or a known shape with --config")
     if config is not None:
         shape(config)
     if layers is not None and config is None:

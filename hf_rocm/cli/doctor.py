@@ -15,7 +15,7 @@ from hf_rocm.tools.doctor.report import Finding, Level, Report
 from hf_rocm.tools.wrapping import width, wrapped
 
 _STYLES = {Level.OK: "good", Level.WARNING: "attention", Level.PROBLEM: "error"}
-_NARROW = 40  # if fewer columns are left beside the check's name, the text starts below it
+_NARROW = 40  # if fewer columns are left next to the check's name, the text starts below it
 
 
 def doctor(
@@ -31,9 +31,9 @@ def doctor(
 ) -> None:
     """Check this machine: driver, ROCm, torch, aiter and transformers.
 
-    A line is ok, a warning or a problem. Warnings and problems say what they mean and how to fix them. Exits with 1 if
-    there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in separate
-    processes.
+    A line is ok, a warning or a problem. Warnings and problems are listed with their meaning and the fix. Exits with 1
+    if there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in
+    separate processes.
     """
     from hf_rocm.tools.doctor.examine import doctor as examine
 

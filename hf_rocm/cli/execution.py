@@ -29,12 +29,13 @@ def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, ever
         print_notice(notice)
     if as_json:
         print_json({**plan.to_dict(), "dry_run": dry_run, "written": not dry_run and not plan.refusals})
-    for number, error in enumerate(plan.refusals):
+    errors = plan.refusals if everything else plan.errors
+    for number, error in enumerate(errors):
         if number:
             typer.echo(err=True)
         print_error(error)
     skippable = sum(state.skippable for state in plan.states) if plan.command == "install-overlays" else 0
-    if skippable and skippable == len(plan.refusals) and skippable < len(plan.states):
+    if len(errors) == len(plan.refusals) == skippable > 0 and skippable < len(plan.states):
         rest = len(plan.states) - skippable
         print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` installs the other {rest}")
     if plan.refusals:
@@ -46,7 +47,7 @@ def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, ever
 def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
     installing = plan.command == "install-overlays"
     words = _PLANNED if dry_run else _DONE
-    kept = "installed already" if installing else "not installed"
+    kept = "already installed" if installing else "not installed"
     print_transformers(plan.installation)
     if everything:
         results = (

@@ -15,10 +15,10 @@ All = Annotated[bool, typer.Option("--all", "-a", "-v", help="List every class, 
 def explain(
     model: ModelPath, device: DeviceName = None, force: Force = False, everything: All = False, json: Json = False
 ) -> None:
-    """Show which kernel serves every operation of MODEL here, and why not a faster one.
+    """Show which kernel serves every operation of MODEL here, and why no faster one is used.
 
     The model is loaded. Kernels that were never used on this machine are built and checked first; `warmup` shows the
-    progress of that.
+    progress.
     """
     import torch
 

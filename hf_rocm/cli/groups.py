@@ -49,6 +49,11 @@ class ModelOrCommand(Group):
             args = ["--help"] if "--help" in args else ["model", *args]
         return super().parse_args(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        model = self.commands["model"]
+        options = model.shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
+        return [*options, *(item for item in super().shell_complete(ctx, incomplete) if item.value != "--help")]
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [self.subcommand_metavar]
 
@@ -79,5 +84,5 @@ def numbers(text: str, option: str) -> list[int]:
     """Parse whole numbers such as `1,8,32` and return them sorted. Raises `OptionError`."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) <= 10**7 for word in words):
-        raise OptionError(f"{option} {text} is not valid", hint=f"write whole numbers: {option} 1,8,32")
+        raise OptionError(f"{option} {text} is not valid", hint=f"pass integers: {option} 1,8,32")
     return sorted({int(word) for word in words})

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-Command = Annotated[list[str] | None, typer.Argument(metavar="COMMAND", help="A command such as bench, or bench ops.")]
+from hf_rocm.cli.groups import SECTIONS
+
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="COMMAND",
+        help="A command such as bench, or bench ops.",
+        autocompletion=lambda: [name for names in SECTIONS.values() for name in names],
+    ),
+]
 
 
 def help(context: typer.Context, command: Command = None) -> None:

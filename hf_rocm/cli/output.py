@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from hf_rocm import files
 from hf_rocm.errors import HfRocmError, OptionError
 from hf_rocm.overlay.locate import Installation
-from hf_rocm.overlay.state import GOOD, FileState, Installed, LeftOut
+from hf_rocm.overlay.state import GOOD, LISTED, FileState, Installed, LeftOut, some
 from hf_rocm.tools.wrapping import width, wrapped
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check_output(file: Path, *, parents: bool = False) -> None:
         raise OptionError(
             f"{file} can't be written",
             facts={"because": error.strerror or error},
-            hint="name a file in a folder that you can write to",
+            hint="specify a file in a writable folder",
         ) from error
 
 
@@ -98,6 +98,8 @@ def print_states(
     named: print all files, one per line. everything: also print the files without a problem, by group.
     """
     single = [state for state in states if named or not _usual(state)]
+    if not named and not everything and len(single) > LISTED:
+        single = [state for state in single if not state.good]  # the others need no attention, and stay stock
     if single:
         rows = [
             (state.model, state.overlay.id if state.overlay else "-", *_axes(state), state.detail) for state in single
@@ -106,6 +108,13 @@ def print_states(
         if not named:
             print()
     usual = [state for state in states if state not in single]
+    odd: dict[str, list[str]] = {}
+    for state in usual:
+        if not _usual(state):
+            odd.setdefault(state.match.value, []).append(state.model)
+    if odd:
+        print_table(("installed", "match", "models"), [("no", match, some(names)) for match, names in odd.items()])
+        print()
     if usual and everything:
         keys = [((*_axes(state), state.overlay.directory if state.overlay else "-"), state.model) for state in usual]
         print_groups(("installed", "match", "overlays"), keys)

@@ -7,12 +7,21 @@ from typing import Annotated
 
 import typer
 
+from hf_rocm.arguments import require_folder
+
 
 def _known_models() -> list[str]:
     """Return the names of model folders for shell completion."""
     from hf_rocm.overlay.catalog import load
 
     return load().models()
+
+
+def _folder(model: str | None) -> str | None:
+    """Check the path of a model before torch is imported, which takes seconds."""
+    if model is not None:
+        require_folder(model)
+    return model
 
 
 Models = Annotated[
@@ -23,13 +32,18 @@ TransformersPath = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="The folder of another transformers, or its parent."),
 ]
-ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
+ModelPath = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", callback=_folder)
+]
+OptionalModelPath = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", callback=_folder)
+]
 DeviceName = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", help="The device of the model (default: the GPU, else the CPU)."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Use the ROCm path without ROCm too.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Use the ROCm path even without ROCm.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done without writing anything.")]
 Everything = Annotated[bool, typer.Option("--all", "-v", help="List every model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DtypeName = Annotated[

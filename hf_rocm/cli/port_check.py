@@ -17,7 +17,7 @@ _SHOWN = 12  # the largest number of places that are listed per rule without --a
 
 
 def port_check(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or the folder of a project.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a project folder.")],
     everything: Annotated[bool, typer.Option("--all", help="List every place where a rule applies.")] = False,
     json: Json = False,
 ) -> None:

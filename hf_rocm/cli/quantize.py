@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 Kind = Annotated[
     str,
     typer.Option(
-        "--kind", metavar="KIND", help="fp8, int8, int4, int4-g64 or int4-g32; several with commas, or all, as a table."
+        "--kind", metavar="KIND", help="fp8, int8, int4, int4-g64, int4-g32 or mxfp4; several with commas, or all."
     ),
 ]
 Text = Annotated[
     Path | None,
     typer.Option("--text", metavar="FILE", help="The text to measure on (default: Python's documentation)."),
 ]
-Head = Annotated[bool, typer.Option("--head", help="Quantise the layer that computes the logits too.")]
+Head = Annotated[bool, typer.Option("--head", help="Also quantise the layer that computes the logits.")]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -54,14 +54,10 @@ def quantize(
 
     Nothing is written without --out. In Python, `hf_rocm.from_pretrained(..., quantize=KIND)` loads such a model.
     """
-    from hf_rocm.loading.save_quantized import save_quantized
     from hf_rocm.tools import quality
     from hf_rocm.weights import quantize as quantizing
-    from hf_rocm.weights.encoding import encodings
-    from hf_rocm.weights.kinds import import_all
 
-    import_all()
-    kinds = list(encodings()) if kind == "all" else list(dict.fromkeys(kind.split(",")))
+    kinds = quantizing.kinds() if kind == "all" else list(dict.fromkeys(kind.split(",")))
     for one in kinds:
         quantizing.check_options(one, force=force or None)
     if out is not None:
@@ -74,6 +70,8 @@ def quantize(
             model, kinds, ids, device=device, force=force, head=head, progress=progress.count
         )
     if out is not None:
+        from hf_rocm.loading.save_quantized import save_quantized
+
         save_quantized(last, out)
         tokenizer.save_pretrained(out)
     if len(kinds) > 1:
@@ -88,16 +86,16 @@ def quantize(
 
 def _print_one(reference: Unquantized, result: Quantized) -> None:
     report, gap = result.report, result.loss
-    was, now = (f"{size / 2**20:.1f} MiB" for size in report["bytes"])
+    was, now = map(_mib, report["bytes"])
     error = report["error"]
     stored = "" if report["format"] == report["kind"] else f" ({report['format']})"
     print(f"{reference.model} in {report['kind']}{stored}\n")
     facts = {
-        "layers": f"{report['layers']} quantised, {len(report['left'])} as they were",
+        "layers": f"{report['layers']} quantised, {len(report['left'])} unchanged",
         "memory": f"{was} before, {now} after",
         "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
         "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; they spread by {gap.size:.3g}",
-        "same choice": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
+        "same top-1": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
         "divergence": f"{gap.divergence:.3g} nats (Kullback-Leibler) on average",
     }
     if gap.perplexity is not None:
@@ -105,11 +103,11 @@ def _print_one(reference: Unquantized, result: Quantized) -> None:
         facts["perplexity"] = f"{expected:.4f} before, {actual:.4f} after, a factor of {actual / expected:.4f}"
     if reference.ms_per_token is not None and result.ms_per_token is not None:
         facts["decoding"] = (
-            f"{reference.ms_per_token:.3g} ms a token before, {result.ms_per_token:.3g} after, on {reference.device}"
+            f"{reference.ms_per_token:.3g} ms per token before, {result.ms_per_token:.3g} after, on {reference.device}"
         )
     print_facts(facts)
     for reason, count in Counter(report["left"].values()).most_common():
-        print(f"left {count}: {reason}")
+        print(f"not quantised × {count}: {reason}")
 
 
 def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json: bool) -> None:
@@ -138,20 +136,20 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
                 _number(after, ".4f"),
             )
         )
-    print_table(("kind", "layers", "memory", "ms a token", "same choice", "divergence", "perplexity"), rows)
+    print_table(("kind", "layers", "memory", "ms per token", "same top-1", "divergence", "perplexity"), rows)
     print()
     print_wrapped(
-        "layers: quantised ones. same choice: positions with the same most likely token. divergence: Kullback-Leibler, "
-        "in nats, on average. ms a token: batch 1, median of 3 calls."
+        "layers: quantised ones. same top-1: positions with the same most likely token. divergence: Kullback-Leibler, "
+        "in nats, on average. ms per token: batch 1, median of 3 calls."
     )
 
 
 def _check_folder(folder: Path, kinds: Sequence[str]) -> None:
     """Raise `OptionError` before any work if the model can't be written there."""
     if len(kinds) > 1:
-        raise OptionError("--out writes one kind", facts={"kinds": ", ".join(kinds)}, hint="name one with --kind")
+        raise OptionError("--out writes one kind", facts={"kinds": ", ".join(kinds)}, hint="select one with --kind")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OptionError(f"{folder} exists and is not an empty folder", hint="name a new folder with --out")
+        raise OptionError(f"{folder} exists and is not an empty folder", hint="specify a new folder with --out")
     check_output(folder / "config.json", parents=True)
 
 

@@ -21,7 +21,7 @@ from hf_rocm.cli.output import (
 )
 from hf_rocm.cli.parameters import Everything, Json, Models, TransformersPath
 from hf_rocm.cli.progress import Progress
-from hf_rocm.overlay.state import GOOD, FileState, Installed
+from hf_rocm.overlay.state import GOOD, FileState, Installed, pip
 
 
 def status(
@@ -88,6 +88,11 @@ def _print_next(states: Sequence[FileState]) -> None:
         print_next(f"hf-rocm status --diff {odd[0].model}")
     elif odd:
         print_next("hf-rocm install-overlays")
+    elif changed := [state for state in states if state.match not in GOOD]:
+        newest = changed[0].newest_checked
+        rest = len(states) - len(changed)
+        skip = f", or hf-rocm install-overlays --skip-changed (the other {rest})" if rest else ""
+        print_next(f"{pip(newest) if newest else f'hf-rocm status --diff {changed[0].model}'}{skip}")
     elif states and not any(state.installed is Installed.YES for state in states):
         print_next("hf-rocm install-overlays (or load models with hf_rocm.from_pretrained, which needs no overlays)")
 
@@ -96,7 +101,7 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
     from hf_rocm.overlay.commands import record
 
     if models or diff:
-        raise typer.BadParameter("--record compares the whole package; leave MODEL and --diff out")
+        raise typer.BadParameter("--record compares the whole package; omit MODEL and --diff")
     with Progress("files compared") as progress:
         report = record(transformers_path=transformers_path, progress=progress.count)
     installation = report.installation

@@ -1,4 +1,4 @@
-"""`hf-rocm tune`: record the matrix products of a model, find the fastest kernel for each, and manage the tables."""
+"""`hf-rocm tune`: record the GEMMs of a model, find the fastest kernel for each, and manage the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from hf_rocm.cli.groups import ModelOrCommand, numbers
 from hf_rocm.cli.help_text import Command
 from hf_rocm.cli.output import check_output, print_error, print_facts, print_json, print_notice, print_table
-from hf_rocm.cli.parameters import Json
+from hf_rocm.cli.parameters import Json, OptionalModelPath
 from hf_rocm.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ GpuName = Annotated[
         help="The GPU and its compute units, such as gfx942:304 (default: this machine's).",
     ),
 ]
-Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Tables of tuned products (CSV).")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Tables of tuned GEMMs (CSV).")]
 
 
 tune = typer.Typer(
@@ -43,19 +43,18 @@ tune = typer.Typer(
     cls=ModelOrCommand,
     no_args_is_help=True,
     subcommand_metavar="(MODEL | --shapes FILE | COMMAND) [OPTIONS]",
-    help="Find the fastest kernel for every matrix product (GEMM) of a model.",
+    help="Find the fastest kernel for every GEMM (matrix multiplication) of a model.",
 )
 
 
 @tune.command("model", cls=Command)
 def model(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
-    ] = None,
+    model: OptionalModelPath = None,
     batch: Batches = "1",
     prompt: Prompts = "128,1024",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Such as bfloat16 (default: the checkpoint's own).")
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="The dtype, such as bfloat16 (default: that of the checkpoint)."),
     ] = None,
     engine: Annotated[
         str | None,
@@ -63,11 +62,11 @@ def model(
     ] = None,
     shuffled: Annotated[bool, typer.Option("--shuffled", help="Also tune for preshuffled weights.")] = False,
     shapes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Tune the shapes of this file instead of a MODEL's.")
+        Path | None, typer.Option(metavar="FILE", help="Tune the shapes in this file instead of those of a MODEL.")
     ] = None,
-    shapes_only: Annotated[bool, typer.Option("--shapes-only", help="Record the shapes and tune nothing.")] = False,
+    shapes_only: Annotated[bool, typer.Option("--shapes-only", help="Record the shapes without tuning them.")] = False,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the shapes to FILE.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Tune again what was tuned before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also tune shapes that were tuned before.")] = False,
     load: Annotated[
         bool, typer.Option("--load", help="Load the weights, for models whose shapes do not follow from the config.")
     ] = False,
@@ -75,9 +74,9 @@ def model(
     gpu: GpuName = None,
     json: Json = False,
 ) -> None:
-    """Find the fastest kernel for every matrix product (GEMM) that MODEL runs in prefill and decode.
+    """Find the fastest kernel for every GEMM (matrix multiplication) that MODEL runs in prefill and decode.
 
-    The shapes of the products need only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
+    Recording their shapes needs only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
     minutes to hours. Results are kept if the command is stopped, and are not tuned again. Without ROCm, the command
     prints the shapes and the command that tunes them, and exits with 1. If MODEL is a folder with the name of a
     command, write it as ./list.
@@ -85,7 +84,7 @@ def model(
     from hf_rocm.tools.tuning import commands
 
     if (model is None) == (shapes is None):
-        raise typer.BadParameter("give a MODEL, or a file of shapes with --shapes")
+        raise typer.BadParameter("pass a MODEL, or a file of shapes with --shapes")
     if output is not None:
         check_output(output, parents=True)
     if not shapes_only and (missing := commands.no_gpu()) is not None:
@@ -130,7 +129,7 @@ def model(
             print(f"  export {name}={shlex.quote(value)}")
     if result.missing:
         where = f"; see {result.log}" if result.log else ": not enough memory"
-        print_notice(f"nothing was found for {_count(result.missing, 'shape')}{where}")
+        print_notice(f"no kernel was found for {_count(result.missing, 'shape')}{where}")
 
 
 @tune.command("list", cls=Command)
@@ -177,7 +176,7 @@ def check(files: Files, release: ReleaseName = None, gpu: GpuName = None, json: 
             }
         )
     else:
-        print(f"amd-aiter {meant.version}, {here or 'any GPU (--gpu gfx942:304 names one)'}")
+        print(f"amd-aiter {meant.version}, {here or 'any GPU (--gpu gfx942:304 selects one)'}")
         for table in checked:
             _print_checked(table)
     if not all(table.good for table in checked):
@@ -187,7 +186,7 @@ def check(files: Files, release: ReleaseName = None, gpu: GpuName = None, json: 
 @tune.command("merge", cls=Command)
 def merge(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="Tables. Rows of the first one win.")
+        list[Path] | None, typer.Argument(metavar="FILE", help="Tables. Rows of earlier tables take precedence.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write (default: in the cache).")
@@ -230,7 +229,7 @@ def _print_job(job: Tuning) -> None:
 def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
     """Print why nothing is tuned: everything is tuned, only the shapes were requested, or this machine can't tune."""
     if not job.todo:
-        print("nothing to do: all of them are tuned (--again repeats it)")
+        print("nothing to do: all of them are already tuned (--again repeats this)")
         return
     print(f"the shapes are in {job.file}")
     if shapes_only:

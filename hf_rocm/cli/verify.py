@@ -9,22 +9,22 @@ import typer
 
 from hf_rocm import files
 from hf_rocm.cli.output import check_output, print_json, print_notice
-from hf_rocm.cli.parameters import DeviceName, Force, Json
+from hf_rocm.cli.parameters import DeviceName, Force, Json, OptionalModelPath
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import LoadError, OptionError
 
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Use fewer tokens, and skip the check of saved files.")]
 Train = Annotated[
     bool, typer.Option("--train", help="Also compare loss and gradients with those of a copy on the CPU.")
 ]
+_TINY = ("tiny-bert", "tiny-gemma2", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3")
 Config = Annotated[
     str | None,
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Random weights instead of a MODEL: a config.json, or one of tiny-bert, tiny-gemma2, tiny-gpt-oss, "
-        "tiny-llama, tiny-mistral, tiny-qwen3.",
+        help=f"Random weights instead of a MODEL: a config.json, or one of {', '.join(_TINY)}.",
+        autocompletion=lambda: list(_TINY),
     ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="With --config: the dtype of the weights.")]
@@ -36,7 +36,7 @@ Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the err
 
 
 def verify(
-    model: Model = None,
+    model: OptionalModelPath = None,
     quick: Quick = False,
     train: Train = False,
     config: Config = None,
@@ -63,7 +63,7 @@ def verify(
     from hf_rocm.tools.verify import verify as compare
 
     if (model is None) == (config is None):
-        raise typer.BadParameter("give either MODEL or --config")
+        raise typer.BadParameter("pass either MODEL or --config")
     for output in (save_golden, picture):
         if output is not None:
             check_output(output)

@@ -12,8 +12,8 @@ from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
 def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, json: Json = False) -> None:
     """Build and check the kernels that MODEL uses, before its first call.
 
-    The model is loaded, and kernels that have to be compiled may take minutes. Results are remembered for this GPU and
-    these versions, so that this can be the last line of a Dockerfile.
+    The model is loaded, and kernels that have to be compiled may take minutes. Results are stored for this GPU and
+    these versions, so this command can be the last line of a Dockerfile.
     """
     import torch
 

@@ -104,7 +104,7 @@ class _Call:
                 here = [rank for rank in here if not self.store.check([f"{self.prefix}/read/{rank}"])]
                 time.sleep(_PAUSE)
         except RuntimeError:
-            pass  # the store has ended, so no rank waits on it any more
+            pass  # the store has ended, so no rank still waits on it
 
     def _key(self, rank: int) -> str:
         return f"{self.prefix}/{rank}"

@@ -63,7 +63,7 @@ def _agree(here: Place, arguments: Mapping[str, Any], config: Callable[[], Any])
         raise _unreachable(here, timeout, error) from error
     if shared is None:
         if here.rank == ranks[0]:
-            _log.warning("the ranks share no store, so what they load is not compared")
+            _log.warning("the ranks share no store, so the models that they load are not compared")
     else:
         agree(shared, here, ranks, lambda: facts(here, arguments, config()), timeout=timeout, hint=HINT)
     heads.check(config(), tensor_parallel_size(here, arguments), arguments)

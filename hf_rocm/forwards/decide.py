@@ -116,7 +116,7 @@ def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
     if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
         return f"an input is a {type(tensor).__name__} of {tensor.dtype}"
     if tensor.device != device:
-        return "an input is on another device than the model"
+        return "an input is on a different device from the model"
     return None
 
 

@@ -78,7 +78,7 @@ class Read(NamedTuple):
 
 
 class _BasicOperators(TorchDispatchMode):
-    """Calls `run` instead of every operator, also in inference mode, where PyTorch dispatches composite operators.
+    """Calls `run` instead of every operator, even in inference mode, where PyTorch dispatches composite operators.
 
     A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not show.
     """
@@ -153,7 +153,7 @@ class Reads(_BasicOperators):
         self._kept.clear()
         self._log.clear()
         if self.reason is None and any(stranger() is None for stranger in self._strangers):
-            self.reason = "it creates a tensor on the device from values of the host"
+            self.reason = "it creates a tensor on the device from values on the host"
 
     def _is_stranger(self, tensor: Tensor) -> bool:
         number = id(tensor)

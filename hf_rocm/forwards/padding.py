@@ -63,11 +63,11 @@ class Padded(NamedTuple):
         whole: the output of the unpadded call. Raises `Unrecordable` if the two don't correspond.
         """
         if len(whole.tensors) != len(padded.tensors):
-            raise Unrecordable("its padded output has other tensors")
+            raise Unrecordable("its padded output contains different tensors")
         cuts = []
         for one, other in zip(whole.tensors, padded.tensors, strict=True):
             if one.dim() != other.dim() or one.dtype != other.dtype:
-                raise Unrecordable("its padded output has other tensors")
+                raise Unrecordable("its padded output contains different tensors")
             different = [index for index in range(one.dim()) if one.shape[index] != other.shape[index]]
             if any((one.shape[index], other.shape[index]) != (self.length, self.bucket) for index in different):
                 raise Unrecordable("a shape of its output depends on the length in an unsupported way")
@@ -105,9 +105,9 @@ def refuses_model(model: Any) -> str | None:
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it is a decoder"
     if getattr(config, "chunk_size_feed_forward", 0):
-        return "its feed-forward layers compute chunks"
+        return "its feed-forward layers process their input in chunks"
     if config._attn_implementation not in ("sdpa", "eager"):
-        return f"attention of {config._attn_implementation!r} may treat masked tokens in another way"
+        return f"attention of {config._attn_implementation!r} may treat masked tokens differently"
     return features.refuses(feature)
 
 
@@ -143,13 +143,15 @@ def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> st
     for one, other in zip(padded, whole, strict=True):
         if not other.is_floating_point():
             if not torch.equal(one, other):
-                return "a padded forward returned other integers than the unpadded one"
+                return "a padded forward and the unpadded one returned different integers"
             continue
         difference = float((one.float() - other.float()).square().mean().sqrt())
         magnitude = max(1.0, float(other.float().square().mean().sqrt()))
         allowed = _ROUNDINGS * torch.finfo(other.dtype).eps * math.sqrt(layers) * magnitude
         if not difference <= allowed:
-            return f"a padded forward differed from the unpadded one by {difference:.3g}, {allowed:.3g} is rounding"
+            return (
+                f"a padded forward differed from the unpadded one by {difference:.3g}; rounding explains {allowed:.3g}"
+            )
     return None
 
 

@@ -9,17 +9,21 @@ made on the host between two steps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
 from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
+
+# Whether `crop` takes the new length, as in older releases, and not minus the number of tokens to remove.
+_CROPS_TO_A_LENGTH = "tokens_to_remove" not in inspect.signature(DynamicCache.crop).parameters
 
 
 class DecodeCache(Cache):
@@ -36,11 +40,15 @@ class DecodeCache(Cache):
         self.target = capacity
         self.limit = limit
         self.drafts: int | None = None  # the number of drafts that may be written with the prompt, or None
+        self.ahead = 0  # the number of rows after the prompt that are written before a window may move
+        self.uses = 0  # the number of earlier calls that this cache has served
         self.tokens = 1  # the number of tokens that the step writes
         self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
         self.recording = False
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
+        self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
+        self._is_user_defined = False  # read by transformers' stop check, which then drops its extra step
         self._loaded = 0  # the number of tokens that were copied from it
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its tensor and a layer that reads it
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
@@ -88,15 +96,18 @@ class DecodeCache(Cache):
             raise Unrecordable("the step writes to the cache more than once")
         if self._spare < tokens:
             self._make_room(tokens)
-        with torch.inference_mode(False), torch.no_grad():
-            for places, layer in self._places.values():
-                if tokens == 1:
-                    places.fill_(layer.rows)
-                else:
-                    torch.arange(layer.rows, layer.rows + len(places), out=places)
+        for places, layer in self._places.values():
+            if tokens == 1:
+                places.fill_(layer.rows)
+            else:
+                torch.arange(layer.rows, layer.rows + len(places), out=places)
         self._placed = self.length, tokens
         self.tokens = tokens
         self._spare -= tokens
+
+    def reserve(self, length: int) -> None:
+        """Make room for a sequence of this length, so that no window moves before its last token is written."""
+        self._make_room(length - self.length)
 
     def advance(self) -> None:
         """Count the tokens of a replayed step, which runs no Python."""
@@ -116,7 +127,7 @@ class DecodeCache(Cache):
 
     @property
     def steady(self) -> int:
-        """The number of tokens that were written since a buffer or a window last moved."""
+        """The number of tokens that have been written since a buffer or a window last moved."""
         return self.length - self._settled
 
     def back(self, steps: int) -> None:
@@ -135,6 +146,7 @@ class DecodeCache(Cache):
     def stand_for(self, user: Any) -> None:
         """Set the `UserCache` whose keys and values were copied, or None if they have been written back."""
         self.user = user
+        self._is_user_defined = user is not None and user.brought
         self._loaded = 0 if user is None else self.length
 
     def level(self, length: int) -> None:
@@ -145,26 +157,20 @@ class DecodeCache(Cache):
     def written(self, tokens: int) -> list[Tensor]:
         """Copy the rows of the last tokens: [B, Hkv, tokens, D], keys and values of every layer."""
         return [
-            buffer[:, :, layer.rows - tokens : layer.rows].clone()
-            for layer in self.attending
-            for buffer in (layer.keys, layer.values)
+            one[:, :, layer.rows - tokens : layer.rows].clone() for layer in self.attending for one in layer.buffers
         ]
 
     def digest(self, without: int) -> Tensor:
         """Sum the bits of every layer's keys and values, except the last `without` rows: [2 * layers] int64."""
-        sums = [
-            bits(buffer[:, :, : layer.rows - without]).sum(dtype=torch.int64)
-            for layer in self.attending
-            for buffer in (layer.keys, layer.values)
-        ]
-        return torch.stack(sums)
+        written = [one[:, :, : layer.rows - without] for layer in self.attending for one in layer.buffers]
+        return torch.stack([bits(rows).sum(dtype=torch.int64) for rows in written])
 
     def rows_of_beams(self, *, rounded: bool = False) -> list[Tensor]:
         """The written keys and values of every layer, [B, Hkv, S, D]. rounded: round S up."""
         return [
             buffer[:, :, : bucket(layer.rows) if rounded else layer.rows]
             for layer in self.attending
-            for buffer in (layer.keys, layer.values)
+            for buffer in layer.buffers
             if buffer is not None
         ]
 
@@ -254,12 +260,12 @@ class DecodeCache(Cache):
     def _write_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         count = key.shape[2]
         written = layer.kept(count, self.drafts or 0)
-        rows = max(layer.room(max(self.target, bucket(count + 1))), written + 1)
+        needed = written + self.ahead
         self._spare = 0
-        if not fits(layer.keys, key, written) or not fits(layer.values, value, written):
+        if not fits(layer.keys, key, needed) or not fits(layer.values, value, needed):
             self.recordings.clear()
             layer.keys = layer.values = None
-            layer.allocate(key, value, rows)
+            layer.allocate(key, value, max(layer.room(max(self.target, bucket(count + 1))), needed + 1))
         layer.keys[:, :, :written].copy_(key[:, :, count - written :])
         layer.values[:, :, :written].copy_(value[:, :, count - written :])
         layer.base, layer.rows = count - written, written
@@ -320,17 +326,18 @@ class DecodeCache(Cache):
             layer.forget()
         self._placed = -1, 1
         self._spare = 0
-        self.drafts = None
+        self.drafts, self.ahead, self.uses = None, 0, self.uses + 1
         self.stand_for(None)
 
     def crop(self, tokens: int) -> None:
         """Forget the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
 
-        In a call that verifies drafts, a positive number is the length to which transformers crops the cache.
+        In a call that verifies drafts, a positive number is the length to crop to (also 0 if `_CROPS_TO_A_LENGTH`).
         """
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
-        forgotten = int(max(0, self.length - tokens) if tokens > 0 else -tokens)  # a tensor in some releases
+        to_length = tokens > 0 or (tokens == 0 and self.drafts is not None and _CROPS_TO_A_LENGTH)
+        forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
         if forgotten:
@@ -338,12 +345,7 @@ class DecodeCache(Cache):
             self._spare = 0
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: a window's buffer has more rows than the window, so a few steps can be forgotten."""
-
-    @property
-    def _is_user_defined(self) -> bool:
-        """Read by transformers' stop check, which then forgets its extra step."""
-        return self.user is not None and self.user.brought
+        """Nothing to do: a window's buffer has more rows than the window, so a few steps can be dropped."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the tokens of every row with those of row `beam_idx[row]`, in place, so that recordings stay valid.

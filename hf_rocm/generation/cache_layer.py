@@ -38,6 +38,10 @@ class Layer:
         self.place: Any = None
 
     @property
+    def buffers(self) -> tuple[Any, Any]:
+        return self.keys, self.values
+
+    @property
     def capacity(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
 
@@ -55,12 +59,12 @@ class Layer:
         return capacity if self.window is None else min(capacity, self.window + SLACK)
 
     def kept(self, tokens: int, drafts: int) -> int:
-        """How many of the last `tokens` tokens later queries may see, if up to `drafts` of them are forgotten again."""
+        """How many of the last `tokens` tokens later queries may see, if up to `drafts` of them are dropped again."""
         return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
         """Allocate buffers for heads with the shapes of key and value, and copy the rows that are already written."""
-        old = self.keys, self.values
+        old = self.buffers
         with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
             self.keys = _buffer(key, rows, old[0], self.rows)
             self.values = _buffer(value, rows, old[1], self.rows)
@@ -72,7 +76,7 @@ class Layer:
     def move_window(self, window: int) -> None:
         """Move the rows that later queries still see to the front."""
         visible = min(self.rows, window)
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffers:
             buffer[:, :, :visible].copy_(buffer[:, :, self.rows - visible : self.rows].clone())
         self.base += self.rows - visible
         self.rows = visible
@@ -80,7 +84,7 @@ class Layer:
     def forget(self) -> None:
         """Mark all rows as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
         self.base = self.rows = 0
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffers:
             if buffer is not None:
                 buffer.zero_()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_rocm import options, patches
-from hf_rocm.arguments import require_module
+from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.environment import ALLOCATOR, conflicting
 from hf_rocm.errors import OptionError
@@ -50,6 +50,7 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
     PyTorch's interfaces.
     """
     require_module(model, "compile")
+    require_switches(force=force)
     check()
     wanted = arguments(overrides) if force or (force is None and options.force_requested()) or is_rocm() else overrides
     from hf_rocm.generation import hooks
@@ -88,7 +89,7 @@ def check() -> None:
         torch.backends.cuda.matmul.allow_tf32  # noqa: B018 (reading it is the test)
     except RuntimeError as error:
         raise OptionError(
-            "TF32 was set through PyTorch's old interface and its new one, and torch.compile fails then",
+            "TF32 was set through both PyTorch's old interface and its new one, which makes torch.compile fail",
             facts={"torch error": str(error).splitlines()[0]},
             hint="set it once, with hf_rocm.setup_environment(tf32=…) or torch.backends.fp32_precision",
         ) from error

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from hf_rocm import patches
-from hf_rocm.generation import flash_provider, suspects
+from hf_rocm.generation import flash_provider, sliding_pages, suspects
 from hf_rocm.generation.methods import put_before
 
 # In a prepared model's __dict__: a bool, whether graphs are required.
@@ -32,6 +32,12 @@ MARK = "_hf_rocm_continuous_batching"
 _ORIGINAL = "_original_attn_impl"  # an attribute of a manager
 
 _METHOD = "init_continuous_batching"
+
+_HINTS = "workload_hints"  # an argument of this method
+
+# The largest number of pages of a request with a page table, unless the user sets one. The tables of all requests are
+# copied to the device in every step.
+_MOST_PAGES = 128
 
 _CREATE = "_create_batch_processor"  # a manager's method: allocates the cache, in the thread of the steps
 
@@ -72,12 +78,15 @@ def attention_of(model: nn.Module) -> str | None:
     """One sentence for `explain` on the attention of the next batch, or None for a model without batches."""
     if MARK not in model.__dict__:
         return None
-    own = getattr(model.config, "_attn_implementation", None)
+    config: Any = model.config
+    own = getattr(config, "_attn_implementation", None)
     if own not in ("sdpa", "eager", flash_provider.NAME):
         return f"continuous batching runs {own!r}, which is selected"
     reason = flash_provider.batches_refused(model)
     if reason is None:
-        return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages"
+        gathered = sliding_pages.refused() if sliding_pages.concerns(config.get_text_config()) else None
+        steps = "" if gathered is None else f"; its decode steps gather their keys, because {gathered}"
+        return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages{steps}"
     return f"continuous batching runs as in stock transformers: {reason}"
 
 
@@ -85,6 +94,10 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
     call = inspect.signature(inherited).bind(*args, **kwargs)
     _, config = _config(self, call)
     own = flash_provider.switch(self) if getattr(config, "auto_switch_to_flash", True) else None
+    if flash_provider.MARK in self.__dict__ and flash_provider.serves(self.config):
+        sliding_pages.provide(self, flash_provider.serves, key=flash_provider.MARK)
+        _expect_long_requests(self, call, config)
+        args, kwargs = call.args, call.kwargs
     if own is None:
         return _in_order(_without_suspect_graphs(self, inherited, *args, **kwargs))
     try:
@@ -94,6 +107,19 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
         raise
     patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager restores this implementation when it stops
     return _in_order(manager)
+
+
+def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any) -> None:
+    """Raise transformers' limit on requests with page tables if their lengths are unknown, as in the server."""
+    usual = getattr(config, "fallback_max_blocks_per_request", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
+        return
+    if longest > usual * config.page_size:
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        keys = min(longest, (_MOST_PAGES - 1) * config.page_size)  # transformers adds a page
+        call.arguments[_HINTS] = WorkloadHints(max_prompt_length=keys, max_generated_length=0, num_requests=0)
 
 
 def _in_order(manager: Any) -> Any:

@@ -168,8 +168,6 @@ def refuses_call(
         return "the call requests torch.compile"
     if getattr(generation_config, "prefill_chunk_size", None) is not None:
         return "the call requests chunked prefill"
-    if getattr(generation_config, "is_assistant", False):
-        return "the model is the assistant of another model"
     if model.training:
         return "the model is in training mode"
     return None

@@ -5,14 +5,16 @@ host has queued the next one. One step later the flag has already arrived. The c
 early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
-`_has_unfinished_sequences`, which is replaced here. This applies only if the extra step has no visible effect: in
-greedy decoding (sampling would advance the random generator) with transformers' own processors and criteria.
+`_has_unfinished_sequences`, which is replaced here. This applies only if the extra step has no visible effect: with
+transformers' own processors and criteria. If the extra step draws random numbers, the generator's state from before the
+step is restored, unless another thread has drawn from the generator in the meantime.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import patches
+from hf_rocm.generation.random_state import default_generator
 from hf_rocm.patches import Change
 
 # Devices that run steps asynchronously.
@@ -30,14 +33,44 @@ _thread = threading.local()
 
 
 class Late:
-    """The deferred stop check of one call. undone: the number of steps to remove from the result."""
+    """The deferred stop check of one call. undone: the number of steps to remove from the result.
 
-    def __init__(self, device: torch.device, length: int, longest: int) -> None:
-        self._length = length
+    drawn: the generator that the call draws from, or None.
+    """
+
+    def __init__(self, device: torch.device, length: int, longest: int, drawn: torch.Generator | None = None) -> None:
+        self._drawn = drawn
+        self._states: deque[Tensor] = deque(maxlen=3)  # of the generator, before the last steps and after the last one
+        self._first = self._length = length
+        self._steps = -1
         self._longest = longest
         self._flags = [_Flag(device), _Flag(device)]
         self._reads = 0
         self.undone = 0
+
+    def begin_step(self) -> None:
+        """Called before every step, and after the last one."""
+        self._steps += 1
+        if self._drawn is not None:
+            self._states.append(self._drawn.get_state())
+
+    def restore(self, length: int) -> None:
+        """Undo the draw of the extra step, if there was one. length: the length of the result, without that step."""
+        if self._drawn is None or self._first + self._steps == length or len(self._states) < 3:
+            return
+        before, after = list(self._states)[-2:]
+        if torch.equal(self._drawn.get_state(), after) and self._draws_alike():
+            self._drawn.set_state(before)
+
+    def _draws_alike(self) -> bool:
+        """Whether the last step drew as many numbers as the one before, and no other thread did.
+
+        A GPU's generator counts its numbers. A CPU's does not, but no check is deferred there.
+        """
+        if self._drawn is None or self._drawn.device.type != "cuda":
+            return True
+        first, second, third = (state.view(torch.int64) for state in self._states)
+        return torch.equal(second - first, third - second)
 
     def continues(self, finished: Tensor) -> bool:
         """Whether another step follows, according to the previous step's flag. finished: bool, on the device."""
@@ -79,7 +112,9 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
     longest = getattr(call.get("stopping_criteria"), "max_length", None)
     late = None
     if longest is not None and _invisible(input_ids, call):
-        late = Late(input_ids.device, input_ids.shape[1], longest)
+        sampled = call["generation_config"].do_sample
+        drawn = default_generator(input_ids.device) if sampled else None
+        late = Late(input_ids.device, input_ids.shape[1], longest, drawn)
     check = None if late is None else _stock_check()
     outer, _thread.late = current(), late  # a nested call has its own check, or none
     try:
@@ -107,10 +142,8 @@ def current() -> Late | None:
 def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if input_ids.device.type not in devices or call.get("synced_gpus"):
         return False
-    if call["generation_config"].do_sample:
-        return False
-    if call.get("streamer") is not None and not _stock_check():
-        return False  # a streamer receives every token before the check and waits for the device anyway
+    if call.get("streamer") is not None and (call["generation_config"].do_sample or not _stock_check()):
+        return False  # before 5.17 it waits for every token anyway; and it may draw random numbers, too
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
     # a user's processor may count its calls; transformers' processors and the clock of `hf-rocm bench` don't
     return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)

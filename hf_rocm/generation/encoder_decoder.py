@@ -42,7 +42,7 @@ class CrossCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.layers: Any = [CrossLayer() for _ in range(layers)]
-        self.moved = False  # whether a buffer was allocated since this was last read
+        self.moved = False  # whether a buffer has been allocated since this was last read
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -222,7 +222,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
         mask = make(model.config, query, attention_mask, state)  # releases differ in the second parameter's name
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
-            return mask if fits else "the mask of the encoder's padding has another form"
+            return mask if fits else "the mask of the encoder's padding has a different form"
     if model.config._attn_implementation == "eager":
         return torch.zeros(shape, dtype=state.dtype, device=state.device)
     return torch.ones(shape, dtype=torch.bool, device=state.device)

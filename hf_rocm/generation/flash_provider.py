@@ -27,6 +27,7 @@ from hf_rocm import features, patches
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.layers import flash_functions
 from hf_rocm.ops import paged, varlen
+from hf_rocm.ops.specs.attention import PagedSpec, VarlenSpec
 from hf_rocm.overlay import bind
 from hf_rocm.patches import Change, Entry
 
@@ -37,6 +38,8 @@ MARK = "_hf_rocm_flash"
 
 # In the __dict__ of a prepared model: the implementation to return to when hf_rocm's functions are removed.
 _DEFAULT = "_hf_rocm_flash_default"
+
+_ARGUMENT = "attn_implementation"
 
 _FEATURE = "flash_interface"
 _UTILS = "transformers.modeling_flash_attention_utils"
@@ -99,6 +102,24 @@ def batches_refused(model: Any) -> str | None:
     return _without_kernel(model)
 
 
+def take_request(arguments: dict[str, Any]) -> bool:
+    """Withdraw a request for `flash_attention_2` from the arguments of a load, if it is served. Returns whether it was.
+
+    transformers would raise an error while it builds the model; the implementation is set after `prepare` instead.
+    """
+    config = arguments.get("config")  # to which `AutoModel*` moves the request
+    requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
+    if requested != NAME or unavailable() is not None:
+        return False
+    arguments[_ARGUMENT] = None  # transformers' default, for the config too
+    return True
+
+
+def serves(config: Any) -> bool:
+    """Whether the implementation that is selected in this config is computed by hf_rocm."""
+    return getattr(config, "_attn_implementation", None) in _names() and unavailable() is None
+
+
 def switch(model: Any) -> str | None:
     """Switch a model that uses `sdpa` or `eager` for its batches. Returns the implementation that it had, or None."""
     own: str = model.config._attn_implementation
@@ -124,7 +145,7 @@ def _names() -> tuple[str, ...]:
 
 def _models(model: nn.Module) -> list[Any]:
     """The model and the models inside it, which transformers checks one by one."""
-    return [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    return [part for part in model.modules() if hasattr(type(part), "set_attn_implementation")]
 
 
 def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -206,12 +227,13 @@ def _without_kernel(model: Any) -> str | None:
         "grad": False,
     }
     for hidden in {None, window}:
-        packed = varlen.VarlenSpec(**common, causal=True, window=hidden)
+        packed = VarlenSpec(**common, causal=True, window=hidden)
         if not varlen.kernel_serves(packed):
             return f"no kernel serves packed sequences of this model ({_refusals(varlen._operation, packed)})"
-    pages = paged.PagedSpec(**common, page=256)
-    if not paged.kernel_serves(pages):
-        return f"no kernel serves its pages ({_refusals(paged._operation, pages)})"
+    for slots in {False, window is not None}:
+        pages = PagedSpec(**common, page=256, slots=slots)
+        if not paged.kernel_serves(pages):
+            return f"no kernel serves its pages ({_refusals(paged._operation, pages)})"
     return None
 
 

@@ -2,7 +2,7 @@
 compiled call.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
-contains nothing of hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
+does not depend on hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from torch import Tensor, nn
 
 from hf_rocm import options
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import decide, deferred_stop, inputs, lookup, loops, speculation, suspects, user_cache
+from hf_rocm.generation import (
+    assistant,
+    decide,
+    deferred_stop,
+    inputs,
+    lookup,
+    loops,
+    speculation,
+    stop_criteria,
+    suspects,
+    token_choice,
+    user_cache,
+)
+from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
@@ -75,11 +88,18 @@ def _prepare_cache_for_generation(
     *rest: Any,
 ) -> None:
     state = state_of(self)
-    windows = _served(self, state, generation_config, model_kwargs, mode)
-    drafts = _mode(generation_config, mode) == speculation.MODE
     brought = model_kwargs.get("past_key_values") is not None
+    rounds = assistant.rounds_of(self, generation_config)
+    if rounds is not None and brought:  # not the first round
+        if rounds.cache is None:
+            stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
+        else:
+            rounds.cache.reserve(max_cache_length + 1)
+        return
+    windows = _served(self, state, generation_config, model_kwargs, mode, rounds)
+    drafts = _mode(generation_config, mode) == speculation.MODE
     user: UserCache | None = None
-    if windows is None or brought or generation_config.return_dict_in_generate:
+    if windows is None or brought or (generation_config.return_dict_in_generate and rounds is None):
         stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         if windows is None:
             return
@@ -109,7 +129,7 @@ def _prepare_cache_for_generation(
         windows,
         batch=batch_size * rows,
         prompt=(_prompt(model_kwargs) if encoded is None else 0) + seen,
-        limit=max_cache_length + 1 + seen,
+        limit=max_cache_length + 1 + seen if rounds is None else max(max_cache_length + 1, rounds.limit),
         kind=_kind(windows) if encoded is None else EncoderDecoderDecodeCache,
         encoded=0 if encoded is None else encoded[0].shape[1],
     )
@@ -117,13 +137,15 @@ def _prepare_cache_for_generation(
         cache.begin(mask, additive=self.config.get_text_config(decoder=True)._attn_implementation == "eager")
     if drafts:
         cache.drafts = generation_config.prompt_lookup_num_tokens or 0
+    if rounds is not None:
+        rounds.begin(cache, generation_config.max_new_tokens or 0)
     if user is not None:
         user.load(cache)
     model_kwargs["past_key_values"] = cache
 
 
 def _served(
-    self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any
+    self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, rounds: Rounds | None
 ) -> Sequence[int | None] | None:
     """The windows of the layers, or None if the call uses transformers' own cache. Records the reason."""
     mode = _mode(generation_config, mode)
@@ -133,7 +155,13 @@ def _served(
     reason = reason or decide.refuses_device(self)
     reason = reason or suspects.refuses(self.device, required=state.required)
     reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode, _thread.assistant)
+    if rounds is not None:
+        reason = reason or rounds.refuses(generation_config)
+    elif getattr(generation_config, "is_assistant", False):
+        reason = reason or "the model that it drafts for is not prepared, or runs uncaptured in this call"
     windows = reason or decide.windows(self)
+    if rounds is not None and not isinstance(windows, str):
+        windows = rounds.refuses_windows(windows) or windows
     if mode == speculation.MODE and not isinstance(windows, str):
         windows = speculation.refuses_windows(generation_config, windows) or windows
     if not isinstance(windows, str):
@@ -164,15 +192,16 @@ def _cache_of_forward(model: Any) -> Any:
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
     """Replaces `generate`, to record its assistant and which user code may access its cache."""
-    before = _thread.own_loop, _thread.observer, _thread.assistant
+    before = _thread.own_loop, _thread.observer, _thread.assistant, _thread.translated
     call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None
     _thread.observer = user_cache.observers(call)
     _thread.assistant = call.get("assistant_model")
+    _thread.translated = kwargs.get("assistant_tokenizer") is not None
     try:
         return stock(*args, **kwargs)
     finally:
-        _thread.own_loop, _thread.observer, _thread.assistant = before
+        _thread.own_loop, _thread.observer, _thread.assistant, _thread.translated = before
 
 
 # The parameters of `generate` that may be passed by position, up to the last one that is read here.
@@ -189,13 +218,14 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """This thread's call of `generate`: whether it has a custom loop, which user code may read its cache, and its
-    assistant.
+    """This thread's call of `generate`: whether it has a custom loop, which user code may read its cache, its
+    assistant, and whether the assistant has another tokenizer.
     """
 
     own_loop = False
     observer: str | None = None
     assistant: Any = None
+    translated = False
 
 
 _thread = _Thread()
@@ -211,8 +241,9 @@ def _prompt(model_kwargs: dict[str, Any]) -> int:
 
 
 def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[str, Any], generation_config: Any) -> Any:
-    if isinstance(model_kwargs.get("past_key_values"), DecodeCache):
-        return True
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, DecodeCache):
+        return cache.drafts is None  # the rounds of an assistant record the calls of the model itself
     return stock(model_kwargs, generation_config)
 
 
@@ -237,6 +268,9 @@ def _sample(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: A
     if not isinstance(kwargs.get("past_key_values"), DecodeCache):
         with deferred_stop.stopping_on_time():
             return stock(input_ids, *args, **kwargs)
+    rounds = assistant.rounds_of(self, kwargs.get("generation_config"))
+    if rounds is not None and rounds.cache is kwargs["past_key_values"]:
+        return rounds.decode(stock, input_ids, args, kwargs)
     return _decoded(self, _sampled, stock, input_ids, args, kwargs)
 
 
@@ -251,22 +285,21 @@ def _decoded(
     self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a loop of `generate` with recorded steps. If a replay was wrong, run it again uncaptured."""
-    cache = kwargs["past_key_values"]
-    attempt = Attempt(input_ids, args, kwargs)
-    try:
-        result = _decode(self, loop, stock, input_ids, args, attempt)
-        rewind = last_alarm(cache, self)
-    except Rewind as raised:
-        rewind = raised
-    state = known(self)  # None if the model was restored in the meantime
-    if rewind is not None:
-        if state is not None and state.disabled is None:
-            state.disable(rewind.reason)
-        attempt.take_back(rewind)
-        result = _decode(self, loop, stock, input_ids, args, attempt)
+    attempt = Attempt(input_ids, args, kwargs, _thread.assistant)
+    while True:
+        try:
+            result = _decode(self, loop, stock, input_ids, args, attempt)
+            rewind = next(filter(None, (last_alarm(cache, model) for model, cache in attempt.caches(self))), None)
+        except Rewind as raised:
+            rewind = raised
+        if rewind is None:
+            break
+        attempt.take_back(rewind)  # steps of the model with the wrong replay are no longer recorded
     result = _with_users_cache(result, attempt.cache)
-    if rewind is None and state is not None and state.disabled is None:
-        state.pool.put(cache)  # not after an error, which may have left the cache in any state
+    for model, cache in attempt.caches(self):  # not after an error, which may have left the caches in any state
+        state = known(model)  # None if the model was restored in the meantime
+        if state is not None and state.disabled is None:
+            state.pool.put(cache)
     return result
 
 
@@ -281,21 +314,47 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
 
 
 def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
-    with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
-        result = stock(input_ids, *args, **attempt.arguments)
-    return result if late is None or not late.undone else _without_last(result, late.undone, attempt.cache)
+    arguments, cache = attempt.arguments, attempt.cache
+    if not args:
+        cache.choice = token_choice.of_call(self, arguments)
+        criteria, choice = stop_criteria.of_call(arguments), cache.choice
+        instead = {"logits_processor": choice and choice.instead(), "stopping_criteria": criteria}
+        arguments = {**arguments, **{name: value for name, value in instead.items() if value is not None}}
+    try:
+        with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
+            result = stock(input_ids, *args, **arguments)
+    finally:
+        cache.choice = None
+    if late is not None:
+        result = _without_last(result, late.undone, cache) if late.undone else result
+        late.restore((result if isinstance(result, Tensor) else result.sequences).shape[1])
+    return result
 
 
 def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
+    attempt.rounds = None
     if attempt.cache.drafts is not None:
         step = speculation.verifying(step)
+        attempt.rounds = _rounds(self, attempt.cache)
     with (
         deferred_stop.stopping_on_time(),
         loops.stepping(self, attempt.cache, lambda arguments: step(**arguments)),
+        assistant.drafting(attempt.rounds),
         lookup.searching_on_the_host(),
     ):
         return stock(input_ids, *args, **attempt.arguments)
+
+
+def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:
+    """The rounds of the assistant of this thread's call, if it has one that is prepared."""
+    if _thread.assistant is None:
+        return None
+    drafting = decide.generator_of(_thread.assistant)
+    if SETTINGS not in drafting.__dict__:
+        state_of(self).plain_assistants += 1
+        return None
+    return Rounds(drafting, self, limit=cache.limit, translated=_thread.translated)
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
@@ -322,6 +381,8 @@ def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
 
 def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any, *args: Any, **kwargs: Any) -> Any:
     late = deferred_stop.current()
+    if late is not None:
+        late.begin_step()
     if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was made before
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)

@@ -1,6 +1,6 @@
 """The inputs of decode steps: prepared by transformers once per call of `generate`, then advanced in place.
 
-transformers prepares every step from the beginning: it reads signatures and configs, slices, copies and builds the
+transformers prepares every step from scratch: it reads signatures and configs, slices, copies and builds the
 masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions are
 those of a sequence with left padding, the following steps get the same arguments over resident tensors, which are
 advanced after the previous step while the GPU still computes it, or, in steps that verify drafts, when the drafts are
@@ -84,6 +84,12 @@ def _prepare(
     if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _most(cache):
         replaced = masks_replaced(model)
         if replaced is None:
+            return step.inputs(cache, input_ids)
+        model.__dict__[NOTE] = replaced
+    if step is not None and step.resumes(cache, arguments, input_ids) and step.tokens(input_ids) <= _most(cache):
+        replaced = masks_replaced(model)
+        if replaced is None:
+            step.resume(cache, arguments)
             return step.inputs(cache, input_ids)
         model.__dict__[NOTE] = replaced
     if step is not None and step.lacks(arguments):

@@ -26,9 +26,9 @@ class Event:
     """One difference between a replay and its step.
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
-    name or path. operators: the number of operators that the step runs, about the number of kernels of the graph; 0 if
-    unknown. replays: the number of replays up to the difference. unproven: the number since the last proven replay.
-    reason: the difference.
+    name or path. operators: the number of operators that the step runs, roughly the number of kernels in the graph; 0
+    if unknown. replays: the number of replays up to the difference. unproven: the number since the last verified
+    replay. reason: the difference.
     """
 
     when: str

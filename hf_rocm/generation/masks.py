@@ -1,7 +1,7 @@
 """The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
 In a step of a few tokens the first and the last key that every token sees determine the mask. So there is one resident
-tensor per kind of layers. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
+tensor per kind of layer. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
 same bounds are attached to the mask as numbers (`CacheRows`), for kernels that need no mask.
 """
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
-    """The kinds of layers of these masks. masks: one mask, or a dict with None where no mask is needed.
+    """The kinds of layer of these masks. masks: one mask, or a dict with None where no mask is needed.
 
     Raises `Unlike` on a mask that is neither causal nor causal with a sliding window.
     """
@@ -52,7 +52,7 @@ def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
             continue
         maker = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(name)
         if name not in text.layer_types or (maker is not causal and maker is not sliding):
-            raise Unlike(f"its layers of type {name} have other masks than causal and sliding-window ones")
+            raise Unlike(f"its layers of type {name} use masks other than causal and sliding-window masks")
         kinds.append(Kind(name, text.sliding_window if maker is sliding else None, _first(cache, maker is sliding)))
     return kinds
 
@@ -64,7 +64,7 @@ def _first(cache: Any, sliding: bool) -> int:
 
 
 class StepMask:
-    """The mask of one kind of layers. tensor: the resident mask, [B, 1, S_q, L].
+    """The mask of one kind of layer. tensor: the resident mask, [B, 1, S_q, L].
 
     like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], the number of keys per row up to and
     including every token of the step. starts: [B], the first key of every row that is not padding, or None. The owner

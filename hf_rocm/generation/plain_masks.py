@@ -127,7 +127,7 @@ def _is_stock(function: Any) -> bool:
 
 
 def _inherited(change: Change) -> Mask:
-    """The entry without this change: this table's, or the one that all tables of this type share."""
+    """The entry without this change: in this table, or in the mapping that all tables of this type share."""
     shared = _stock().ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     mask: Mask = shared[change.name] if change.original is ABSENT else change.original
     return mask

@@ -1,4 +1,4 @@
-"""Decisions about recorded steps that all ranks which share a model's layers make together.
+"""Decisions about recorded steps, made jointly by all ranks that share a model's layers.
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
 uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, once in every call

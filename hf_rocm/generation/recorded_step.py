@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.schedule import BACK, Schedule
 from hf_rocm.generation.static_buffers import resident
-from hf_rocm.generation.step import Inputs, Unrecordable, sum_of_bits
+from hf_rocm.generation.step import Inputs, Unrecordable, rows, sum_of_bits
 
 
 class Recorded:
@@ -25,6 +25,8 @@ class Recorded:
     run: the function to record; it takes the inputs and returns the output tensors. like: tensors like these outputs.
     """
 
+    alarms = True  # whether outputs that are not finite raise the alarm
+
     def __init__(
         self,
         recorder: Recorder,
@@ -35,13 +37,14 @@ class Recorded:
         with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
             places = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
             self.tensors = [torch.empty_like(tensor) for tensor in like]
-            self.alarm = Alarm(places[0].device)
+            self.alarm = Alarm((*places, *like)[0].device)
 
         def step() -> None:
             for place, tensor in zip(self.tensors, run(places), strict=True):
                 place.copy_(tensor)
             self._finish()
-            self.alarm.watch(self.tensors)
+            if self.alarms:
+                self.alarm.watch(self.tensors)
 
         self._inputs = places
         self._changing = [index for index, place in enumerate(places) if place is not inputs.tensors[index]]
@@ -59,7 +62,7 @@ class Recorded:
 
     @property
     def nbytes(self) -> int:
-        """The size of its own inputs and outputs in bytes."""
+        """The size of the inputs and outputs that belong to the step, in bytes."""
         return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors))
 
     def replay(self, tensors: Sequence[Tensor]) -> None:
@@ -77,7 +80,8 @@ class RecordedStep(Recorded):
     """A recorded decode step over a cache.
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
-    [BACK + 1] int64, the digests of the last replays' outputs, newest last.
+    [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the
+    largest logits, see `largest`. draws: the recorded draws from the step's logits, see `recorded_draw`.
     """
 
     def __init__(
@@ -89,27 +93,43 @@ class RecordedStep(Recorded):
         cache: DecodeCache,
         group: Any,
     ) -> None:
+        device, tokens = inputs.tensors[0].device, largest(like)
         with torch.inference_mode(False), torch.no_grad():
-            self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=inputs.tensors[0].device)
+            self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=device)
+            self.tokens = None if tokens is None else torch.empty_like(tokens)
+        self.draws: dict[Any, Any] = {}
+        self._names = [name for name, value in like.items() if _written(value)]
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
         # without the cache, which references this object, to avoid a reference cycle
         self._kind = type(like)
-        outputs = iter(self.tensors)
         self._cached = [name for name, value in like.items() if value is cache]
-        self._fields = {
-            name: next(outputs) if _written(value) else None if value is cache else value
-            for name, value in like.items()
-        }
+        self._fields = {name: None if value is cache else value for name, value in like.items()}
+        self._fields |= zip(self._names, self.tensors, strict=True)
 
     def _finish(self) -> None:
-        self.digests.copy_(self.digests.roll(-1))
-        self.digests[-1:].copy_(sum_of_bits(self.tensors))
+        if self.tokens is not None:
+            torch.ops.aten.argmax.out(self.logits, -1, False, out=self.tokens)
+        self.digests.copy_(torch.cat((self.digests[1:], digest(self.tensors, self.tokens))))
 
-    def outputs(self, cache: DecodeCache) -> Any:
-        """The step's output. Its tensors are valid until the next replay; transformers copies the logits."""
-        return self._kind(**{**self._fields, **dict.fromkeys(self._cached, cache)})
+    @property
+    def logits(self) -> Tensor:
+        """The last logits of every row, [B, V], valid until the next replay."""
+        logits = _last_logits(dict(zip(self._names, self.tensors, strict=True)))
+        assert logits is not None
+        return logits
+
+    def tokens_agree(self) -> bool:
+        """Whether the last replay's tokens are those with the largest of its own logits."""
+        return self.tokens is None or torch.equal(self.tokens, self.logits.argmax(dim=-1))
+
+    def outputs(self, cache: DecodeCache, **instead: Any) -> Any:
+        """The step's output. Its tensors are valid until the next replay; transformers copies the logits.
+
+        instead: values that replace the fields with these names.
+        """
+        return self._kind(**{**self._fields, **dict.fromkeys(self._cached, cache), **instead})
 
 
 class Alarm:
@@ -131,7 +151,7 @@ class Alarm:
         """Check the outputs [..., V] that have a floating-point dtype. Runs within the recorded step."""
         for output in outputs:
             if output.is_floating_point():
-                self._number.add_(output.sum(dtype=torch.float32).mul_(0))
+                self._number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
 
     def rings(self, replays: int) -> bool:
         """Whether a replay up to the previous copy raised the alarm, without waiting. replays: their number so far."""
@@ -144,6 +164,27 @@ class Alarm:
     def rang(self) -> bool:
         """Whether any replay so far raised the alarm. Waits for the device."""
         return not self.ignored and bool(self._number != 0)
+
+
+def largest(outputs: Mapping[str, Any]) -> Tensor | None:
+    """The tokens with the largest logits of a step of one token, [B] int64, as transformers chooses them, or None."""
+    logits = _last_logits(outputs)
+    return None if logits is None else logits.argmax(dim=-1)
+
+
+def _last_logits(outputs: Mapping[str, Any]) -> Tensor | None:
+    """The logits of a step of one token, [B, V]. transformers converts them to fp32, which preserves the order of all
+    dtypes except fp64.
+    """
+    logits = outputs.get("logits")
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != 1 or logits.dtype == torch.float64:
+        return None
+    return logits[:, -1]
+
+
+def digest(tensors: Sequence[Tensor], tokens: Tensor | None) -> Tensor:
+    """A digest of the tensors that a step writes and of the tokens with the largest logits, [1] int64."""
+    return sum_of_bits([*tensors, *([] if tokens is None else [tokens])])
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:

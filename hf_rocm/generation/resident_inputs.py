@@ -17,6 +17,7 @@ from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
 from hf_rocm.generation.static_buffers import settle
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
+_OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that not every step has
 _GROWTH = 256  # columns of the padding mask that are allocated ahead
 
 
@@ -24,11 +25,12 @@ class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
     arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
-    over the same cache, reused if their form fits. Raises `Unlike` if the inputs are not those of a sequence with left
-    padding, because the inputs of the following steps can't be derived from them.
+    over the same cache, reused if their shapes match. Raises `Unlike` if the inputs are not those of a sequence with
+    left padding, because the inputs of the following steps can't be derived from them.
 
     In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted ones. transformers
-    would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them.
+    would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An assistant
+    drafts in the same way, in several calls, at whose beginning `resume` gets these arguments again.
     """
 
     def __init__(
@@ -40,14 +42,14 @@ class Step:
         known: dict[Form, Residents],
     ) -> None:
         padding_mask, masks = arguments.get("attention_mask"), inputs.get("attention_mask")
-        growing = (*_CLOCKS, "attention_mask")
-        self._given = {name: arguments[name] for name in growing if arguments.get(name) is not None}
+        self._given = _growing(arguments)
         self.verifies = verifies(cache)
+        self._use = getattr(cache, "uses", None)
         self._position = _position(cache, inputs)
         _check(arguments, inputs, cache, self._position)
-        unlike = {*self._given, "next_sequence_length"}
+        unlike = {*self._given, *_OF_ONE_STEP}
         self._others = {name: value for name, value in arguments.items() if name not in unlike and value is not cache}
-        self._count = len(arguments)
+        self._count = _count(arguments)
         self._removed = self._prepared = False
         kinds = tuple(kinds_of(config, masks, cache))
         first_masks = [mask for mask in masks.values() if mask is not None] if isinstance(masks, dict) else [masks]
@@ -85,8 +87,44 @@ class Step:
         """Whether these are the arguments of the step after the last one."""
         return (
             (self.lacks(arguments) if self.verifies else self.matches(arguments))
-            and len(arguments) == self._count - len(self._given) * self._removed
-            and all(arguments.get(name) is value for name, value in self._others.items())
+            and _count(arguments) == self._count - len(self._given) * self._removed
+            and self._has_others(arguments)
+        )
+
+    def resumes(self, cache: Any, arguments: Mapping[str, Any], input_ids: Tensor) -> bool:
+        """Whether these are the arguments of the first step in the next round of an assistant.
+
+        transformers has extended the arguments that grow up to all tokens so far. May wait for the device.
+        """
+        given = _growing(arguments)
+        if not self.verifies or self._use != cache.uses or given.keys() != self._given.keys():
+            return False
+        if _count(arguments) != self._count or not self._has_others(arguments):
+            return False
+        first, last = int(cache.get_seq_length()), input_ids.shape[1]
+        columns = torch.arange(last, device=input_ids.device)
+        expected = {"cache_position": columns[first:]}
+        if self._origin is not None:
+            expected["position_ids"] = columns[first:] + self._origin
+        if "attention_mask" in given:
+            padding = 0 if self._padding is None else self._padding[:, None]
+            expected["attention_mask"] = (columns >= padding).expand(len(input_ids), -1)
+        return 0 < first < last and all(
+            value.shape[-1] in (last, last - first)
+            and name in expected
+            and torch.equal(value[..., -expected[name].shape[-1] :].to(expected[name].dtype), expected[name])
+            for name, value in given.items()
+        )
+
+    def resume(self, cache: Any, arguments: Mapping[str, Any]) -> None:
+        """Begin the next round of an assistant with arguments that `resumes` has accepted."""
+        self._given = _growing(arguments)
+        self._removed = self._prepared = False
+        self._position = int(cache.get_seq_length())
+
+    def _has_others(self, arguments: Mapping[str, Any]) -> bool:
+        return all(arguments.get(name) is value for name, value in self._others.items()) and not arguments.get(
+            "is_first_iteration"
         )
 
     def tokens(self, input_ids: Tensor) -> int:
@@ -146,7 +184,7 @@ class Step:
         return self._columns[:, : self._width]
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For every kind of layers, the number of keys that attention gets and the position of the first one."""
+        """For every kind of layer, the number of keys that attention gets and the position of the first one."""
         if not isinstance(cache, DecodeCache):  # the length determines whether a sliding layer rolls
             return self._form.widths, (0,) * len(self._form.kinds)
         cache.aim(tokens)
@@ -200,7 +238,7 @@ class Form(NamedTuple):
     """The properties that determine the tensors of a step.
 
     rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
-    kind of layers. rolling: whether full sliding layers drop their first key for every new one.
+    kind of layer. rolling: whether full sliding layers drop their first key for every new one.
     """
 
     batch: int
@@ -218,7 +256,7 @@ class Residents:
     """The tensors that the steps over one cache read, for one batch size and number of tokens, with or without padding.
 
     position: the position of the step's first token, counted from the first token of the rows. bases: per kind of
-    layers, the position of the first row in the buffers. The owner calls `set` and `rebase` before the first step of a
+    layer, the position of the first row in the buffers. The owner calls `set` and `rebase` before the first step of a
     call.
     """
 
@@ -265,7 +303,7 @@ class Residents:
             self._padding.copy_(padding)
 
     def rebase(self, bases: tuple[int, ...]) -> None:
-        """Set the position of the first row in the buffers of every kind of layers."""
+        """Set the position of the first row in the buffers of every kind of layer."""
         for index, base in enumerate(bases):
             torch.add(self._offsets, self.position + 1 - base, out=self._lengths[index])
             start = self._starts[index]
@@ -283,6 +321,15 @@ class Residents:
             mask.refresh()
 
 
+def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that transformers extends for every token."""
+    return {name: arguments[name] for name in (*_CLOCKS, "attention_mask") if arguments.get(name) is not None}
+
+
+def _count(arguments: Mapping[str, Any]) -> int:
+    return len(arguments) - sum(name in arguments for name in _OF_ONE_STEP)
+
+
 def verifies(cache: Any) -> bool:
     """Whether the cache belongs to a call that verifies drafts."""
     return isinstance(cache, DecodeCache) and cache.drafts is not None
@@ -296,7 +343,7 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
     masks, padding_mask = inputs.get("attention_mask"), arguments.get("attention_mask")
     present = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]
     if not present or not all(isinstance(mask, Tensor) and mask.shape[:3] == (b, 1, n) for mask in present):
-        raise Unlike("the step's masks are not one [B, 1, S_q, S] mask for each kind of layers")
+        raise Unlike("the step's masks are not one [B, 1, S_q, S] mask for each kind of layer")
     if padding_mask is not None and (padding_mask.ndim != 2 or len(padding_mask) != b):
         raise Unlike("the attention mask is not a [B, S] padding mask")
     positions = arguments.get("position_ids")
@@ -307,7 +354,7 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
     for name in _CLOCKS:
         clock = inputs.get(name)
         if clock is not None and (clock.shape[-1] != n or clock.dtype != torch.int64):
-            raise Unlike(f"the step's {name} is not for its tokens")
+            raise Unlike(f"the step's {name} does not match its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
         known.add("inputs_embeds")  # used by the prompt only

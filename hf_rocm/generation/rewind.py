@@ -1,14 +1,15 @@
 """Repeat a call of `generate` if a replay turns out to be wrong after its tokens were used.
 
 The loop of the call (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random
-state, so it returns the result of an uncaptured call. It begins at the prompt and not at the last proven step, because
-a stale pointer may have written to any row of the cache, and a prompt that includes earlier tokens rounds differently
-from the steps of these tokens. Tokens that a streamer has received can't be withdrawn. The new tokens are compared with
-them, and a difference raises an error.
+state, so it returns the result of an uncaptured call. It begins at the prompt and not at the last verified step,
+because a stale pointer may have written to any row of the cache, and a prompt that includes earlier tokens rounds
+differently from the steps of these tokens. Tokens that a streamer has received can't be withdrawn. The new tokens are
+compared with them, and a difference raises an error.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.errors import GraphError
+from hf_rocm.generation import random_state
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.rank_consensus import Agreement
 
@@ -32,11 +34,13 @@ _STATEFUL = {
 class Rewind(GraphError):
     """Raised by a step and caught around `_sample`.
 
-    reason: the difference. unproven: the number of steps since the last proven one.
+    reason: the difference. unproven: the number of steps since the last verified one.
     """
 
     def __init__(self, reason: str, unproven: int, ranks: Agreement) -> None:
-        super().__init__("a replayed step was wrong", facts={"reason": reason, "steps since the last proven": unproven})
+        super().__init__(
+            "a replayed step was wrong", facts={"reason": reason, "steps since the last verified": unproven}
+        )
         self.reason = reason
         self.unproven = unproven
         self.ranks = ranks
@@ -48,25 +52,41 @@ class Rewind(GraphError):
 class Attempt:
     """One call of a loop of `generate`, and the state that is needed to repeat it.
 
-    given: the keyword arguments of the call. `arguments`: the same arguments with the streamer wrapped.
+    given: the keyword arguments of the call. assistant: its assistant model, or None. `arguments`: the same arguments
+    with the streamer wrapped. rounds: the rounds in which the assistant drafts with recorded steps, or None.
     """
 
-    def __init__(self, input_ids: Tensor, positional: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, input_ids: Tensor, positional: tuple[Any, ...], given: Mapping[str, Any], assistant: Any = None
+    ) -> None:
         self.arguments = dict(given)
         self._positional = bool(positional)
         self._streamer: Received | None = None
         if given.get("streamer") is not None:
             self._streamer = self.arguments["streamer"] = Received(given["streamer"])
-        assistant = getattr(given.get("assistant_model"), "generation_config", None)
-        self._settings = None if assistant is None else (assistant, dict(vars(assistant)))
+        self.rounds: Any = None
+        # what transformers changes during the call: the length of drafts, and the generator of candidates, which
+        # generate creates before the loop in releases up to 4.56
+        generator = given.get("candidate_generator")
+        changing = [getattr(assistant, "generation_config", None), generator]
+        changing.append(getattr(generator, "generation_config", None))
+        self._attributes = [(one, _copied(vars(one))) for one in changing if one is not None]
         self._random: list[tuple[Any, Tensor]] = []
         if getattr(given.get("generation_config"), "do_sample", False):
-            self._random = list(_random_states(input_ids.device))
+            devices = {input_ids.device, getattr(assistant, "device", input_ids.device)}
+            self._random = [pair for device in devices for pair in random_state.states(device)]
 
     @property
     def cache(self) -> DecodeCache:
         cache: DecodeCache = self.arguments["past_key_values"]
         return cache
+
+    def caches(self, model: Any) -> list[tuple[Any, DecodeCache]]:
+        """The caches that hf_rocm created for the call, with their models: this model, and its assistant."""
+        rounds = self.rounds
+        return [(model, self.cache)] + (
+            [] if rounds is None or rounds.cache is None else [(rounds.model, rounds.cache)]
+        )
 
     def take_back(self, rewind: Rewind) -> None:
         """Restore the state at the beginning of the call. Raises `GraphError` on every rank if any rank can't."""
@@ -74,15 +94,15 @@ class Attempt:
         if not rewind.ranks.all(reason is None):
             facts = {
                 "reason": rewind.reason,
-                "tokens that may be wrong": f"the last {rewind.unproven} of a row",
-                "why they stay": reason or "another rank can't withdraw them",
+                "tokens that may be wrong": f"the last {rewind.unproven} of every row",
+                "why they remain": reason or "another rank can't withdraw them",
             }
             raise GraphError("a replayed step was wrong, and its tokens can't be withdrawn", facts=facts, hint=_HINT)
         for generator, state in self._random:
             generator.set_state(state)
-        if self._settings is not None:  # transformers stores the adapted length of drafts there
-            vars(self._settings[0]).clear()
-            vars(self._settings[0]).update(self._settings[1])
+        for changed, attributes in self._attributes:
+            vars(changed).clear()
+            vars(changed).update(_copied(attributes))
         self.arguments["past_key_values"] = self.cache.fresh()
         if self._streamer is not None:
             self._streamer.compare_again()
@@ -90,8 +110,6 @@ class Attempt:
     def _refuses(self, ranks: Agreement) -> str | None:
         if self._positional or self.arguments.get("synced_gpus"):
             return "the call was not made by generate, or runs in step with other processes"
-        if hasattr(self.arguments.get("candidate_generator"), "assistant_model"):  # created by generate up to 4.53
-            return "the assistant model has received them"
         if self._streamer is not None and ranks.group is not None:
             return "a streamer on one of several ranks has received them"
         for piece in _processors(self.arguments):
@@ -136,15 +154,11 @@ class Received:
         return getattr(self._streamer, name)
 
 
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """These attributes of an object, with copies of lists and dictionaries."""
+    return {name: copy.copy(value) if type(value) in (list, dict) else value for name, value in attributes.items()}
+
+
 def _processors(arguments: Mapping[str, Any]) -> Iterable[Any]:
     """The call's logits processors and stopping criteria."""
     return (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
-
-
-def _random_states(device: torch.device) -> Iterable[tuple[Any, Tensor]]:
-    """The random generators that sampling on this device may use, with their states."""
-    yield torch.default_generator, torch.default_generator.get_state()
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-        yield generator, generator.get_state()

@@ -25,13 +25,16 @@ from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_modules
 from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.rank_consensus import Agreement
+from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.reordering import MOST, Reordering
 from hf_rocm.generation.rewind import Rewind
 from hf_rocm.generation.schedule import BACK
-from hf_rocm.generation.state import State
-from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
+from hf_rocm.generation.state import State, known
+from hf_rocm.generation.static_buffers import resident
+from hf_rocm.generation.step import Inputs, Unrecordable, alike, put_together, take_apart
+from hf_rocm.generation.token_choice import Choice
 from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.shuffled_copy import counters_watched
@@ -65,6 +68,9 @@ class Runner:
         self._call = next(_calls)
         self._unproven = 0  # replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
+        self._arguments: Mapping[str, Any] = {}  # of the last step, if its tensors are resident
+        self._inputs: Inputs | None = None
+        self._last: tuple[RecordedStep | None, Any] = None, None  # the last step whose outputs have a stand-in
 
     def __call__(self, model: Any, arguments: Mapping[str, Any]) -> Any:
         """Run or replay one step. Returns what `model(**arguments)` would return.
@@ -79,11 +85,14 @@ class Runner:
             return self._run(model, arguments)
         self.cache.aim(tokens)
         arguments = self.cache.step_arguments(arguments)
-        try:
-            inputs = take_apart(arguments, self.cache.constants)
-        except Unrecordable as reason:
-            self._state.turn_away(str(reason))
-            return self._run(model, arguments)
+        inputs = self._inputs if alike(arguments, self._arguments) else None
+        if inputs is None:
+            try:
+                inputs = self._inputs = take_apart(arguments, self.cache.constants)
+            except Unrecordable as reason:
+                self._state.turn_away(str(reason))
+                return self._run(model, arguments)
+            self._arguments = arguments if all(map(resident, inputs.tensors)) else {}
         if self._model_state is None and not self._begin(model):
             return model(**arguments)
         replaced = None if self._watch.unchanged() else self._watch.difference()
@@ -105,11 +114,41 @@ class Runner:
             self._state.replayed += 1
             self._unproven += 1
             self._in_a_row += 1
-            return step.outputs(self.cache)
+            return self._outputs_of(step)
         if key in self._keys:  # a key that repeats: the shapes don't grow with every step
             return self._record(key, model, arguments, inputs)
         self._keys.add(key)
         return self._run(model, arguments)
+
+    def _outputs_of(self, step: RecordedStep) -> Any:
+        """The outputs of a replayed step, with a stand-in for the logits where the choice of tokens is recorded."""
+        choice = self.cache.choice
+        if choice is None or step.tokens is None or self._ranks.group is not None or not choice.holds():
+            return step.outputs(self.cache)
+        last, outputs = self._last
+        if last is not step:
+            outputs = step.outputs(self.cache, logits=choice.stand_in(step, WeakMethod(self._draw)))
+            self._last = step, outputs
+        return outputs
+
+    def _draw(self, step: RecordedStep, choice: Choice) -> Tensor:
+        """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
+        if choice.key not in step.draws:
+            _drop_oldest(step.draws, _MOST - 1)
+            step.draws[choice.key] = None
+            with suppress(Exception):  # the draw has run before, in uncaptured steps, so only the recording failed
+                step.draws[choice.key] = RecordedDraw(self._recorder(step.logits.device), step, choice.processors)
+        recorded: RecordedDraw | None = step.draws[choice.key]
+        if recorded is not None:
+            recorded.schedule.enter(self._call)
+            if not recorded.schedule.due:
+                recorded.schedule.count()
+                return recorded.draw()
+            if not recorded.agrees(step, choice.processors):
+                self._unproven = max(self._unproven, recorded.schedule.in_call)
+                self._take_back(recorded, "a replayed draw was wrong", self._model, 0)
+            recorded.schedule.agreed()
+        return torch.multinomial(probabilities_of(step.logits, choice.processors), num_samples=1)
 
     def _begin(self, model: Any) -> bool:
         """Fingerprint the model before the call's first step. Returns whether steps of the call may be recorded."""
@@ -265,7 +304,10 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call, why it must be repeated if a replay since the last comparison raised the alarm, or None."""
+    """At the end of a call, why it must be repeated if a replay since the last comparison raised the alarm, or None.
+
+    Disables recording for the model of these replays.
+    """
     steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
     if not steps:
         return None
@@ -274,6 +316,9 @@ def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
         return None
     unproven = sum(step.schedule.in_call for step in steps)
     incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
+    state = known(model)  # None if the model was restored in the meantime
+    if state is not None and state.disabled is None:
+        state.disable(_NOT_FINITE)
     return Rewind(_NOT_FINITE, unproven, ranks)
 
 

@@ -1,6 +1,6 @@
-"""When a recorded step is compared with an uncaptured one again: often at first, then at growing distances.
+"""When a recorded step is compared with an uncaptured one again: often at first, then at growing intervals.
 
-Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the distance doubles up to `LONGEST`. Calls of
+Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the interval doubles up to `LONGEST`. Calls of
 `generate` follow a similar rule: the first replay of calls 2 and 3 is compared, and after that the first replay of any
 call that begins `BETWEEN_CALLS` replays or more after the last comparison.
 
@@ -66,7 +66,7 @@ class Schedule:
         self.in_call += 1
 
     def agreed(self) -> None:
-        """Count a replay that was compared and agreed. The distance grows only if it caused the comparison."""
+        """Count a replay that was compared and agreed. The interval grows only if it caused the comparison."""
         was_due = self._far
         self.replays += 1
         self.since = self.in_call = 0

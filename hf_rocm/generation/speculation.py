@@ -1,7 +1,7 @@
 """Prompt lookup and assistant models: which calls verify their drafts with recorded steps, and why the others don't.
 
 A step verifies the drafted tokens and computes one more, so there is one recording per number of drafts. The cache
-forgets rejected tokens by reducing its length. transformers decides how many tokens to draft and which to accept.
+drops rejected tokens by reducing its length. transformers decides how many tokens to draft and which to accept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, re
     if returned:
         return "the call returns a cache with sliding windows, from which rejected drafts can't be removed"
     if generation_config.prompt_lookup_num_tokens is None:
-        return "an assistant drafts any number of tokens, and the model's sliding windows must keep as many more"
+        return "an assistant may draft any number of tokens, and sliding windows would have to keep that many more keys"
     return None
 
 
@@ -55,7 +55,7 @@ def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def verify(**arguments: Any) -> Any:
         outputs = step(**arguments)
-        outputs.logits = outputs.logits.clone()  # transformers copies only logits of other dtypes than fp32
+        outputs.logits = outputs.logits.clone()  # transformers copies only logits of dtypes other than fp32
         return outputs
 
     return verify

@@ -19,7 +19,7 @@ from hf_rocm.generation.states import States
 # In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
 SETTINGS = "_hf_rocm_graphs"
 
-# The largest number of fingerprints that are remembered, for models that switch between adapters.
+# The largest number of fingerprints that are stored, for models that switch between adapters.
 _MOST = 16
 
 _log = logging.getLogger("hf_rocm")
@@ -38,6 +38,7 @@ class State:
         self.recorded = 0  # steps
         self.replayed = 0  # steps after the first comparison
         self.compared = 0  # replayed steps that were compared again
+        self.plain_assistants = 0  # calls whose assistant model is not prepared, so that its steps ran uncaptured
         self.turned_away: Counter[str] = Counter()  # reason → calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}
         self._numbers = count()

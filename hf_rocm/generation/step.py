@@ -7,6 +7,7 @@ that a mask selects) is part of the recording's key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,17 @@ def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> 
     tensors: list[Tensor] = []
     key = [_add(name, value, tensors, ignored) for name, value in arguments.items()]
     return Inputs(tuple(tensors), tuple(key))
+
+
+def alike(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether the arguments of two steps are the same objects, including those in nested dicts."""
+    if len(arguments) != len(others):
+        return False
+    for name, value in arguments.items():
+        other = others.get(name, others)
+        if value is not other and not (type(value) is type(other) is dict and alike(value, other)):
+            return False
+    return True
 
 
 def put_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor], ignored: Sequence[object] = ()) -> Any:
@@ -81,7 +93,27 @@ def bits(tensor: Tensor) -> Tensor:
 
 def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
     """A digest of these tensors, [1] int64: the sum of their bits, as 64-bit integers if the sizes permit."""
-    return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors]).sum(0, keepdim=True)
+    sums = [_sums(_words(tensor)) for tensor in tensors]
+    return (sums[0] if len(sums) == 1 else torch.cat(sums)).sum(0, keepdim=True)
+
+
+def _sums(words: Tensor) -> Tensor:
+    """At most 128 integers with the same sum."""
+    if words.ndim == 1 and words.dtype == torch.int64 and len(words) <= _ROWS:
+        return words
+    return rows(words).sum(-1, dtype=torch.int64)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as [R, N / R], with R up to 128. Adding up each row, then the sums, takes two kernels.
+
+    One kernel that adds up the logits of a token takes several times as long, since PyTorch runs it on few cores.
+    """
+    count = math.gcd(tensor.numel(), _ROWS)
+    return tensor.reshape(count, tensor.numel() // count)
+
+
+_ROWS = 128
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -95,12 +95,12 @@ def refuses(cache: Any) -> str | None:
     from transformers import DynamicCache, StaticCache
 
     if type(cache) not in (DynamicCache, StaticCache):
-        return f"the call uses a {type(cache).__name__}"
+        return f"the call uses a cache of type {type(cache).__name__}"
     if getattr(cache, "offloading", False):
         return "the call uses an offloaded cache"
     for layer in getattr(cache, "layers", ()):
         if type(layer).__name__ not in _LAYERS or type(layer).__module__ != "transformers.cache_utils":
-            return f"the call uses a cache with a {type(layer).__name__}"
+            return f"the call uses a cache with a layer of type {type(layer).__name__}"
         if getattr(layer, "record_past", False):
             return "the call uses a cache that records its past"
     return features.refuses("user_caches")
@@ -115,7 +115,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
     if not layers:  # layers are created by the first update, and keep all keys
         return [None] * len(windows)
     if len(layers) < len(windows):  # Whisper's cache may have more layers than its decoder
-        return f"the call uses a cache of {len(layers)} layers, the model has {len(windows)}"
+        return f"the call uses a cache of {len(layers)} layers, but the model has {len(windows)}"
     sizes: list[int | None] = []
     for layer, window in zip(layers, windows, strict=False):
         if not layer.is_sliding:
@@ -123,7 +123,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
             continue
         exact: int | None = getattr(layer, "sliding_window", None)  # a static layer may be smaller than the window
         if window is None or (layer.max_cache_len > window if exact is None else exact != window):
-            return "the call uses a cache with other sliding windows than the model's"
+            return "the call uses a cache whose sliding windows differ from the model's"
         sizes.append(window)
     return sizes
 

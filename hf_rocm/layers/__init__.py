@@ -16,7 +16,8 @@ from hf_rocm.layers.attention import (
 )
 from hf_rocm.layers.cross import encoder_decoder, pack_outputs
 from hf_rocm.layers.decoder import PreNormLayer
-from hf_rocm.layers.delta import delta_states, delta_step
+from hf_rocm.layers.delta import delta_tokens, gated_delta
+from hf_rocm.layers.encoder import PostNormOutput, PreNormEncoderLayer, norm_and_sum, norm_of_sum
 from hf_rocm.layers.experts import (
     GatedMixture,
     SoftmaxMixture,
@@ -27,7 +28,7 @@ from hf_rocm.layers.experts import (
     untouched,
 )
 from hf_rocm.layers.mla import latent_heads
-from hf_rocm.layers.mlp import GatedMLP, JoinedMLP, activated
+from hf_rocm.layers.mlp import GatedMLP, JoinedMLP, PlainMLP, activated
 from hf_rocm.layers.norm import RMSNorm
 from hf_rocm.layers.packed import packed
 from hf_rocm.layers.release import before, rounded_root
@@ -38,6 +39,9 @@ __all__ = [
     "GatedMixture",
     "GroupedRouter",
     "JoinedMLP",
+    "PlainMLP",
+    "PostNormOutput",
+    "PreNormEncoderLayer",
     "PreNormLayer",
     "RMSNorm",
     "SoftmaxMixture",
@@ -45,14 +49,16 @@ __all__ = [
     "TopKRouter",
     "activated",
     "before",
-    "delta_states",
-    "delta_step",
+    "delta_tokens",
     "encoder_decoder",
     "fallback_reason",
+    "gated_delta",
     "given_experts",
     "heads",
     "latent_heads",
     "listed_experts",
+    "norm_and_sum",
+    "norm_of_sum",
     "pack_outputs",
     "packed",
     "project",

@@ -1,10 +1,10 @@
 """Building blocks of attention forwards: projections, heads, rotary positions, the cache, and the translation of
 transformers' attention arguments to those of `ops.attention`.
 
-`sdpa`, the default of transformers, is served. Any other implementation that a user selects (eager, flash_attention_2,
-flex_attention, a paged cache) runs the stock forward. For models whose attention has terms that SDPA lacks (softcap,
-sinks), transformers' default is `eager`. It can't be distinguished from a user's choice, so `eager` is served for them
-too.
+`sdpa`, the default of transformers, is served, and flash attention over pages (see `pages`). Any other implementation
+that a user selects (eager, flash_attention_2, flex_attention) runs the stock forward. For models whose attention has
+terms that SDPA lacks (softcap, sinks), transformers' default is `eager`. It can't be distinguished from a user's
+choice, so `eager` is served for them too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.decoder import norm_pair
 from hf_rocm.layers.fallback_reasons import STAYED, note
 from hf_rocm.layers.norm import PrenormResidual
+from hf_rocm.layers.pages import CACHE, Pages, is_flash
 from hf_rocm.layers.slots import slot
 from hf_rocm.ops import decode
-from hf_rocm.ops.attention_terms import FEW_QUERIES
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.mask_patterns import CacheRows, Padded, recognise
 from hf_rocm.ops.registry import kernel_serves
 from hf_rocm.ops.rope_into_cache import one_kernel
+from hf_rocm.ops.specs.attention import FEW_QUERIES, DecodeSpec
 from hf_rocm.overlay.bind import bindings_by_class
 from hf_rocm.overlay.replacements import Watch, constant_in_traces
 
@@ -44,7 +45,7 @@ _UNSERVED = (
     "output_attentions",
     "head_mask",
     "layer_head_mask",
-    "cache",
+    CACHE,
     "position_bias",
     "softcap",
     "s_aux",
@@ -57,7 +58,7 @@ class Visibility(TypedDict):
 
     causal: bool
     mask: Tensor | None
-    padded: Padded | None
+    padded: Padded | Pages | None
 
 
 def fallback_reason(
@@ -68,15 +69,17 @@ def fallback_reason(
     dropout: float = 0.0,
     extra_reason: str | None = None,
     beyond_sdpa: bool = False,
+    pages: bool = False,
 ) -> str | None:
     """Return why this call of an attention layer runs the stock forward, or None.
 
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
     probability that would be applied in training. extra_reason: a reason from the overlay. beyond_sdpa: the model's
-    attention has terms that SDPA lacks, so that transformers' default for it is `eager`.
+    attention has terms that SDPA lacks, so that transformers' default for it is `eager`. pages: the overlay serves
+    flash attention over pages: it passes `arguments` and the layer's terms to `visible_keys`.
     The reason is stored on the module for `explain`.
     """
-    reason = _reason(module, mask, arguments, dropout, beyond_sdpa) or extra_reason
+    reason = _reason(module, mask, arguments, dropout, beyond_sdpa, pages) or extra_reason
     traced = compiling() or compiler._is_compiling_flag
     if not traced and (reason is not None or STAYED in module.__dict__):
         note(module, reason)
@@ -84,23 +87,24 @@ def fallback_reason(
 
 
 def _reason(
-    module: nn.Module, mask: object, arguments: Mapping[str, Any], dropout: float, beyond_sdpa: bool
+    module: nn.Module, mask: object, arguments: Mapping[str, Any], dropout: float, beyond_sdpa: bool, pages: bool
 ) -> str | None:
     config = getattr(module, "config", None)
     implementation: object = SERVED
+    traced = compiling() or compiler._is_compiling_flag
     if config is not None:
         try:
             # skips a property and transformers' `__getattribute__`, which take 2 µs and can't be traced by a compiler
-            traced = compiling() or compiler._is_compiling_flag
             implementation = None if traced else object.__getattribute__(config, _IMPLEMENTATION)
         except AttributeError:
             implementation = None
         if implementation is None:
             implementation = config._attn_implementation
+    paged = pages and arguments.get(CACHE) is not None and mask is None and not traced and is_flash(implementation)
     if beyond_sdpa and implementation == "eager":
         if getattr(config, "output_attentions", False):
             return "the config requests attention weights, which only stock returns"
-    elif implementation != SERVED:
+    elif implementation != SERVED and not paged:
         return f"the attention implementation {implementation!r} is selected, and only {SERVED!r} is served"
     if not _is_stock(module.__class__, str(implementation)):
         return implementation_replaced(module)
@@ -110,7 +114,9 @@ def _reason(
         return f"the attention mask is a {type(mask).__name__}, not a tensor"
     for name in arguments:
         if name in _UNSERVED and (value := arguments[name]) is not None and value is not False:
-            what = "a cache in pages (continuous batching)" if name == "cache" else name
+            if paged and name == CACHE:
+                continue
+            what = "a cache in pages (continuous batching)" if name == CACHE else name
             return f"the call has {what}, which is left to stock"
     return None
 
@@ -244,10 +250,10 @@ def rotate_and_update_cache(
     norms: tuple[str, ...] = (),
     once: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known beforehand.
+    """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known in advance.
 
     The arguments are those of the two functions. norms: as in `heads`, for queries and keys. once: cos and sin contain
-    every angle once, [B | 1, S, R / 2], as the model's function takes them. Returns (query, all keys, all values).
+    each angle once, [B | 1, S, R / 2], as the model's function takes them. Returns (query, all keys, all values).
     """
     cos = position_embeddings[0]
     traced = compiling() or compiler._is_compiling_flag
@@ -328,9 +334,11 @@ def visible_keys(
     query: [B, H, S_q, D]. key: [B, Hkv, S_k, D]. value: [B, Hkv, S_k, D_v]. mask: transformers' mask, which includes
     causality, window and padding, or None for plain causal or full attention. window: the layer's sliding window.
     softcap, sinks: the arguments that `ops.attention` will get. These three only help to select a kernel that needs no
-    mask.
+    mask, except for a cache in pages, which has no mask for the window.
     Returns (key, value, visibility); key and value may be shortened, but are never expanded.
     """
+    if arguments.get(CACHE) is not None:
+        return key, value, {"causal": False, "mask": None, "padded": Pages(module, arguments, window)}
     if mask is not None:
         terms = {"softcap": softcap is not None, "sinks": sinks is not None}
         rows: CacheRows | None = getattr(mask, _ROWS, None)
@@ -368,7 +376,7 @@ def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *,
     """Return whether a kernel serves these lengths. Otherwise PyTorch uses the existing mask."""
     if compiling() or compiler._is_compiling_flag:
         return False  # attributes of a tensor are not part of the graph
-    spec = decode.DecodeSpec(
+    spec = DecodeSpec(
         dtype=query.dtype,
         device=query.device,
         heads=query.shape[1],

@@ -1,7 +1,7 @@
-"""Linear attention with the gated delta rule: select the steps that the operation serves, and call it.
+"""Linear attention with the gated delta rule: select the calls that the operations serve, and call them.
 
-The prompt runs the stock forward. A step of one token updates the two states of its layer's cache in place, as stock
-does.
+A step of one token updates the two states of its layer's cache in place, as stock does. A prompt, or a part of one,
+starts from the states of the cache, and the cache's own methods write the states after it.
 """
 
 from __future__ import annotations
@@ -30,81 +30,106 @@ class DeltaStates(NamedTuple):
     recurrent: Tensor
 
 
-def delta_states(
-    module: Any, x: Tensor, cache: Any, mask: Tensor | None, arguments: Mapping[str, Any]
-) -> DeltaStates | None:
-    """Return the states that this step updates, or None if the stock forward must run; `explain` shows the reason.
+class DeltaTokens(NamedTuple):
+    """The tokens of one call: x [B, K] of a step, or [B, S, K] of a prompt, whose padding is zero.
 
-    module: the linear-attention layer, with the attributes of Qwen3-Next's layer. x: [B, S, K]. mask: the padding of x,
-    or None. arguments: the call's other keyword arguments.
+    states: the states before the tokens, or None at the start of a sequence. cache: None if the call has none.
     """
-    states = _states(module, x, cache)
+
+    x: Tensor
+    states: DeltaStates | None
+    cache: Any
+
+
+def delta_tokens(
+    module: Any, x: Tensor, cache: Any, mask: Tensor | None, arguments: Mapping[str, Any]
+) -> DeltaTokens | None:
+    """Return the tokens of this call, or None if the stock forward must run; `explain` shows the reason.
+
+    module: the linear-attention layer, with the attributes of Qwen3-Next's layer. x: [B, S, K]. mask: [B, S], 0 for
+    padding, or None. arguments: the call's other keyword arguments.
+    """
+    states = None if cache is None else _states(module, cache)
     reason = states if isinstance(states, str) else _refuses(module, x, mask, arguments, states)
     note(module, reason)
-    return None if reason is not None or isinstance(states, str) else states
+    if reason is not None or isinstance(states, str):
+        return None
+    if mask is not None:
+        x = (x * mask.unsqueeze(-1)).to(x.dtype)
+    return DeltaTokens(x if states is None or x.shape[1] != 1 else x[:, 0], states, cache)
 
 
-def delta_step(module: Any, inputs: Sequence[Tensor], states: DeltaStates) -> Tensor:
-    """Return `ops.gated_delta_step` with the weights of the layer as [B, 1, H · D_v].
+def gated_delta(module: Any, inputs: Sequence[Tensor], tokens: DeltaTokens) -> Tensor:
+    """Return the output of the gated delta rule with the weights of the layer as [B, S, H · D_v].
 
-    inputs: queries, keys, values, gates, and the logits of beta and decay, as the operation takes them.
+    inputs: queries, keys, values, gates, and the logits of beta and decay, as `ops.gated_delta_step` takes them for a
+    step, and `ops.gated_delta_prefill` for a prompt.
     """
-    norm = module.norm
-    output = ops.gated_delta_step(
-        *inputs,
-        conv_weight=module.conv1d.weight.squeeze(1),
-        conv_state=states.conv,
-        state=states.recurrent,
-        log_rate=module.A_log,
-        bias=module.dt_bias,
-        norm_weight=norm.weight,
-        eps=norm.variance_epsilon,
-    )
-    return output.flatten(1).unsqueeze(1)
+    norm, states, cache = module.norm, tokens.states, tokens.cache
+    terms: dict[str, Any] = {
+        "conv_weight": module.conv1d.weight.squeeze(1),
+        "log_rate": module.A_log,
+        "bias": module.dt_bias,
+        "norm_weight": norm.weight,
+        "eps": norm.variance_epsilon,
+    }
+    if tokens.x.dim() == 2 and states is not None:
+        output = ops.gated_delta_step(*inputs, conv_state=states.conv, state=states.recurrent, **terms)
+        return output.flatten(1).unsqueeze(1)
+    if states is not None:
+        terms.update(conv_state=states.conv, state=states.recurrent)
+    output, conv, recurrent = ops.gated_delta_prefill(*inputs, **terms)
+    if cache is not None:
+        cache.update_conv_state(conv, module.layer_idx, conv_kernel_size=module.conv_kernel_size)
+        cache.update_recurrent_state(recurrent, module.layer_idx)
+    return output.flatten(2)
 
 
-def _states(module: Any, x: Tensor, cache: Any) -> DeltaStates | str:
-    if x.shape[1] != 1:
-        return "the gated delta rule of several tokens is left to stock"
-    if cache is None:
-        return "the call has no cache"
+def _states(module: Any, cache: Any) -> DeltaStates | str | None:
+    """The states in this cache, None if it has none yet, or why it must be left to stock."""
     own = hasattr(type(cache), "_hf_rocm_slot")
     if not (own or type(cache).__module__ == _HOME) or module.layer_idx >= len(cache.layers):
         return f"the cache is a {type(cache).__name__}, whose states only stock updates"
     layer = cache.layers[module.layer_idx]
     if type(layer).__module__ != _HOME or not hasattr(layer, "recurrent_states"):
         return f"the cache of this layer is a {type(layer).__name__}, whose states only stock updates"
+    if layer.record_past:
+        return "the cache records past states"
+    if not layer.has_previous_state[0]:
+        return None
     conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
-    if not layer.has_previous_state[0] or conv is None or recurrent is None:
-        return "the cache has no states yet"
-    return "the cache records past states" if layer.record_past else DeltaStates(conv, recurrent)
+    return (
+        "the cache has only one of the two states"
+        if conv is None or recurrent is None
+        else DeltaStates(conv, recurrent)
+    )
 
 
 _HOME = "transformers.cache_utils"
 
 
 def _refuses(
-    module: Any, x: Tensor, mask: Tensor | None, arguments: Mapping[str, Any], states: DeltaStates
+    module: Any, x: Tensor, mask: Tensor | None, arguments: Mapping[str, Any], states: DeltaStates | None
 ) -> str | None:
     library = _library()
     if library is not None:
         return f"{library} is installed, and transformers uses it"
-    if mask is not None:
-        return "the step has padding, which is left to stock"
+    if mask is not None and mask.shape != x.shape[:2]:
+        return "the padding mask and the tokens have different shapes"
     if any(value is not None for name, value in arguments.items() if name in ("cu_seq_lens_q", "seq_idx")):
         return "the call has packed sequences, which are left to stock"
     conv, norm = module.conv1d, module.norm
     if conv.bias is not None or module.activation not in ("silu", "swish"):
-        return "its convolution has a bias or another activation"
+        return "its convolution has a bias or a different activation"
     if hooks_on_all() or any(_is_hooked(child) for child in (conv, norm)):
         return "a hook or another forward was set on its convolution or its norm"
-    tensors = (conv.weight, norm.weight, module.A_log, module.dt_bias, *states)
+    tensors = (conv.weight, norm.weight, module.A_log, module.dt_bias, *(states or ()))
     if any(type(tensor) not in _PLAIN or tensor.device != x.device for tensor in tensors):
         return "its weights or states are not plain tensors on the input's device"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
         return "the gated delta rule has no gradient here"
-    if states.conv.dtype != x.dtype or states.conv.shape[2] != conv.weight.shape[2]:
-        return "the states of the convolution have another dtype or length"
+    if states is not None and (states.conv.dtype != x.dtype or states.conv.shape[2] != conv.weight.shape[2]):
+        return "the states of the convolution have a different dtype or length"
     return _refused(x)
 
 

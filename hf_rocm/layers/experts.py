@@ -49,7 +49,7 @@ class StackedExperts:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [T, H]; ids: [T, k]; weights: [T, k], or [T, E] for every expert. Returns [T, H]."""
         extra_reason = _interface_reason(module, x, ids)
-        if self.activation is None and extra_reason is None and not _applies_its_activation(module):
+        if self.activation is None and extra_reason is None and not applies_its_activation(module):
             extra_reason = "the experts have their own function to apply the activation"
         named = {"limit": self.limit, "alpha": self.alpha}
         form: dict[str, Any] = {name: getattr(module, attribute) for name, attribute in named.items() if attribute}
@@ -263,7 +263,7 @@ def _unserved(x: Tensor) -> str | None:
     return None
 
 
-def _applies_its_activation(module: Any) -> bool:
+def applies_its_activation(module: Any) -> bool:
     """Return whether the module applies its activation as transformers does by default: act(gate) · up."""
     gate = getattr(type(module), "_apply_gate", None)
     return gate is None or (gate.__module__ == _INTERFACE and "_apply_gate" not in module.__dict__)

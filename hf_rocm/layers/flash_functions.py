@@ -7,16 +7,27 @@ those of flash-attn. Parameters that transformers never passes are left out.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_rocm import ops
 from hf_rocm.errors import OptionError
-from hf_rocm.ops.attention_terms import AttentionTerms
+from hf_rocm.ops.specs.attention import AttentionTerms
 
 Window = tuple[int | None, int | None]  # keys to the left and right of a query's own position; None or −1: no limit
+
+
+class RingPages(NamedTuple):
+    """The key pages of sliding layers, whose rows are rings: only the last `window` keys of a row, in any order.
+
+    `flash_attn_with_kvcache` takes them with a block table that has the slot of each row's new key in its last column.
+    size: the number of pages of a full ring.
+    """
+
+    keys: Tensor
+    size: int
 
 
 def flash_attn_func(
@@ -79,7 +90,7 @@ def flash_attn_varlen_func(
 
 def flash_attn_with_kvcache(
     q: Tensor,
-    k_cache: Tensor,
+    k_cache: Tensor | RingPages,
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
@@ -98,6 +109,10 @@ def flash_attn_with_kvcache(
     −1 for a row without a request. block_table: [B, N]. Returns [B, S_q, H, D_v].
     """
     terms = _terms(q, softmax_scale, True, window_size, softcap, s_aux)
+    slots = None
+    if isinstance(k_cache, RingPages):
+        slots, block_table, terms["window"] = block_table[:, -1], block_table[:, :-1][:, : k_cache.size], None
+        k_cache = k_cache.keys
     new = [None if part is None else part.transpose(1, 2) for part in (k, v)]
     return ops.paged_attention(
         q.transpose(1, 2),
@@ -106,6 +121,7 @@ def flash_attn_with_kvcache(
         block_table,
         (cache_seqlens + q.shape[1]).to(torch.int32),
         *new,
+        slots=slots,
         scale=terms["scale"],
         window=terms["window"],
         softcap=terms["softcap"],

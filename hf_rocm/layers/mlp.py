@@ -1,17 +1,20 @@
-"""The gated MLP: down(act(gate(x)) · up(x))."""
+"""The gated MLP, down(act(gate(x)) · up(x)), and the plain one, down(act(up(x)))."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, compiler, nn
 
 from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse
+from hf_rocm.ops.act import one_kernel
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import is_pytorchs
 from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
 # The classes in transformers' ACT2FN: 4.x uses torch's own SiLU, 5.x wraps it, and GELUTanh was renamed once.
@@ -21,6 +24,11 @@ _ACTIVATIONS = {
     ("transformers.activations", "GELUActivation"): "gelu",
     ("transformers.activations", "PytorchGELUTanh"): "gelu_tanh",
     ("transformers.activations", "GELUTanh"): "gelu_tanh",
+}
+# Those that stock computes in several operations, by their names in `ops.act`.
+_FORMULAS = {
+    ("transformers.activations", "QuickGELUActivation"): "quick_gelu",
+    ("transformers.activations", "NewGELUActivation"): "gelu_new",
 }
 
 
@@ -73,6 +81,27 @@ class JoinedMLP:
         return down
 
 
+@dataclass(frozen=True)
+class PlainMLP:
+    """An MLP without a gate. The fields are the names of its children."""
+
+    up: str = "fc1"
+    activation: str = "activation_fn"
+    down: str = "fc2"
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
+        """Run the MLP. x: [..., hidden]. Returns [..., hidden]."""
+        up = child(module, self.up)(x)
+        function = child(module, self.activation)
+        known = None if compiling() or compiler._is_compiling_flag else activation_of(function, _FORMULAS)
+        if known is None or is_pytorchs(up) or not one_kernel(up, known):
+            value = function(up)
+        else:
+            value = ops.act(up, activation=known)
+        output: Tensor = child(module, self.down)(value)
+        return output
+
+
 def child(module: Any, name: str) -> Any:
     """Return `module.name`: a submodule, or a function that is an attribute; None if there is neither.
 
@@ -95,21 +124,24 @@ def activated(joined: Tensor, function: Any) -> Tensor:
     return ops.act_and_mul(joined, activation=known)
 
 
-def activation_of(function: object) -> str | None:
-    """Return the name of this activation module in `ops.act_and_mul`, or None if the module must be called."""
+def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTIVATIONS) -> str | None:
+    """Return the name of this activation module in `ops.act_and_mul`, or None if the module must be called.
+
+    names: the names by module and class, those of `ops.act_and_mul` or those of another operation.
+    """
     kind = type(function)
-    name = _ACTIVATIONS.get((kind.__module__, kind.__qualname__))
+    name = names.get((kind.__module__, kind.__qualname__))
     if name is None or not isinstance(function, nn.Module):
         return None
     if function._forward_hooks or function._forward_pre_hooks or "forward" in function.__dict__:
         return None
     if inspect.ismethod(getattr(function, "act", None)):
         return None  # the Python variant is selected
-    return name if _is_stock(kind) else None
+    return name if is_stock(kind) else None
 
 
 @constant_in_traces
-def _is_stock(kind: type) -> bool:
+def is_stock(kind: type) -> bool:
     """`replacements.unchanged` with one Python call fewer, because every layer of an uncaptured step calls it."""
     watch = watches.get(kind)
     return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

@@ -78,7 +78,7 @@ class GroupedRouter:
 
 
 def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
-    """Return whether a router computes a plain product of plain parameters, without gradients and outside a trace."""
+    """Return whether a router computes a plain GEMM of plain parameters, without gradients and outside a trace."""
     if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
         return False
     current = options.current()

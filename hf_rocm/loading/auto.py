@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from hf_rocm import options, patches
+from hf_rocm.arguments import require_bool, require_switches
 from hf_rocm.patches import Change
 
 # Packages that load transformers' encoders as parts of their own models. A text encoder runs once per image, the other
@@ -46,16 +47,20 @@ class _Switch:
             if not outermost or _caller(self.left_stock) is not None:
                 with suspended():
                     return change.call_of(cls)(*args, **kwargs)
+            from hf_rocm.generation import flash_provider
             from hf_rocm.loading import heap_copies, stored_checkpoints
             from hf_rocm.loading.prepare import prepare
 
+            flash = flash_provider.take_request(kwargs)
             with suspended():
                 with heap_copies.where_needed():
                     loaded = stored_checkpoints.load(change.call_of(cls), *args, **kwargs)
 
-                if isinstance(loaded, tuple):  # output_loading_info=True
-                    return (prepare(loaded[0], force=self.force), *loaded[1:])
-                return prepare(loaded, force=self.force)
+                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)  # output_loading_info=True
+                model = prepare(model, force=self.force)
+                if flash:
+                    model.set_attn_implementation(flash_provider.NAME)
+                return (model, *info) if info else model
 
         return classmethod(from_pretrained)
 
@@ -69,6 +74,8 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     Returns whether it is on now. Without ROCm, it does nothing unless forced, and the `hf_rocm` logger warns once.
     `HF_ROCM_AUTO=1` does the same from an installed overlay, as soon as the module of its model is imported.
     """
+    require_bool(enabled, "auto_prepare")
+    require_switches(force=force)
     if enabled and not _wanted(force):
         return False
     modeling: Any = sys.modules.get("transformers.modeling_utils")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_rocm import options, patches
-from hf_rocm.arguments import require_module
+from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.budget import in_bytes
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OverlayError
@@ -23,7 +23,6 @@ from hf_rocm.weights import encode_stored, kinds, patch_embeddings
 from hf_rocm.weights import preshuffle as shuffling
 from hf_rocm.weights import quantize as quantizing
 from hf_rocm.weights.linear_routing import backend_of, route_linear, unroute
-from hf_rocm.weights.prefused import joined_already
 from hf_rocm.weights.tied_weights import shared
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -58,7 +57,7 @@ def prepare(
     replaces the original and needs no budget. Without preshuffle and budget, a model that was prepared before keeps its
     settings.
     linear_backend: also route all other linear layers, see `hf_rocm.route_linear`; None leaves them to PyTorch.
-    quantize: `fp8`, `int8` or `int4`, see `hf_rocm.quantize`; None leaves the weights as they are.
+    quantize: `fp8`, `int8`, `int4` or `mxfp4`, see `hf_rocm.quantize`; None leaves the weights as they are.
     graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always
     (raises if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
 
@@ -68,7 +67,7 @@ def prepare(
     """
     require_module(model, "prepare")
     options.refresh()
-    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend)
+    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, force=force, graphs=graphs)
     if quantize is not None:
         quantizing.check_options(quantize, force=force)
     if force is False:
@@ -99,7 +98,6 @@ def prepare(
         "refused": refused,  # model: why its overlay can't be used
         "fused": joined,  # module: its layers
         "skipped": skipped,  # module: why its layers were left alone
-        "joined": {path: names for path, module in model.named_modules() if (names := joined_already(module))},
         "preshuffle": shuffled,  # the settings, what was shuffled or skipped and why, bytes of copies
         "graphs": _record_steps(
             model,
@@ -126,8 +124,12 @@ def report_of(model: nn.Module) -> dict[str, Any]:
     return report
 
 
-def check_arguments(*, preshuffle: Any, budget: Any, linear_backend: Any) -> None:
-    """Raise `OptionError` on an argument that is invalid for every model, before a model is loaded."""
+def check_arguments(*, preshuffle: Any, budget: Any, linear_backend: Any, **switches: Any) -> None:
+    """Raise `OptionError` on an argument that is invalid for every model, before a model is loaded.
+
+    switches: the arguments that are True, False or None.
+    """
+    require_switches(**switches)
     if preshuffle is not None:
         options.preshuffle_mode(preshuffle)
     if budget is not None:

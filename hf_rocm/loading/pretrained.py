@@ -6,7 +6,6 @@ passed to transformers unchanged.
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import cache
 from os import PathLike
@@ -16,6 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from hf_rocm import options
+from hf_rocm.arguments import not_loaded, require_name
 from hf_rocm.device import is_rocm
 from hf_rocm.distributed.loading import together
 from hf_rocm.errors import LoadError, OptionError
@@ -41,8 +41,6 @@ _SOURCE = (
 # hf_rocm's own arguments, which are not passed to transformers.
 _OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
 
-_ATTENTION = "attn_implementation"
-
 
 def from_pretrained(
     model_id: str | PathLike[str],
@@ -62,8 +60,8 @@ def from_pretrained(
     in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
     `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None enables it on ROCm,
     or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize:
-    `fp8`, `int8` or `int4`, see `hf_rocm.quantize`. arguments: all arguments of transformers' `from_pretrained`. The
-    default of `dtype` is the checkpoint's own dtype, also on transformers 4.x.
+    `fp8`, `int8`, `int4` or `mxfp4`, see `hf_rocm.quantize`. arguments: all arguments of transformers'
+    `from_pretrained`. The default of `dtype` is the checkpoint's own dtype, even on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
     another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
@@ -76,7 +74,8 @@ def from_pretrained(
     transformers does not accept, and `RankError` as above.
     """
     options.refresh()
-    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend)
+    check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, force=force, graphs=graphs)
+    require_name(model_id, "from_pretrained")
     if quantize is not None:
         quantizing.check_options(quantize, force=force)
     arguments = _with_dtype(arguments)
@@ -110,9 +109,7 @@ def _load(
     served: bool,
 ) -> Any:
     """Load and prepare; see `from_pretrained`. served: whether the model will be prepared."""
-    flash = served and _needs_our_flash(arguments)
-    if flash:
-        arguments = {name: value for name, value in arguments.items() if name != _ATTENTION}
+    flash = served and flash_provider.take_request(arguments)
     try:
         loader = _class_for(model_id, auto_class, arguments)
         with auto.suspended(), heap_copies.where_needed() if served else nullcontext():
@@ -121,13 +118,7 @@ def _load(
     except LoadError:
         raise
     except OSError as error:
-        raise LoadError(
-            f"no model could be loaded from {str(model_id)!r}",
-            facts={"found": "the folder does not exist"}
-            if _no_folder(model_id)
-            else {"transformers error": _first_lines(error)},
-            hint="check the name or the path; a folder needs config.json and its weights (model.safetensors)",
-        ) from error
+        raise not_loaded(model_id, _first_lines(error)) from error
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
@@ -149,11 +140,6 @@ def _load(
     if flash:
         model.set_attn_implementation(flash_provider.NAME)
     return (model, *info) if info else model
-
-
-def _needs_our_flash(arguments: dict[str, Any]) -> bool:
-    """Return whether to set flash attention after `prepare`, because transformers would require the package."""
-    return arguments.get(_ATTENTION) == flash_provider.NAME and flash_provider.unavailable() is None
 
 
 def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[str, Any]) -> Any:
@@ -230,12 +216,6 @@ def _config_or_none(model_id: str | PathLike[str], arguments: dict[str, Any]) ->
 def _is_adapter(model_id: str | PathLike[str]) -> bool:
     folder = Path(model_id)
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-
-
-def _no_folder(model_id: str | PathLike[str]) -> bool:
-    """Return whether this can only be a path, and does not exist. A name on the Hub has at most one slash."""
-    path = os.fspath(model_id)
-    return (path.startswith((".", "~", "/")) or path.count("/") > 1) and not Path(path).exists()
 
 
 def _with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_rocm import patches
 from hf_rocm.arguments import require_module
 from hf_rocm.errors import OptionError
 from hf_rocm.loading.stored_quantizer import StoredConfig, StoredQuantizer
 from hf_rocm.ops.eight_bit import FP8, INT8
-from hf_rocm.ops.four_bit import INT4, PER_WORD
+from hf_rocm.ops.four_bit import E2M1, INT4, PER_WORD
+from hf_rocm.ops.mxfp4 import BLOCK, MXFP4
+from hf_rocm.patches import Change, Entry
 from hf_rocm.weights.compressed_tensors import parse
 from hf_rocm.weights.four_bit import FourBitWeight
-from hf_rocm.weights.quantized import QuantizedLinear, layers
+from hf_rocm.weights.quantized import QuantizedLinear, layers, replacements
 from hf_rocm.weights.stored import LinearFormat, TensorInfo
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
-
-_ABSENT = object()
 
 
 def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: Any) -> None:
@@ -35,56 +35,59 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     `save_pretrained` writes in its own format.
     """
     require_module(model, "save_quantized")
-    found = layers(model)
-    if not found:
+    found, all_of_them = layers(model), replacements(model)
+    if not all_of_them:
         raise OptionError("this model is not quantised", hint='hf_rocm.quantize(model, "int4") quantises it')
     if any(isinstance(layer, EncodedLinear) for _, layer in found):
         raise OptionError(
             "this model was loaded from a quantised checkpoint",
             hint="model.save_pretrained writes it in the checkpoint's own format",
         )
+    if len(found) < len(all_of_them):
+        raise OptionError(
+            "stock transformers reads no format that has both experts and other layers in MXFP4",
+            hint='model.save_pretrained writes an ordinary checkpoint; quantize(..., exclude=["experts"]) leaves the '
+            "experts as they are",
+        )
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise OptionError(f"{type(model).__name__} has no save_pretrained", hint="pass the transformers model itself")
-    with _as_checkpoint(model, found):
+    with patches.applied(*_as_checkpoint(model, found)):
         save(folder, **arguments)
 
 
-@contextmanager
-def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[None]:
-    """Within the block, give the model the layers and settings that it would have if loaded from such a checkpoint."""
+def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[Change]:
+    """The changes that give the model the layers and settings of a model that was loaded from such a checkpoint."""
     others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     given = _scheme(found[0][1], others)
     format = parse(given)
     assert isinstance(format, LinearFormat)
     config = StoredConfig(given, format, given["quant_method"])
-    marks = ((model, "hf_quantizer", StoredQuantizer(config)), (model.config, "quantization_config", config))
-    before = [(owner, name, owner.__dict__.get(name, _ABSENT)) for owner, name, _ in marks]
-    places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer) for path, layer in found]
-    try:
-        for module, name, layer in places:
-            module._modules[name] = _stored(layer, format)
-        for owner, name, value in marks:
-            owner.__dict__[name] = value
-        yield
-    finally:
-        for module, name, layer in places:
-            module._modules[name] = layer
-        for owner, name, value in before:
-            if value is _ABSENT:
-                owner.__dict__.pop(name, None)
-            else:
-                owner.__dict__[name] = value
+    for path, layer in found:
+        parent, _, name = path.rpartition(".")
+        yield Entry(model.get_submodule(parent)._modules, name, _instead(_stored(layer, format)))
+    yield Entry(model.__dict__, "hf_quantizer", lambda _: StoredQuantizer(config))
+    yield Entry(model.config.__dict__, "quantization_config", lambda _: config)
+
+
+def _instead(value: Any) -> Callable[[Any], Any]:
+    """Return what an `Entry` calls for its replacement."""
+    return lambda _: value
 
 
 def _scheme(layer: QuantizedLinear, ignore: list[str]) -> dict[str, Any]:
     """Return the `quantization_config` of a checkpoint with this layer's encoding. ignore: the other linear layers."""
     weight = layer.quantized
+    weights: dict[str, Any]
     inputs: dict[str, Any] | None = None
-    if isinstance(weight, FourBitWeight):
+    if weight.code == E2M1:
+        format = "mxfp4-pack-quantized"
+        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": BLOCK}
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    elif isinstance(weight, FourBitWeight):
         format = "pack-quantized"
         group = layer.in_features // weight.scale.shape[1]
-        weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
     else:
         number = "int" if weight.data.dtype == INT8 else "float"
         format = f"{number}-quantized"
@@ -110,7 +113,14 @@ def _stored(layer: QuantizedLinear, format: LinearFormat) -> EncodedLinear:
     """Return a layer whose state dict contains the checkpoint's tensors."""
     n, k = layer.out_features, layer.in_features
     scale = layer.quantized.scale[layer.start : layer.start + n]
-    if isinstance(layer.quantized, FourBitWeight):
+    small: dict[str, torch.Tensor]
+    if layer.quantized.code == E2M1:
+        small = {}
+        large = {
+            "weight_packed": TensorInfo(MXFP4, (n, k // 2)),
+            "weight_scale": TensorInfo(MXFP4, tuple(scale.shape)),
+        }
+    elif isinstance(layer.quantized, FourBitWeight):
         small = {"weight_shape": torch.tensor([n, k])}
         large = {
             "weight_packed": TensorInfo(INT4, (n, k // PER_WORD)),

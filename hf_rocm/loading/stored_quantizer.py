@@ -17,6 +17,7 @@ from transformers import __version__
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_rocm import patches
 from hf_rocm.errors import LoadError
 from hf_rocm.loading import safetensors_headers, stored_layers
 from hf_rocm.loading.safetensors_headers import Entry
@@ -53,7 +54,6 @@ class StoredQuantizer(HfQuantizer):
         super().__init__(quantization_config, **arguments)
         self._entries: dict[str, Entry] | None = None
         self._later: list[stored_layers.Later] = []
-        self._ignored: Any = None
 
     def read_headers(self, files: Sequence[str] | None) -> None:
         """Read the headers of the checkpoint's files, before the model is created."""
@@ -63,11 +63,11 @@ class StoredQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **arguments: Any) -> Any:
         if self._entries is None:
-            raise Unsupported("the files of its weights are not known")
+            raise Unsupported("the files of its weights could not be determined")
         devices = arguments.get("device_map")
         if isinstance(devices, dict) and "disk" in devices.values() and Version(__version__) < Version("5"):
             raise Unsupported(
-                "parts of it are offloaded to disk, which transformers before 5 does with parameters only"
+                "parts of it are offloaded to disk, which transformers before 5 supports for parameters only"
             )
         self._later = stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
         self._entries = None
@@ -83,10 +83,9 @@ class StoredQuantizer(HfQuantizer):
 
     def _ignore_unexpected(self, model: Any) -> None:
         """Prevent transformers 4.57 and newer from reporting the tensors that are loaded later."""
-        self._ignored = model.__dict__.get(_IGNORED)
         known, names = getattr(model, _IGNORED, None), {rf"\.{re.escape(later.name)}$" for later in self._later}
         both = {*known, *names} if isinstance(known, set) else [*(known or ()), *sorted(names)]
-        model.__dict__[_IGNORED] = both
+        patches.apply(patches.Entry(model.__dict__, _IGNORED, lambda _: both), user=self)
 
     def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *prefix: str) -> list[str]:
         """Do the same before transformers 4.57; newer releases would load the keys that are removed here."""
@@ -97,11 +96,7 @@ class StoredQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         """Load the remaining tensors. Raises `LoadError` if one was converted, which no tested release does."""
-        if self._later:
-            if self._ignored is None:
-                del model.__dict__[_IGNORED]
-            else:
-                model.__dict__[_IGNORED] = self._ignored
+        patches.release(self)
         for later in self._later:
             later.load()
         self._later = []

@@ -3,10 +3,13 @@
 Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, D head dim.
 """
 
+from hf_rocm.ops.act import act
 from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.delta import gated_delta_step
-from hf_rocm.ops.linear import Norm, fused_linear, linear, rides_along
+from hf_rocm.ops.delta_prefill import gated_delta_prefill
+from hf_rocm.ops.layer_norm import add_layer_norm
+from hf_rocm.ops.linear import fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
 from hf_rocm.ops.moe_mxfp4 import mxfp4_experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
@@ -18,19 +21,23 @@ from hf_rocm.ops.registry import recording
 from hf_rocm.ops.rope_into_cache import rope_into_cache
 from hf_rocm.ops.routing import choose_experts
 from hf_rocm.ops.shuffled import Shuffled, shuffle, shuffled_linear
+from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.user_kernels import register
 from hf_rocm.ops.varlen import varlen_attention
 
 __all__ = [
     "Norm",
     "Shuffled",
+    "act",
     "act_and_mul",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "choose_experts",
     "decode_attention",
     "experts",
     "fused_linear",
+    "gated_delta_prefill",
     "gated_delta_step",
     "linear",
     "mxfp4_experts",

@@ -9,7 +9,7 @@ torch tier.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ from hf_rocm.ops.aiter import attention as aiter
 from hf_rocm.ops.aiter import triton, varlen
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.attention_eager import visible
-from hf_rocm.ops.attention_terms import FEW_QUERIES, AttentionTerms
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
+from hf_rocm.ops.specs.attention import FEW_QUERIES, Attends, AttentionSpec, AttentionTerms
 from hf_rocm.ops.triton import decode as split
 from hf_rocm.ops.triton import flash
 from hf_rocm.ops.triton.detect import checked as checked_triton
@@ -32,33 +32,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.padded import Padded
 
 # Up to this many queries, the query heads of a group are stacked into one call with a stacked mask. With more, the mask
 # would cost more than it saves, and there is one call per query head of the group, with the shared key heads.
 STACKED_QUERIES = 16
-
-
-class AttentionSpec(NamedTuple):
-    """The specification of a call, from which an attention implementation is selected."""
-
-    dtype: torch.dtype
-    device: torch.device
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    one_query: bool  # S_q == 1
-    square: bool  # S_q == S_k
-    more_queries: bool  # S_q > S_k
-    causal: bool
-    window: int | None
-    softcap: bool
-    sinks: bool
-    mask: torch.dtype | None
-    grad: bool
-    weights: bool
-    few_queries: bool = False  # 1 < S_q ≤ FEW_QUERIES, S_q < S_k
 
 
 def attention(
@@ -72,7 +49,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    padded: Padded | None = None,
+    padded: Attends | None = None,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention over grouped heads.
@@ -81,7 +58,7 @@ def attention(
     mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; columns of the mask beyond
     S_k are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
-    of `recognise` for the mask, which replaces the mask, causality and the window.
+    of `recognise` for the mask, or of a cache in pages; it replaces the mask, causality and the window.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
     """
     if padded is not None and not weights:

@@ -1,4 +1,4 @@
-"""Choose the BLAS library of PyTorch's own matrix products for a block of calls, through PyTorch's setting.
+"""Choose the BLAS library of PyTorch's own GEMMs for a block of calls, through PyTorch's setting.
 
 PyTorch uses the names of NVIDIA's libraries, with aliases for AMD's. Newer releases have more of these aliases. On ROCm
 `cublas` is hipBLAS, which uses rocBLAS.
@@ -39,7 +39,7 @@ def check(library: str) -> None:
 
 @contextmanager
 def prefer(library: str) -> Iterator[None]:
-    """Within the block, PyTorch's products use this library. The previous preference is restored afterwards.
+    """Within the block, PyTorch's GEMMs use this library. The previous preference is restored afterwards.
 
     The switch is global: it also affects other threads while the block runs.
     """

@@ -7,7 +7,7 @@ that a recorded graph of the step stays valid. A sliding cache rolls: once it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, compiler
@@ -17,34 +17,15 @@ from hf_rocm.ops import attention_eager, registry
 from hf_rocm.ops.aiter import decode as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.attention import torch_attention
-from hf_rocm.ops.attention_terms import FEW_QUERIES, AttentionTerms, DecodeTerms
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.attention import FEW_QUERIES, AttentionTerms, DecodeSpec, DecodeTerms
 from hf_rocm.ops.triton import decode as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class DecodeSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected."""
-
-    dtype: torch.dtype
-    device: torch.device
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    softcap: bool
-    sinks: bool
-    grad: bool
-    one_query: bool = True  # S_q == 1
-    few_queries: bool = True  # S_q ≤ FEW_QUERIES
-    starts: bool = False
-    window: int | None = None
-    ends: bool = False  # the caller passes the running sum of the lengths
 
 
 def decode_attention(

@@ -7,7 +7,6 @@ convolution with its own state, norms of query and key, a decay, the update of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, compiler
@@ -17,46 +16,12 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.delta import DeltaCall, DeltaSpec
 from hf_rocm.ops.triton import delta as triton
 from hf_rocm.ops.triton import detect
 
 # Added to the sum of squares of a query or key, as in transformers' function.
 SMALLEST = 1e-6
-
-
-class DeltaSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected.
-
-    group: how many value heads share a key head. taps: the size of the convolution's kernel.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    state_dtype: torch.dtype
-    device: torch.device
-    key_dim: int
-    value_dim: int
-    group: int
-    taps: int
-    grad: bool
-
-
-class DeltaCall(NamedTuple):
-    """One call, see `gated_delta_step`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gate: Tensor
-    beta: Tensor
-    decay: Tensor
-    conv_weight: Tensor
-    conv_state: Tensor
-    state: Tensor
-    log_rate: Tensor
-    bias: Tensor
-    norm_weight: Tensor
-    eps: float
 
 
 def gated_delta_step(
@@ -126,7 +91,7 @@ def eager(call: DeltaCall) -> tuple[Tensor, Tensor, Tensor]:
     mixed = functional.silu((conv_state.to(wide) * conv_weight.to(wide)).sum(-1).to(query.dtype))
     sizes = (query.shape[1] * query.shape[2],) * 2
     query, key, value = (part.to(wide) for part in mixed.split((*sizes, groups * shared * value_dim), -1))
-    query, key = (_unit(part.view(batch, groups, 1, -1)) for part in (query, key))
+    query, key = (unit(part.view(batch, groups, 1, -1)) for part in (query, key))
     query = query / query.shape[-1] ** 0.5
     rate = -log_rate.to(wide).exp() * functional.softplus(decay.to(wide).flatten(1) + bias.to(wide))
     grouped = state.view(batch, groups, shared, *state.shape[2:])
@@ -135,12 +100,18 @@ def eager(call: DeltaCall) -> tuple[Tensor, Tensor, Tensor]:
     change = (value.view(batch, groups, shared, value_dim) - remembered) * beta.sigmoid().to(wide).unsqueeze(-1)
     grouped.copy_(old + key.unsqueeze(-1) * change.unsqueeze(-2))
     out = (grouped * query.unsqueeze(-1)).sum(-2).to(gate.dtype)
-    normed = out.to(wide) * (out.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
-    gated = norm_weight * normed.to(gate.dtype) * functional.silu(gate.to(wide))
-    return gated.to(gate.dtype).flatten(1, 2), conv_state, state
+    return gated_norm(out, gate, norm_weight, eps).flatten(1, 2), conv_state, state
 
 
-def _unit(x: Tensor) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS-normalise the last dim of x, times the weight, times silu(gate); all three have one dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = x.to(wide) * (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight * normed.to(x.dtype) * functional.silu(gate.to(wide))).to(x.dtype)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Divide the vectors of the last dim by their Euclidean norms."""
     return x * (x.square().sum(-1, keepdim=True) + SMALLEST).rsqrt()
 
 

@@ -79,7 +79,7 @@ def dequantize_blocks(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return (rows.to(wide) * scales).to(dtype)
 
 
-RUN = 16  # columns of 8 bits that are stored together
+RUN = 16  # 8-bit columns that are stored together
 
 
 def shuffle_rows(rows: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ A row is stored in blocks of eight runs. Word w of a block contains number w of 
 lowest bits. So a kernel reads contiguous numbers of a run, and contiguous values of x that they multiply.
 
 With a code, 0 … 15 are indices of a table: nf4 (QLoRA, https://arxiv.org/abs/2305.14314) and fp4, as bitsandbytes
-defines them. The scales of such a weight may be quantised too (double quantisation).
+defines them, and e2m1 of MXFP4. The scales of such a weight may be quantised too: by another table (double
+quantisation), or to powers of two (MXFP4).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import torch
 from torch import Tensor, compiler
 
 from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.mxfp4 import NUMBERS, powers
 
 INT4 = torch.int32  # the dtype of the words
 SCALE = torch.bfloat16
 PER_WORD = 8
 GROUPS = (32, 64, 128)
 
+E2M1 = "e2m1"
 # fp32 numbers; nf4: quantiles of the normal distribution, fp4: a sign bit, two exponent bits, one mantissa bit
 CODES: Mapping[str, tuple[float, ...]] = {
+    E2M1: NUMBERS,
     "nf4": (
         -1.0,
         -0.6961928009986877,
@@ -138,12 +142,13 @@ def dequantize_groups(
     """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K].
 
     zeros: [N, K / group] uint8, the stored numbers that represent 0; None: 8. code: the name of the table to which the
-    stored numbers are indices; None: they are integers. nested: how uint8 scales are decoded.
+    stored numbers are indices; None: they are integers. nested: how uint8 scales are decoded; None: as those of MXFP4.
     """
     n, k = words.shape[0], words.shape[1] * PER_WORD
     group = k // scale.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    scale = scale if nested is None else nested.decoded(scale)
+    if scale.dtype == torch.uint8:
+        scale = powers(scale) if nested is None else nested.decoded(scale)
     stored = unpacked(words, run_length(k, group)).view(n, -1, group)
     if code is not None:
         levels = table(code, wide, words.device).index_select(0, stored.flatten()).view(stored.shape)

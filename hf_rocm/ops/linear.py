@@ -1,9 +1,9 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
 The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it if they accept the call. This
-module also decides which calls always go to PyTorch, and which products count as products of few rows.
+module also decides which calls always go to PyTorch, and which GEMMs count as GEMMs with few rows.
 
-A product of few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
+A GEMM with few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
 operations saves their launches. Without such a kernel the operations run one by one.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,62 +26,17 @@ from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.pointwise import act_and_mul, eager_act_and_mul, eager_rms_norm, rms_norm
 from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
 from hf_rocm.ops.registry import Case, Choice, Implementation, Operation, chosen_elsewhere, refuses_nothing
+from hf_rocm.ops.specs.linear import MANY, FusedLinearSpec, LinearSpec
+from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import linear as triton
 
-# The largest M for which a product is limited by memory bandwidth.
+# The largest M for which a GEMM is limited by memory bandwidth.
 FEW = 16
-MANY = 0  # in a specification: more than FEW rows
 ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of a fused product
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of a fused GEMM
 BEFORE = ("user", "aiter")  # the tiers before triton
-
-
-class LinearSpec(NamedTuple):
-    """The specification of a call, from which a linear implementation is selected.
-    k, n: a GEMM of [M, K] by [N, K]ᵀ.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    n: int
-    k: int
-    bias_dtype: torch.dtype | None
-    contiguous: bool  # the weight
-    grad: bool
-    rows: int = 0  # M rounded up to a power of two, or MANY
-
-
-class Norm(NamedTuple):
-    """The terms of an RMS norm; see `hf_rocm.ops.rms_norm`."""
-
-    weight: Tensor
-    eps: float
-    one_plus: bool = False
-
-
-class FusedLinearSpec(NamedTuple):
-    """The specification of a call, from which a fused implementation is selected.
-
-    n, k: the weight's sizes. norm_dtype: the dtype of the norm's weight, or None; one_plus: whether the norm multiplies
-    by (1 + w).
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    n: int
-    k: int
-    bias_dtype: torch.dtype | None
-    contiguous: bool  # the weight
-    norm_dtype: torch.dtype | None
-    one_plus: bool
-    activation: str | None
-    residual: bool
-    grad: bool
-    rows: int  # as in LinearSpec
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -136,7 +90,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
     if choice.implementation.tier == "aiter":
         return None
     reasons = (refusal.reason for refusal in choice.refusals if refusal.tier == "aiter")
-    return "; ".join(reasons) or "another tier comes before it"
+    return "; ".join(reasons) or "another tier takes precedence"
 
 
 def is_pytorchs(x: Tensor) -> bool:
@@ -160,12 +114,12 @@ def exporting() -> bool:
 
 
 def rows(x: Tensor) -> int:
-    """M of the product: the number of rows of x."""
+    """M of the GEMM: the number of rows of x."""
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
 def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The oracle: one matrix product and one sum."""
+    """The oracle: one GEMM and one sum."""
     product = torch.matmul(x, weight.t())
     return product if bias is None else product + bias
 
@@ -174,7 +128,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def kind(spec: LinearSpec) -> LinearSpec:
-    """The number of rows is ignored, because every check includes products of few and of many rows."""
+    """The number of rows is ignored, because every check includes GEMMs with few and with many rows."""
     return spec._replace(rows=MANY)
 
 
@@ -183,7 +137,7 @@ def _cases(spec: LinearSpec) -> Iterator[Case]:
 
 
 def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: bool) -> Iterator[Case]:
-    """Products that check an implementation: (x, weight, bias)."""
+    """GEMMs that check an implementation: (x, weight, bias)."""
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None
@@ -243,7 +197,7 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def rides_along(x: Tensor) -> bool:
-    """Whether a kernel can compute a product of x together with its norm, gate and residual sum, judged by x alone.
+    """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
     x: [..., K]. False while torch.compile traces, because it fuses these operations itself, and while gradients are on.
     """
@@ -262,7 +216,7 @@ def rides_along(x: Tensor) -> bool:
 
 @cache
 def _square(dtype: torch.dtype, device: torch.device, k: int, rows: int) -> FusedLinearSpec:
-    """The specification of a square product of this input with a residual sum."""
+    """The specification of a square GEMM of this input with a residual sum."""
     return FusedLinearSpec(
         dtype=dtype,
         weight_dtype=dtype,
@@ -283,7 +237,7 @@ def _square(dtype: torch.dtype, device: torch.device, k: int, rows: int) -> Fuse
 def _one_by_one(
     norm: Callable[..., Tensor], multiply: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """These operations one after the other, bitwise equal to separate layers."""
+    """These operations one after another, bitwise equal to separate layers."""
 
     def fused_linear(
         x: Tensor,
@@ -321,11 +275,11 @@ def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
     reason = chosen_elsewhere(name for name, present in parts.items() if present)
     if reason is not None:
         return reason
-    return "aiter serves the product" if _preferred(spec, device) == "aiter" else None
+    return "aiter serves the GEMM" if _preferred(spec, device) == "aiter" else None
 
 
 def _preferred(spec: FusedLinearSpec, device: Device) -> str | None:
-    """The tier that serves the product alone, if it comes before triton; else None."""
+    """The tier that serves the GEMM alone, if it takes precedence over triton; else None."""
     alone = LinearSpec(
         dtype=spec.dtype,
         weight_dtype=spec.weight_dtype,
@@ -345,10 +299,10 @@ def _preferred(spec: FusedLinearSpec, device: Device) -> str | None:
 
 
 def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
-    """Run the parts one by one, if this tier serves the product."""
+    """Run the parts one by one, if this tier serves the GEMM."""
 
     def refuses(spec: FusedLinearSpec, device: Device) -> str | None:
-        return None if _preferred(spec, device) == tier else f"the {tier} tier doesn't serve the product"
+        return None if _preferred(spec, device) == tier else f"the {tier} tier doesn't serve the GEMM"
 
     return Implementation(tier, "one by one", refuses, composed)
 

@@ -15,11 +15,11 @@ from torch.compiler import is_compiling
 from hf_rocm.ops import decode, varlen
 from hf_rocm.ops.attention import mask_serves
 from hf_rocm.ops.attention_eager import visible
-from hf_rocm.ops.attention_terms import FEW_QUERIES
 from hf_rocm.ops.captured import captured
 from hf_rocm.ops.padded import CacheRows as CacheRows
 from hf_rocm.ops.padded import Packed
 from hf_rocm.ops.padded import Padded as Padded
+from hf_rocm.ops.specs.attention import FEW_QUERIES, VarlenSpec
 
 _RECOGNISED = "_hf_rocm_padded"  # attribute of the mask: ((its version, S_k, window), what was recognised)
 
@@ -148,9 +148,9 @@ def packed_specification(
     window: int | None = None,
     softcap: bool = False,
     grad: bool = False,
-) -> varlen.VarlenSpec:
+) -> VarlenSpec:
     """The specification of a padded batch once it is packed; packed sequences have no sinks."""
-    return varlen.VarlenSpec(
+    return VarlenSpec(
         dtype=dtype,
         device=device,
         heads=heads,
@@ -165,6 +165,6 @@ def packed_specification(
     )
 
 
-def packing_serves(spec: varlen.VarlenSpec) -> bool:
+def packing_serves(spec: VarlenSpec) -> bool:
     """Whether a kernel serves packed sequences here; otherwise the mask itself is used."""
     return varlen.kernel_serves(spec)

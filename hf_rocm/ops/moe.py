@@ -6,7 +6,6 @@ The model chooses the experts of every token. This operation applies them and su
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, compiler
@@ -16,39 +15,16 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe_torch, probe
 from hf_rocm.ops.aiter import moe as aiter
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.moe_torch import ExpertsCall, Form
 from hf_rocm.ops.pointwise import ACTIVATIONS, CLAMPED
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, smaller
 from hf_rocm.ops.registry import Case, Implementation, Operation, device_of, refuses_nothing
+from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts as triton
 from hf_rocm.ops.triton.norm import DTYPES
 
 BOUNDS = tuple(sorted({moe_torch.FEW, triton.PAIRS}))
 MANY = 0  # in a specification: more pairs than the largest bound
-
-
-class ExpertsSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected.
-    experts: E; hidden: H; intermediate: I; top: k.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    experts: int
-    hidden: int
-    intermediate: int
-    top: int
-    activation: str
-    bias: bool
-    transposed: bool
-    interleaved: bool
-    weigh_input: bool
-    contiguous: bool  # both weights
-    pairs: int  # the first of `BOUNDS` that T · k does not exceed, as in decoding, or MANY
-    traced: bool
-    grad: bool
 
 
 def experts(

@@ -1,22 +1,23 @@
-"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints."""
+"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints, with any gate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, compiler
 
+from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe_torch
 from hf_rocm.ops.custom_op import compiling, opaque
 from hf_rocm.ops.fakes import like
-from hf_rocm.ops.moe import MANY, ExpertsSpec, kind
-from hf_rocm.ops.moe_torch import ExpertsCall, Form
+from hf_rocm.ops.moe import MANY, kind
 from hf_rocm.ops.mxfp4 import BLOCK, BYTES, MXFP4, dequantize
-from hf_rocm.ops.pointwise import CLAMPED
+from hf_rocm.ops.pointwise import ACTIVATIONS, CLAMPED
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form, Mxfp4Call
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts_mxfp4 as triton
 from hf_rocm.ops.triton.experts import LARGEST
@@ -29,42 +30,34 @@ _GROUPED = "dequantize, grouped_mm"
 _TEMPORARY = 2**30  # bytes of weights that are dequantised at once, unless a single expert has more
 
 
-class Mxfp4Call(NamedTuple):
-    """The arguments of `mxfp4_experts`, as its implementations take them."""
-
-    x: Tensor
-    gate_up: Tensor
-    gate_up_scales: Tensor
-    gate_up_bias: Tensor
-    down: Tensor
-    down_scales: Tensor
-    down_bias: Tensor
-    ids: Tensor
-    weights: Tensor
-    limit: float
-    alpha: float
-
-
 def mxfp4_experts(
     x: Tensor,
     gate_up: Tensor,
     gate_up_scales: Tensor,
-    gate_up_bias: Tensor,
+    gate_up_bias: Tensor | None,
     down: Tensor,
     down_scales: Tensor,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     ids: Tensor,
     weights: Tensor,
     *,
+    activation: str = CLAMPED,
     limit: float = 7.0,
     alpha: float = 1.702,
 ) -> Tensor:
-    """`hf_rocm.ops.experts` for gpt-oss: `clamped_swiglu`, gate and up interleaved, weights in MXFP4.
+    """`hf_rocm.ops.experts` with weights in MXFP4; gate and up are interleaved, as in gpt-oss.
 
     x: [T, H] floating. gate_up: [E, 2I, H / 32, 16] uint8 with scales [E, 2I, H / 32] uint8 and bias [E, 2I]; down:
-    [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]. ids, weights: [T, k]. Returns [T, H] in x's dtype.
+    [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]; both biases or neither. ids, weights: [T, k].
+    activation, limit, alpha: as in `experts`. Returns [T, H] in x's dtype.
+    Raises `OptionError` for any other activation, and if only one bias is given.
     """
-    call = Mxfp4Call(x, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, ids, weights, limit, alpha)
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"mxfp4_experts has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+    if (gate_up_bias is None) is not (down_bias is None):
+        raise OptionError("mxfp4_experts takes both biases or neither")
+    stored = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
+    call = Mxfp4Call(x, *stored, ids, weights, activation, limit, alpha)
     spec = specification(call)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
@@ -75,11 +68,17 @@ def specification(call: Mxfp4Call) -> tuple[object, ...]:
     """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
     x, gate_up, down, ids = call.x, call.gate_up, call.down, call.ids
     floating = (x, call.weights, call.gate_up_bias, call.down_bias)
-    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floating)
+    grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floating)
     dtype, weight_dtype, device = x.dtype, gate_up.dtype, x.device
     experts, top = gate_up.shape[0], ids.shape[1]
     hidden, intermediate = down.shape[1], down.shape[2] * BLOCK
-    activation, bias, transposed, interleaved, weigh_input = CLAMPED, True, False, True, False
+    activation, bias, transposed, interleaved, weigh_input = (
+        call.activation,
+        floating[2] is not None,
+        False,
+        True,
+        False,
+    )
     stored = (gate_up, call.gate_up_scales, down, call.down_scales)
     contiguous = all(tensor.is_contiguous() for tensor in stored)
     pairs = triton.PAIRS if ids.numel() <= triton.PAIRS else MANY
@@ -128,7 +127,7 @@ def _dequantized(experts: Callable[[ExpertsCall], Tensor], function: Dequantize)
 
     def run(*arguments: Any) -> Tensor:
         call = Mxfp4Call(*arguments)
-        form = Form(CLAMPED, transposed=False, interleaved=True, weigh_input=False, limit=call.limit, alpha=call.alpha)
+        form = Form(call.activation, False, True, False, limit=call.limit, alpha=call.alpha)
         dtype = call.x.dtype
         gate_up: Any = _Stacked(call.gate_up, call.gate_up_scales, dtype, function)
         down: Any = _Stacked(call.down, call.down_scales, dtype, function)
@@ -153,7 +152,7 @@ _eager = _dequantized(moe_torch.eager, dequantize)
 
 
 def loop(call: Mxfp4Call) -> Tensor:
-    """Dequantise one expert after the other, with PyTorch's operations."""
+    """Dequantise one expert after another, with PyTorch's operations."""
     result: Tensor = _loop(*call)
     return result
 
@@ -180,7 +179,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
 
     gate_up, gate_up_scales = stored(2 * spec.intermediate, spec.hidden)
     down, down_scales = stored(spec.hidden, spec.intermediate)
-    biases = draw(spec.experts, 2 * spec.intermediate), draw(spec.experts, spec.hidden)
+    biases = [draw(spec.experts, n) if spec.bias else None for n in (2 * spec.intermediate, spec.hidden)]
     for tokens in (1, LENGTH):
         scores = draw(tokens, spec.experts).float()
         scores[:, -1] = -torch.inf
@@ -188,7 +187,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
         weights = chosen.nan_to_num(neginf=-9.0).softmax(-1).to(spec.dtype)
         x = draw(tokens, spec.hidden)
         tensors = x, gate_up, gate_up_scales, biases[0], down, down_scales, biases[1], ids, weights
-        yield Case(tensors, (7.0, 1.702))
+        yield Case(tensors, (spec.activation, 7.0, 1.702))
 
 
 _operation = Operation("mxfp4_experts", ExpertsSpec, cases, kind, family="experts", terms=Mxfp4Call, recorded=(0, 1, 7))

@@ -1,4 +1,4 @@
-"""Routed experts in PyTorch: one grouped product per layer, a batched product for few tokens, and two loops.
+"""Routed experts in PyTorch: one grouped GEMM per layer, a batched GEMM for few tokens, and two loops.
 
 The gathered and the grouped form don't synchronise with the host, so they can be recorded in a graph. (The grouped form
 does synchronise if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
@@ -7,7 +7,7 @@ does synchronise if PyTorch has no kernel for the dtype; it has one for bf16 on 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,50 +15,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hf_rocm.ops.pointwise import act_and_mul, one_kernel, torch_act_and_mul
+from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.moe import ExpertsSpec
 
-FEW = 32  # the largest T · k for which copying the chosen experts' weights is faster than a grouped product on a GPU
+FEW = 32  # the largest T · k for which copying the chosen experts' weights is faster than a grouped GEMM on a GPU
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-
-
-class Form(NamedTuple):
-    """The layout of the weights, and the operation between the two products; see `hf_rocm.ops.experts`."""
-
-    activation: str
-    transposed: bool
-    interleaved: bool
-    weigh_input: bool
-    limit: float
-    alpha: float
-
-    def gate(self, h: Tensor) -> Tensor:
-        """[..., 2I] to [..., I]."""
-        return torch_act_and_mul(h, self.activation, self.interleaved, self.limit, self.alpha)
-
-    def gate_at_once(self, h: Tensor) -> Tensor:
-        """The same, in one kernel if there is one."""
-        if is_compiling() or not one_kernel(h, activation=self.activation, interleaved=self.interleaved):
-            return self.gate(h)
-        return act_and_mul(
-            h, activation=self.activation, interleaved=self.interleaved, limit=self.limit, alpha=self.alpha
-        )
-
-
-class ExpertsCall(NamedTuple):
-    """The arguments of `hf_rocm.ops.experts`, as its implementations take them."""
-
-    x: Tensor
-    gate_up: Tensor
-    down: Tensor
-    ids: Tensor
-    weights: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    form: Form
 
 
 def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
@@ -77,7 +41,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def grouped(call: ExpertsCall) -> Tensor:
-    """Pairs of a token and an expert, sorted by expert, through two grouped products. Differentiable."""
+    """Pairs of a token and an expert, sorted by expert, through two grouped GEMMs. Differentiable."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1
@@ -89,7 +53,7 @@ def grouped(call: ExpertsCall) -> Tensor:
         return out if bias is None else out + _chosen(bias, order.sorted_ids)
 
     rows, row_weights = order.rows(call)
-    gated = form.gate_at_once(project(rows, call.gate_up, call.gate_up_bias))
+    gated = _gate_at_once(project(rows, call.gate_up, call.gate_up_bias), form)
     return order.sum(project(gated, call.down, call.down_bias), row_weights, call.x.dtype)
 
 
@@ -179,7 +143,7 @@ def gathered(call: ExpertsCall) -> Tensor:
         out = torch.bmm(rows, copied if form.transposed else copied.transpose(1, 2))
         return out if bias is None else out + bias[chosen][:, None]
 
-    gated = form.gate_at_once(project(rows, call.gate_up, call.gate_up_bias))
+    gated = _gate_at_once(project(rows, call.gate_up, call.gate_up_bias), form)
     out = project(gated, call.down, call.down_bias).squeeze(1)
     if not form.weigh_input:
         out = out * scales
@@ -187,7 +151,7 @@ def gathered(call: ExpertsCall) -> Tensor:
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
-    """The same order as `grouped`, with one product for each chosen expert and one synchronisation with the host."""
+    """The same order as `grouped`, with one GEMM for each chosen expert and one synchronisation with the host."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1
@@ -218,4 +182,16 @@ def _one(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
         matrix = weight[expert]
         return F.linear(rows, matrix.t() if call.form.transposed else matrix, None if bias is None else bias[expert])
 
-    return project(call.form.gate(project(rows, call.gate_up, call.gate_up_bias)), call.down, call.down_bias)
+    return project(_gate(project(rows, call.gate_up, call.gate_up_bias), call.form), call.down, call.down_bias)
+
+
+def _gate(h: Tensor, form: Form) -> Tensor:
+    """[..., 2I] to [..., I]."""
+    return torch_act_and_mul(h, form.activation, form.interleaved, form.limit, form.alpha)
+
+
+def _gate_at_once(h: Tensor, form: Form) -> Tensor:
+    """The same, in one kernel if there is one."""
+    if is_compiling() or not one_kernel(h, activation=form.activation, interleaved=form.interleaved):
+        return _gate(h, form)
+    return act_and_mul(h, activation=form.activation, interleaved=form.interleaved, limit=form.limit, alpha=form.alpha)

@@ -15,8 +15,33 @@ BLOCK = 32  # numbers with one scale
 BYTES = BLOCK // 2
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NUMBERS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # of the 16 codes: a sign bit, then the magnitude
 _SMALLEST = 0x00400000  # the bits of 2⁻¹²⁷ in fp32, which is subnormal
 _NAN = 0x7FC00000
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight [..., K] to codes [..., K] and scales [..., K / 32], both uint8. K is a multiple of 32.
+
+    A block whose largest magnitude is `a` has the scale 2^(floor(log2(a)) − 2). Its numbers are rounded to the nearest,
+    ties to even, and saturate at 6 times the scale (section 6.3). A NaN or an infinity makes its block NaN.
+    """
+    numbers = weight.float().unflatten(-1, (-1, BLOCK))
+    largest = numbers.abs().amax(-1)
+    exponent = largest.frexp().exponent - 3 + 127  # frexp's mantissas are in [½, 1)
+    scales = torch.where(largest == 0, 0, exponent.clamp(min=0)).to(MXFP4)
+    # the reciprocal of a scale is a power of two as well
+    size = numbers.abs() * powers(254 - scales).unsqueeze(-1)
+    codes = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).round().clamp(max=7)
+    codes = torch.where(numbers.signbit(), codes + 8, codes)
+    finite = largest.isfinite()
+    scales = torch.where(finite, scales, 255).to(MXFP4)
+    return torch.where(finite.unsqueeze(-1), codes, 0).to(MXFP4).flatten(-2), scales
+
+
+def pack(codes: Tensor) -> Tensor:
+    """The bytes [..., K / 32, 16] of codes [..., K]."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, BYTES))
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,6 +65,6 @@ def powers(scales: Tensor) -> Tensor:
 @cache
 def _numbers(device: torch.device) -> Tensor:
     """The two numbers of every byte, [256, 2] fp32."""
-    signed = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=device)
+    signed = torch.tensor(NUMBERS, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack((signed[byte & 0xF], signed[byte >> 4]), -1)

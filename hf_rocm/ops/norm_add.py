@@ -7,7 +7,6 @@ rows, they are so small that separate kernels take longer to launch than to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, compiler
@@ -15,25 +14,13 @@ from torch import Tensor, compiler
 from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import Norm
 from hf_rocm.ops.pointwise import eager_rms_norm, torch_rms_norm
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
+from hf_rocm.ops.specs.pointwise import Norm, NormAddSpec
 from hf_rocm.ops.triton import norm as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 from hf_rocm.options import Switch
-
-
-class NormAddSpec(NamedTuple):
-    """One call's specification. weight_dtype: of the norms' weights. following: whether the sum is normalised."""
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    dim: int
-    one_plus: bool
-    following: bool
-    grad: bool
 
 
 def norm_add(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor | None, Tensor]:

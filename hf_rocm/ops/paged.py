@@ -7,7 +7,7 @@ table and the lengths are on the device, so that a recorded graph of the step st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, compiler
@@ -15,36 +15,16 @@ from torch import Tensor, compiler
 from hf_rocm.device import Device
 from hf_rocm.ops import attention_eager, registry
 from hf_rocm.ops.attention import torch_attention
-from hf_rocm.ops.attention_terms import FEW_QUERIES, AttentionTerms
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.decode import seen_keys
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.attention import FEW_QUERIES, AttentionTerms, PagedSpec, PagedTerms
 from hf_rocm.ops.triton import decode as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from hf_rocm.ops.attention_terms import PagedTerms
-
-
-class PagedSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected."""
-
-    dtype: torch.dtype
-    device: torch.device
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    page: int
-    softcap: bool
-    sinks: bool
-    grad: bool = False
-    few_queries: bool = True  # S_q ≤ FEW_QUERIES
-    new: bool = True  # the call writes keys and values
-    window: int | None = None
 
 
 def paged_attention(
@@ -56,6 +36,7 @@ def paged_attention(
     key: Tensor | None = None,
     value: Tensor | None = None,
     *,
+    slots: Tensor | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -67,7 +48,9 @@ def paged_attention(
     table: [B, N] int32, last stride 1: key j of row b is in page `table[b, j // page]`. lengths: [B] int32 on the same
     device: the number of keys of the row, including the keys of these queries, at most N · page; 0 for a row without a
     request, whose output is zero. key: [B, Hkv, S_q, D]; value: [B, Hkv, S_q, D_v]: the keys and values of the queries,
-    or None if the pages already contain them. The other arguments are those of `decode_attention`.
+    or None if the pages already contain them. slots: [B] int32, for S_q = 1: the new key of row b becomes key
+    `slots[b]` of the row, instead of the last one, as in a ring that keeps the last keys in any order. The other
+    arguments are those of `decode_attention`.
 
     Changes key_pages and value_pages in place. Kernels read no tensor on the host. Returns [B, S_q, H, D_v].
     """
@@ -90,10 +73,12 @@ def paged_attention(
         few_queries,
         new is not None,
         window,
+        slots is not None,
     )
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(
         *(query, key_pages, value_pages, table, lengths, key, value),
+        slots=slots,
         scale=scale,
         window=window,
         softcap=softcap,
@@ -123,6 +108,8 @@ def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callabl
         s_q, page = query.shape[2], key_pages.shape[1]
         if key is not None and value is not None:
             positions = lengths[:, None].long() - s_q + torch.arange(s_q, device=lengths.device)
+            if terms["slots"] is not None:
+                positions = terms["slots"][:, None].long().where(positions >= 0, positions)
             pages = table.long().gather(1, positions.clamp(min=0) // page)
             row, i = ((positions >= 0) & (pages >= 0)).nonzero(as_tuple=True)
             place = pages[row, i], positions[row, i] % page
@@ -152,7 +139,7 @@ def _torch_refuses(spec: PagedSpec, device: Device) -> str | None:
 def _cases(spec: PagedSpec) -> Iterator[Case]:
     """Rows of several lengths, one of them without a request, over pages that are not in order."""
     draw = Draw(spec.dtype, spec.device)
-    for s_q in (1, 5) if spec.few_queries else (LENGTH,):
+    for s_q in (1,) if spec.slots else (1, 5) if spec.few_queries else (LENGTH,):
         lengths = torch.tensor([s_q, LONG, 0, LENGTH + s_q], dtype=torch.int32, device=spec.device)
         columns = -(-(LONG + 1) // spec.page)
         pages = 4 * columns + 1
@@ -164,6 +151,7 @@ def _cases(spec: PagedSpec) -> Iterator[Case]:
         key_pages = draw(pages, spec.page, spec.kv_heads, spec.head_dim)
         value_pages = draw(pages, spec.page, spec.kv_heads, spec.value_dim)
         keywords = {
+            "slots": lengths // 2 if spec.slots else None,
             "scale": spec.head_dim**-0.5,
             "window": spec.window,
             "softcap": 2.0 if spec.softcap else None,

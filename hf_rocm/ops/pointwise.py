@@ -1,9 +1,9 @@
-"""The small operations between a layer's products: rms_norm, add_rms_norm, act_and_mul and rope."""
+"""The small operations between a layer's GEMMs: rms_norm, add_rms_norm, act_and_mul and rope."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,50 +18,13 @@ from hf_rocm.ops.aiter import rope as aiter_rope
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
+from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec, RopeIntoCacheSpec, RopeSpec
 from hf_rocm.ops.triton import activation as triton_activation
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import norm as triton_norm
 from hf_rocm.ops.triton import rope as triton_rope
 
-if TYPE_CHECKING:
-    from hf_rocm.ops.rope_into_cache import RopeIntoCacheSpec
-
 CLAMPED = "clamped_swiglu"
-
-
-class NormSpec(NamedTuple):
-    """The specification of a call, from which a norm is selected."""
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    dim: int
-    one_plus: bool
-    grad: bool
-
-
-class ActivationSpec(NamedTuple):
-    """The specification of a call, from which an activation is selected; dim is d, half of the last dim."""
-
-    dtype: torch.dtype
-    device: torch.device
-    dim: int
-    activation: str
-    grad: bool
-    interleaved: bool = False
-
-
-class RopeSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected."""
-
-    dtype: torch.dtype
-    angle_dtype: torch.dtype
-    device: torch.device
-    head_dim: int
-    rotated: int
-    interleaved: bool
-    shared: bool  # one table of angles for the whole batch
-    grad: bool
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, one_plus: bool = False) -> Tensor:
@@ -166,7 +129,7 @@ def _activation_specification(x: Tensor, activation: str, interleaved: bool) -> 
 
 
 def torch_act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    """PyTorch's activation and a product: bitwise equal to the unfused layers."""
+    """PyTorch's activation and a multiplication: bitwise equal to the unfused layers."""
     gate, up = _gate_up(x, interleaved)
     if activation == CLAMPED:
         return _clamped(gate, up, limit, alpha)
@@ -213,7 +176,7 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate the first R of D dims of every head by the angles of its position; the other dims stay unchanged.
 
-    query: [B, H, S, D]; key: [B, Hkv, S, D]; cos, sin: [B | 1, S, R], every angle twice: in both halves, or next to
+    query: [B, H, S, D]; key: [B, Hkv, S, D]; cos, sin: [B | 1, S, R], each angle twice: in both halves, or next to
     each other if interleaved. Pairs are (i, i + R/2), or (2i, 2i + 1) if interleaved. Su et al. 2021, eq. 34.
     Returns new tensors with the shapes of query and key.
     """

@@ -162,6 +162,6 @@ def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: De
         version=version,
         torch=torch.__version__,
         rocm=torch.version.hip,
-        tables=options.tuned_tables(),  # they determine a product's kernel
+        tables=options.tuned_tables(),  # they determine the kernel of a GEMM
         hf_rocm=__version__,
     )

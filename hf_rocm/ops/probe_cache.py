@@ -43,7 +43,7 @@ def remember(key: str) -> None:
 
 
 def is_empty() -> bool:
-    """Whether no check is known to have passed."""
+    """Whether no passed check is recorded."""
     with suppress(OSError):
         return not any((options.cache_folder() / "probes").glob("*.json"))
     return True

@@ -1,4 +1,4 @@
-"""quantized_linear: x Wᵀ + b with weights of 8 or 4 bits, with the norm before it and the gate and sum after it.
+"""quantized_linear: x Wᵀ + b with 8- or 4-bit weights, with the norm before it and the gate and sum after it.
 
 8-bit weights have one scale per row or block, 4-bit weights one per group of a row. If x has few rows, x is not
 rounded, and a kernel reads the stored weight. If it has many, the weight is dequantised, or x is rounded to 8 bits.
@@ -18,18 +18,21 @@ from hf_rocm.ops.aiter import quantized as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.eight_bit import BLOCK, INT8, quantize_blocks, quantize_rows, shuffle_rows
-from hf_rocm.ops.four_bit import INT4, PER_FACTOR, PER_WORD, SCALE, Nested, quantize_groups
-from hf_rocm.ops.linear import ACTIVATIONS, Norm
+from hf_rocm.ops.four_bit import E2M1, INT4, PER_FACTOR, PER_WORD, SCALE, Nested, quantize_groups
+from hf_rocm.ops.linear import ACTIVATIONS
 from hf_rocm.ops.pointwise import eager_act_and_mul, eager_rms_norm
 from hf_rocm.ops.probe_cases import Draw, fewer_rows, smaller
-from hf_rocm.ops.quantized_torch import MANY, QuantizedCall, QuantizedSpec, one_by_one
+from hf_rocm.ops.quantized_torch import one_by_one
 from hf_rocm.ops.registry import Case, Implementation, Operation, chosen_elsewhere, refuses_nothing
+from hf_rocm.ops.specs.linear import MANY
+from hf_rocm.ops.specs.pointwise import Norm
+from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import quantized as triton
 
 # The largest M for which a kernel converts the weight in registers.
 FEW = 64
-# From this M on, fp8 products of rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower than bf16
+# From this M on, fp8 GEMMs with rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower than bf16
 # for 1024 rows, and faster for 8192.
 ROUNDED_FROM = 2048
 _ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
@@ -165,7 +168,7 @@ def _triton_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def _checked(name: str) -> probe.Probe:
-    """PyTorch's private products differ by device and release, so check a small product with the same remainders."""
+    """PyTorch's private GEMMs differ by device and release, so check a small GEMM with the same remainders."""
 
     check = probe.checked_here("quantized_linear", name, tier="torch")
 
@@ -181,7 +184,7 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
     group = k if spec.group == spec.k else spec.group  # a row that is a single group stays a single group
-    blocks = group and spec.format != INT4  # the second half of a gated product starts at a block boundary
+    blocks = group and spec.format != INT4  # the second half of a gated GEMM starts at a block boundary
     return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 
 
@@ -195,7 +198,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
         weight = shuffle_rows(weight)
     nested = None
     if spec.scale_dtype == torch.uint8:
-        scale, nested = _nested(scale)
+        scale, nested = (_powers_of_two(scale), None) if spec.code == E2M1 else _nested(scale)
     elif spec.scale_dtype is not None:
         scale = scale.to(spec.scale_dtype)
     zeros = (weight[:, :1] & 15).expand(scale.shape).to(torch.uint8).contiguous() if spec.zeros else None
@@ -232,6 +235,11 @@ def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
     factors = torch.stack([high - low, (high + low) / 2]).expand(-(-scale.numel() // PER_FACTOR), 2)
     levels = ((scale.float() - low) / (high - low).clamp(min=1e-30) * 255).round()
     return levels.to(torch.uint8), Nested(code, factors.contiguous())
+
+
+def _powers_of_two(scale: Tensor) -> Tensor:
+    """Round positive scales down to powers of two, as scales of MXFP4."""
+    return (scale.float().frexp().exponent + 126).to(torch.uint8)
 
 
 def _encoded(numbers: Tensor, spec: QuantizedSpec) -> tuple[Tensor, Tensor]:

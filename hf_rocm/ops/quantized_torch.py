@@ -1,102 +1,21 @@
-"""The specification of `quantized_linear`, the arguments of its implementations, and the implementations in PyTorch.
+"""The implementations of `quantized_linear` in PyTorch.
 
-The torch tier is the BLAS library: 8-bit products, for which the rows of x are rounded to 8 bits in every call, or the
-product of a dequantised weight. The eager tier multiplies the dequantised numbers.
+The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits in every call, or the
+GEMM with a dequantised weight. The eager tier multiplies the dequantised numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_rocm.device import Device
-from hf_rocm.ops.eight_bit import BLOCK, INT8, dequantize_blocks, dequantize_rows, quantize_rows, unshuffle_rows
-from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
+from hf_rocm.ops.eight_bit import INT8, quantize_rows
 from hf_rocm.ops.pointwise import act_and_mul, rms_norm
-
-MANY = 0  # in a specification: more than `quantized.FEW` rows
-_STEP = 256  # a multiple of the number of rows that share a scale, or a factor of scales
-_AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
-
-
-class QuantizedSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
-
-    dtype: torch.dtype  # of x
-    format: torch.dtype  # of the weight
-    device: torch.device
-    n: int
-    k: int
-    bias_dtype: torch.dtype | None
-    shuffled: bool
-    round_input: bool = True
-    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, as many rows share it
-    norm_dtype: torch.dtype | None = None
-    one_plus: bool = False
-    activation: str | None = None
-    residual: bool = False
-    rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
-    scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
-    zeros: bool = False  # whether groups have zero points
-    code: str | None = None  # the table of 4-bit numbers, see `ops.four_bit`; None: integers
-
-    @property
-    def grad(self) -> bool:
-        """False: quantised layers have no gradient, see `quantized_linear`."""
-        return False
-
-
-class QuantizedCall(NamedTuple):
-    """The arguments of `quantized_linear` as its implementations take them, and the format of the weight."""
-
-    x: Tensor
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    format: torch.dtype
-    shuffled: bool
-    round_input: bool = True
-    norm_weight: Tensor | None = None
-    residual: Tensor | None = None
-    eps: float = 0.0
-    one_plus: bool = False
-    activation: str | None = None
-    zeros: Tensor | None = None
-    code: str | None = None
-    nested: Nested | None = None
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The rows of x [M, K], rounded to the format, and their scales [M, 1]."""
-        rows, scale = quantize_rows(self.x.reshape(-1, self.x.shape[-1]), self.format)
-        return rows.contiguous(), scale.contiguous()
-
-    def plain_weight(self) -> Tensor:
-        """The 8-bit weight in its plain order."""
-        return unshuffle_rows(self.weight) if self.shuffled else self.weight
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] in this dtype."""
-        weight = self.weight if self.format == INT4 else self.plain_weight()
-        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]) // _STEP) * _STEP
-        parts = [
-            self._decoded(weight[start : start + step], slice(start, start + step), dtype)
-            for start in range(0, max(1, len(weight)), step)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decoded(self, rows: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
-        if self.format != INT4 and self.scale.dim() == 2:
-            return dequantize_blocks(rows, self.scale[place.start // BLOCK : place.stop // BLOCK], dtype)
-        if self.format != INT4:
-            return dequantize_rows(rows, self.scale[place], dtype)
-        zeros, nested = None if self.zeros is None else self.zeros[place], self.nested
-        if nested is not None:
-            nested = nested.of_rows(place, self.scale.shape[1])
-        return dequantize_groups(rows, self.scale[place], dtype, zeros, self.code, nested)
+from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
 
 def one_by_one(
@@ -104,7 +23,7 @@ def one_by_one(
     norm: Callable[..., Tensor] = rms_norm,
     gate: Callable[..., Tensor] = act_and_mul,
 ) -> Callable[[QuantizedCall], Tensor]:
-    """The norm, this product, the gate and the sum, one after the other."""
+    """The norm, this GEMM, the gate and the sum, one after another."""
 
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:
@@ -136,7 +55,7 @@ def dequantized_linear(call: QuantizedCall) -> Tensor:
 
 
 def scaled_mm(call: QuantizedCall) -> Tensor:
-    """An fp8 product that applies the scales itself."""
+    """An fp8 GEMM that applies the scales itself."""
     x, bias = call.x, call.bias
     rows, row_scale = call.rows()
     if rows.shape[0] == 0:
@@ -153,7 +72,7 @@ def scaled_mm(call: QuantizedCall) -> Tensor:
 
 
 def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
-    """An fp8 product, with the scales applied afterwards. More devices and dtypes support this."""
+    """An fp8 GEMM, with the scales applied afterwards. More devices and dtypes support this."""
     x = call.x
     rows, row_scale = call.rows()
     if rows.shape[0] == 0:
@@ -163,12 +82,12 @@ def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
     return _scaled(product, row_scale, call)
 
 
-# The smallest M of the int8 products on a GPU; missing rows are filled with zeros.
+# The smallest M of the int8 GEMMs on a GPU; missing rows are filled with zeros.
 _FEWEST_ROWS = 17
 
 
 def int_mm(call: QuantizedCall) -> Tensor:
-    """An int8 product, summed in int32 without rounding."""
+    """An int8 GEMM, accumulated in int32 without rounding."""
     rows, row_scale = call.rows()
     m = rows.shape[0]
     if call.x.is_cuda and m < _FEWEST_ROWS:
@@ -207,7 +126,7 @@ def fp8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if device.kind == "cuda" and not device.rocm:
         major, minor = torch.cuda.get_device_capability(spec.device)
         if (major, minor) < (8, 9):
-            return f"fp8 products need compute capability 8.9 or newer, got {major}.{minor}"
+            return f"fp8 GEMMs need compute capability 8.9 or newer, got {major}.{minor}"
     return None
 
 

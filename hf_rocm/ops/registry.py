@@ -160,7 +160,7 @@ class Operation(Generic[SpecT]):
             if candidate.tier == "aiter" and named is None and switch is Switch.OFF:
                 reason = "switched off by an environment variable"
             elif named is not None and candidate.tier != named:
-                reason = f"the {named} tier was named"
+                reason = f"the {named} tier was requested"
             else:
                 reason = candidate.refuses(spec, device)
                 if reason is None and candidate.probe is not None and current.probe:
@@ -179,7 +179,7 @@ class Operation(Generic[SpecT]):
                 "call": _describe(spec),
                 **{f"{refusal.tier}/{refusal.name}": refusal.reason for refusal in refusals if refusal.tier == wanted},
             },
-            hint="unset HF_ROCM_TIER and the USE_AITER_… variable of this operation, or name another tier",
+            hint="unset HF_ROCM_TIER and the USE_AITER_… variable of this operation, or request another tier",
         )
 
 
@@ -196,7 +196,7 @@ def chosen_elsewhere(names: Iterable[str]) -> str | None:
     for name in names:
         named = options.current().tier(name)
         if named not in (None, "triton"):
-            return f"the {named} tier was named for {name}"
+            return f"the {named} tier was requested for {name}"
         if any(candidate.tier == "user" for candidate in operations()[name].implementations):
             return f"{name} has an implementation that the user registered"
     return None

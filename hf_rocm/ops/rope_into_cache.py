@@ -1,4 +1,4 @@
-"""rope_into_cache: from the product of a layer's projections to its attention.
+"""rope_into_cache: from the output of a layer's projections to its attention.
 
 It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
 position that is stored on the device.
@@ -7,7 +7,6 @@ position that is stored on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, compiler
@@ -15,32 +14,13 @@ from torch import Tensor, compiler
 from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import Norm
 from hf_rocm.ops.pointwise import angles, eager_rms_norm, eager_rope, torch_rms_norm, torch_rope
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
+from hf_rocm.ops.specs.pointwise import Norm, RopeIntoCacheSpec
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import rope as triton
 from hf_rocm.options import Switch
-
-
-class RopeIntoCacheSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected."""
-
-    dtype: torch.dtype
-    angle_dtype: torch.dtype
-    device: torch.device
-    head_dim: int
-    value_dim: int
-    rotated: int
-    interleaved: bool
-    shared: bool  # one table of angles for the whole batch
-    counted: bool  # the position is a counter, which is advanced
-    one: bool  # a single token
-    once: bool  # cos and sin have every angle once
-    norm_dtype: torch.dtype | None  # of the norms' weights
-    one_plus: bool
-    grad: bool
 
 
 def rope_into_cache(
@@ -61,7 +41,7 @@ def rope_into_cache(
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: see `rope`. keys: [B, Hkv, L, D];
     values: [B, Hkv, L, D_v]; both are written to. position: int64, either [S], the row of each token, or a scalar, the
-    number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with every angle once.
+    number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with each angle once.
     norms: the RMS norms of queries and keys over the head dim, which come before the rotation; both multiply by (1 + w)
     or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
     row is outside the cache isn't written: the Triton tier sets its query to NaN, and the other tiers raise like
@@ -107,7 +87,7 @@ def one_kernel(
 
 
 def _norm_may_join() -> bool:
-    """Whether the user chose no other implementation of the norm."""
+    """Whether the user left the choice of the norm's implementation to hf_rocm."""
     if options.current().tier("rms_norm") not in (None, "triton"):
         return False
     return not any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations)

@@ -1,6 +1,6 @@
 """choose_experts: from a router's logits to the experts of every token and their weights.
 
-A router is a small product followed by about ten small operations: softmax or sigmoid, a bias, a restriction to groups
+A router is a small GEMM followed by about ten small operations: softmax or sigmoid, a bias, a restriction to groups
 of experts, top-k, and a division by the sum. In a decode step each of them is a separate launch.
 """
 
@@ -17,7 +17,8 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
-from hf_rocm.ops.routing_torch import SCORES, SOFTMAX, RoutingCall, RoutingSpec, eager, stock
+from hf_rocm.ops.routing_torch import SCORES, SOFTMAX, eager, stock
+from hf_rocm.ops.specs.experts import RoutingCall, RoutingSpec
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import routing as triton
 from hf_rocm.options import Switch

@@ -1,50 +1,14 @@
-"""Choose the experts of every token with PyTorch's own operations; the arguments of `choose_experts`."""
+"""Choose the experts of every token with PyTorch's own operations."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_rocm.ops.specs.experts import RoutingCall
+
 SOFTMAX, SIGMOID, CHOSEN = "softmax", "sigmoid", "softmax of the chosen"
 SCORES = (SOFTMAX, SIGMOID, CHOSEN)
-
-
-class RoutingSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected.
-
-    experts: E; top: k; weight_dtype: the dtype of the returned weights.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    experts: int
-    top: int
-    scores: str
-    biased: bool
-    groups: int
-    chosen_groups: int
-    best: int
-    normalise: bool
-    grad: bool
-
-
-class RoutingCall(NamedTuple):
-    """One call, see `choose_experts`. dtype: the dtype of the weights."""
-
-    logits: Tensor
-    bias: Tensor | None
-    top: int
-    scores: str
-    groups: int
-    chosen_groups: int
-    best: int
-    normalise: bool
-    epsilon: float
-    scale: float
-    dtype: torch.dtype
 
 
 def stock(call: RoutingCall, *, stable: bool = False) -> tuple[Tensor, Tensor]:

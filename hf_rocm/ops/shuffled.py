@@ -19,15 +19,16 @@ from hf_rocm.ops.aiter import linear as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.aiter.layout import COLUMNS, ROWS, shuffle_tiles, unshuffle_tiles
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import LinearSpec, aiter_refuses, cases, kind, specification
+from hf_rocm.ops.linear import aiter_refuses, cases, kind, specification
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.linear import LinearSpec
 
 RUN = 8  # columns of 16 bits that are stored together
 
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """A weight [N, K] in aiter's order. data: the same shape and dtype, in another order of elements; see `plain`."""
+    """A weight [N, K] in aiter's order. data: the same elements in a different order; see `plain`."""
 
     data: Tensor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, compiler
@@ -14,10 +14,10 @@ from hf_rocm.ops import attention_eager, registry
 from hf_rocm.ops.aiter import varlen as aiter
 from hf_rocm.ops.aiter.detect import checked
 from hf_rocm.ops.attention import torch_attention
-from hf_rocm.ops.attention_terms import AttentionTerms, VarlenTerms
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.attention import AttentionTerms, VarlenSpec, VarlenTerms
 from hf_rocm.ops.triton import flash
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
@@ -25,20 +25,42 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class VarlenSpec(NamedTuple):
-    """The specification of a call, from which an implementation is selected."""
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    *,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    causal: bool = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    lse: Literal[False] = ...,
+) -> Tensor: ...
 
-    dtype: torch.dtype
-    device: torch.device
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    causal: bool
-    window: int | None
-    softcap: bool
-    sinks: bool
-    grad: bool
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    *,
+    longest_query: int,
+    longest_key: int,
+    scale: float,
+    causal: bool = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def varlen_attention(
@@ -55,13 +77,16 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+    lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` within each sequence of a packed batch.
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
     length. Sequences may be empty; queries after the last one get zeros. The other arguments are those of `attention`.
-    Returns [T_q, H, D_v].
+    Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] fp32: the natural logarithm of the
+    sum of the exponentials of a query's scores and its sink, −inf for a query without either. Attention to parts of the
+    keys can be combined with it.
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, device = query.dtype, query.device
@@ -79,9 +104,10 @@ def varlen_attention(
         softcap is not None,
         sinks is not None,
         grad,
+        lse,
     )
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
-    result: Tensor = serve(
+    result: Tensor | tuple[Tensor, Tensor] = serve(
         query,
         key,
         value,
@@ -94,6 +120,7 @@ def varlen_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        lse=lse,
     )
     return result
 
@@ -103,8 +130,11 @@ def kernel_serves(spec: VarlenSpec) -> bool:
     return registry.kernel_serves(_operation, spec)
 
 
-def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """Call this attention for one sequence after the other, which reads the lengths on the host."""
+def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
+    """Call this attention for one sequence after another, which reads the lengths on the host.
+
+    The log-sum-exp is computed from another GEMM of queries and keys.
+    """
 
     def varlen(
         query: Tensor,
@@ -113,7 +143,7 @@ def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Calla
         query_ends: Tensor,
         key_ends: Tensor,
         **terms: Unpack[VarlenTerms],
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         dense = AttentionTerms(
             scale=terms["scale"],
             causal=terms["causal"],
@@ -123,16 +153,22 @@ def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Calla
             sinks=terms.get("sinks"),
         )
         queries, keys = pairwise(query_ends.tolist()), pairwise(key_ends.tolist())
-        outputs, covered = [], 0
+        outputs, sums, covered = [], [], 0
         for (a, b), (c, d) in zip(queries, keys, strict=True):
+            one = [part.transpose(0, 1).unsqueeze(0) for part in (query[a:b], key[c:d], value[c:d])]
             if a < b and c < d:
-                one = (part.transpose(0, 1).unsqueeze(0) for part in (query[a:b], key[c:d], value[c:d]))
                 outputs.append(attention(*one, **dense)[0][0])
             else:
                 outputs.append(query.new_zeros(b - a, query.shape[1], value.shape[2]))
+            if terms.get("lse"):
+                sums.append(attention_eager.log_sum_exp(*one[:2], **dense)[0])
             covered = b
         outputs.append(query.new_zeros(len(query) - covered, query.shape[1], value.shape[2]))
-        return torch.cat(outputs)
+        if not terms.get("lse"):
+            return torch.cat(outputs)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        sums.append(torch.full((len(query) - covered, query.shape[1]), -torch.inf, dtype=wide, device=query.device))
+        return torch.cat(outputs), torch.cat(sums)
 
     return varlen
 
@@ -161,6 +197,7 @@ def _cases(spec: VarlenSpec) -> Iterator[Case]:
         window=spec.window,
         softcap=2.0 if spec.softcap else None,
         sinks=draw(spec.heads) if spec.sinks else None,
+        lse=spec.lse,
     )
     query, key = draw(sum(queries), spec.heads, spec.head_dim), draw(sum(keys), spec.kv_heads, spec.head_dim)
     yield Case((query, key, draw(sum(keys), spec.kv_heads, spec.value_dim), *ends), keywords=terms)

@@ -18,7 +18,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog, Overlay
 from hf_rocm.overlay.facts import torch_facts
 from hf_rocm.overlay.locate import locate
-from hf_rocm.overlay.scan import survey
+from hf_rocm.overlay.scan import no_overlay, survey
 from hf_rocm.overlay.state import FileState, Installed
 
 _PACKAGE = "hf_rocm._active"
@@ -31,12 +31,16 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
     models: names of model folders such as `llama`; without any, all models with an overlay for this release.
     everywhere: True serves every instance of the stock classes, as an installed overlay does, and does nothing without
     ROCm unless `HF_ROCM_FORCE=1` is set. False serves only prepared models, on any machine.
-    Binds all or none. Returns the bound models, sorted. Raises `DigestMismatch` or `OverlayError`.
+    Binds all or none. Returns the bound models, sorted. Raises `DigestMismatch` or `OverlayError`; a name without an
+    overlay raises `OverlayError` on every machine.
     """
-    if everywhere and not (options.force_requested() or _rocm()):
+    idle = everywhere and not (options.force_requested() or _rocm())
+    if idle and not models:
         return []
     with _lock:
         states = survey(locate(), catalog or catalogs.load(), models)
+        if idle:
+            return []
         overlays = [_usable(state) for state in states if models or state.overlay is not None]
         for overlay in overlays:
             bound = _bound_by(_execute(overlay))
@@ -47,8 +51,17 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
 
 
 def deactivate(*models: str) -> list[str]:
-    """Restore the forwards of the stock classes of these models (without any: of all). Returns the unbound models."""
+    """Restore the forwards of the stock classes of these models (without any: of all). Returns the unbound models.
+
+    Raises `OverlayError`, without changing anything, if a name is not that of a model with an overlay.
+    """
     with _lock:
+        known = {binding.model for binding in bind.bindings()}
+        if not known.issuperset(models):
+            catalog = catalogs.load(checked=False)
+            unknown = next((model for model in models if model not in known.union(catalog.models())), None)
+            if unknown is not None:
+                raise no_overlay(locate(), catalog, unknown)
         bound = [binding for binding in bind.bindings() if not models or binding.model in models]
         for binding in bound:
             bind.unbind(binding.cls)
@@ -70,7 +83,7 @@ def _rocm() -> bool:
 def _usable(state: FileState) -> Overlay:
     if state.installed is Installed.EDITED:
         raise OverlayError(
-            f"{state.file.name} was edited since its overlay was installed",
+            f"{state.file.name} has been edited since its overlay was installed",
             facts={"file": state.file, "expected": "the stock file, or one that hf-rocm wrote", "found": state.detail},
             hint=state.reinstall(),
         )

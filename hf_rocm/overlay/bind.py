@@ -284,7 +284,7 @@ def unbind(cls: type) -> str | None:
     # An instance may have the dispatcher as an attribute. Once unbound, it only calls stock.
     binding.mode = OFF
     if binding.change in patches.release(binding):
-        return f"{cls.__name__}.forward was replaced by other code after the overlay; our part now only calls stock"
+        return f"{cls.__name__}.forward was replaced by other code later; hf_rocm's wrapper now only calls stock"
     return None
 
 

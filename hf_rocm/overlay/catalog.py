@@ -171,6 +171,15 @@ def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
     )
 
 
+def newest_if_older(releases: Iterable[str], release: str) -> str | None:
+    """Return the newest of these releases if `release` is newer than all of them, else None."""
+    newest = max(releases, key=Version, default=None)
+    try:
+        return newest if newest is not None and Version(release) > Version(newest) else None
+    except InvalidVersion:
+        return None
+
+
 def release_span(releases: Iterable[str]) -> str:
     """Format releases: `5.4.0–5.23.0`, or a single release."""
     ordered = sorted(releases, key=Version)

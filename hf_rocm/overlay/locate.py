@@ -90,7 +90,7 @@ def check_writable(installation: Installation) -> None:
         raise OverlayError(
             "the transformers package is a symbolic link, so its files may be shared",
             facts={**facts, "found": f"{link} → {link.readlink()}", "expected": "an ordinary directory"},
-            hint=f"install transformers here, or name the target: --transformers-path {root.resolve()}",
+            hint=f"install transformers here, or specify the target: --transformers-path {root.resolve()}",
         )
     if installation.named:
         return
@@ -99,13 +99,13 @@ def check_writable(installation: Installation) -> None:
         raise OverlayError(
             "more than one transformers is on the path",
             facts={"found": root, **{f"and {n}": other for n, other in enumerate(others, 1)}, "expected": "one"},
-            hint=f"uninstall all but one, or name one: --transformers-path {root}",
+            hint=f"uninstall all but one, or specify one: --transformers-path {root}",
         )
     if sys.prefix != sys.base_prefix and not _belongs_to(root, Path(sys.prefix)):
         raise OverlayError(
             "this transformers does not belong to the active environment",
             facts={**facts, "expected": f"a directory under {sys.prefix}"},
-            hint=f"install transformers into this environment, or name this one: --transformers-path {root}",
+            hint=f"install transformers into this environment, or specify this one: --transformers-path {root}",
         )
 
 
@@ -118,7 +118,7 @@ def _find() -> Path:
         raise OverlayError(
             "transformers is not installed in this environment",
             facts={"python": sys.executable, "expected": "transformers 4.53 or newer"},
-            hint="pip install transformers, or name one with --transformers-path",
+            hint="pip install transformers, or specify one with --transformers-path",
         )
     if spec.origin is None:
         raise OverlayError(

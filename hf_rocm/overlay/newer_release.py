@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion, Version
-
 from hf_rocm import __version__
-from hf_rocm.overlay.catalog import Catalog, Overlay, release_span
+from hf_rocm.overlay.catalog import Catalog, Overlay, newest_if_older, release_span
 from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.scan import left_out, state_of
-from hf_rocm.overlay.state import FileState, Installed, Match
-
-_LISTED = 8  # the largest number of names that a sentence lists
+from hf_rocm.overlay.state import LISTED, FileState, Installed, Match
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,11 @@ class Outlook:
         usable = [prospect.model for prospect in self.prospects if prospect.go_on]
         others = [prospect.model for prospect in self.prospects if not prospect.go_on]
         if not others:
-            return "go on: every selected overlay can be used with it"
+            return "proceed: every selected overlay can be used with it"
         stay = f"stay on transformers {self.newest}, or upgrade hf-rocm"
         if not usable:
-            return f"don't go on: no overlay can be used with it, so models stay stock; {stay}"
-        names = ", ".join(usable) if len(usable) <= _LISTED else f"{len(usable)} models"
-        return f"go on with {names}; {', '.join(others)} would stay stock: if you need these, {stay}"
+            return f"do not proceed: no overlay can be used with it, so models stay stock; {stay}"
+        return f"proceed with {_counted(usable)}; {_counted(others)} would stay stock: if you need these, {stay}"
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -60,8 +55,9 @@ class Outlook:
 
 def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> Outlook | None:
     """Assess these models (without any: all). Returns None if the release is not newer than those that were checked."""
-    newest = _newest(release for overlay in _newest_overlays(catalog) for release in overlay.record.releases())
-    if newest is None or not _newer(installation.version, newest):
+    checked = {release for overlay in _newest_overlays(catalog) for release in overlay.record.releases()}
+    newest = newest_if_older(checked, installation.version)
+    if newest is None:
         return None
     named = set(models)
     wanted = named or set(catalog.models()) - set(left_out(installation, catalog).absent)
@@ -93,6 +89,10 @@ def _prospect(state: FileState, catalog: Catalog) -> Prospect:
     return Prospect(state.model, True, f"{state.file.name} {what}", what if verified else alike)
 
 
+def _counted(models: list[str]) -> str:
+    return ", ".join(models) if len(models) <= LISTED else f"{len(models)} models"
+
+
 def _seen(expected: Iterable[str]) -> str:
     return f"expected {' or '.join(expected)}"
 
@@ -100,15 +100,3 @@ def _seen(expected: Iterable[str]) -> str:
 def _newest_overlays(catalog: Catalog) -> list[Overlay]:
     overlays = (catalog.newest(model) for model in catalog.models())
     return [overlay for overlay in overlays if overlay is not None]
-
-
-def _newest(releases: Iterable[str]) -> str | None:
-    ordered: Sequence[str] = sorted(releases, key=Version)
-    return ordered[-1] if ordered else None
-
-
-def _newer(release: str, newest: str) -> bool:
-    try:
-        return Version(release) > Version(newest)
-    except InvalidVersion:
-        return False

@@ -6,14 +6,18 @@ Pure functions. Installing and removing are inverse by construction: the `before
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from hf_rocm.errors import OverlayError
+from packaging.version import Version
+
+from hf_rocm.errors import DigestMismatch, OverlayError
 from hf_rocm.overlay.locate import Installation
-from hf_rocm.overlay.state import FileState, Installed, LeftOut
+from hf_rocm.overlay.state import LISTED, FileState, Installed, LeftOut, pip, some
+
+_INSTALL = "install-overlays"
 
 
 class Verb(str, Enum):
@@ -63,6 +67,15 @@ class Plan:
     def writes(self) -> tuple[Action, ...]:
         return tuple(action for action in self.actions if action.verb is not Verb.KEEP)
 
+    @property
+    def errors(self) -> tuple[OverlayError, ...]:
+        """The refusals for people: one error for all files that upstream changed, if they are many."""
+        changed = [state for state in self.states if state.outgrown and _refuse_writing(state) is None]
+        if self.command != _INSTALL or len(changed) <= LISTED:
+            return self.refusals
+        others = [error for state in self.states if state not in changed and (error := _refuse_install(state))]
+        return (_refuse_many(changed, self), *others)
+
     def check(self) -> None:
         """Raise the first refusal, if any."""
         if self.refusals:
@@ -80,7 +93,7 @@ class Plan:
 
 def plan_install(installation: Installation, states: Iterable[FileState]) -> Plan:
     """Plan to add or update the block of every file, or the reason for a refusal."""
-    return _plan("install-overlays", installation, states, _refuse_install, _install)
+    return _plan(_INSTALL, installation, states, _refuse_install, _install)
 
 
 def plan_uninstall(installation: Installation, states: Iterable[FileState]) -> Plan:
@@ -105,12 +118,32 @@ def _refuse_install(state: FileState) -> OverlayError | None:
     return _refuse_writing(state) or state.mismatch()
 
 
+def _refuse_many(changed: Sequence[FileState], plan: Plan) -> OverlayError:
+    release, total = plan.installation.version, len(plan.states)
+    newest = max((newest for state in changed if (newest := state.newest_checked)), key=Version, default=None)
+    names = [state.model for state in changed]
+    skip = f"`hf-rocm {_INSTALL} --skip-changed` installs the other {total - len(names)}"
+    see = f"`hf-rocm status --diff {names[0]}` shows a difference"
+    return DigestMismatch(
+        f"{len(names)} of {total} files are not files that the overlays were made for",
+        facts={
+            "folder": plan.installation.root,
+            "expected": f"transformers up to {newest}" if newest else f"transformers {release}, not edited",
+            "found": f"transformers {release}, whose definitions differ",
+            "models": f"{some(names)} (--all: one error for each)",
+        },
+        hint=f"{pip(newest)}; or {skip if len(names) < total else see}"
+        if newest
+        else f"{changed[0].reinstall()}; or {see}",
+    )
+
+
 def _refuse_writing(state: FileState) -> OverlayError | None:
     if state.link is not None:
         return _refuse_link(state, state.link)
     if state.installed is Installed.EDITED:
         return OverlayError(
-            f"{state.file.name} was edited since its overlay was installed",
+            f"{state.file.name} has been edited since its overlay was installed",
             facts={
                 "file": state.file,
                 "expected": "the stock file and one block, as hf-rocm wrote them",

@@ -30,7 +30,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
 
 
 def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
-    """The models that a survey without names leaves out."""
+    """The models that a scan without names leaves out."""
     release = installation.version
     others = {model: catalog.find(model, release) for model in catalog.models()}
     absent = [model for model in others if _absent(installation, model)]
@@ -64,7 +64,7 @@ def read_file(path: Path) -> bytes | None:
 def state_of(installation: Installation, catalog: Catalog, model: str, overlay: Overlay | None) -> FileState:
     """Return the state of one model's file with respect to this overlay. Raises `OverlayError` if neither exists."""
     release = installation.version
-    if not MODEL.fullmatch(model):  # it becomes part of a path
+    if not isinstance(model, str) or not MODEL.fullmatch(model):  # it becomes part of a path
         raise no_overlay(installation, catalog, model)
     file = _file(installation, model)
     data = read_file(file)
@@ -131,7 +131,7 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
             hint="upgrade hf-rocm, or install a release of transformers from that range",
         )
     served = [overlay.model for overlay in catalog.for_release(release)]
-    examples = difflib.get_close_matches(model, served, n=3) or served[:3]
+    examples = difflib.get_close_matches(str(model), served, n=3) or served[:3]
     return OverlayError(
         f"hf-rocm has no overlay for {model!r}",
         facts={

@@ -5,7 +5,7 @@ Pure functions: the caller passes the bytes. `survey` reads them from disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from hf_rocm import __version__
 from hf_rocm.errors import DigestMismatch, OverlayError
 from hf_rocm.overlay import block
-from hf_rocm.overlay.catalog import Overlay, release_span
+from hf_rocm.overlay.catalog import Overlay, newest_if_older, release_span
 from hf_rocm.overlay.digest import digests
 from hf_rocm.overlay.manifest import Seen
 
@@ -38,6 +38,7 @@ class Match(str, Enum):
 
 
 GOOD = (Match.VERIFIED, Match.COMPATIBLE)
+LISTED = 8  # the largest number of names, or of files with a problem, that are listed without --all
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class FileState:
         unpatched = self.installed is Installed.NO and self.data is not None
         return self.outgrown or (self.match is Match.CHANGED and unpatched)
 
+    @property
+    def newest_checked(self) -> str | None:
+        """The newest release that the overlay was checked with, if this release is newer, else None."""
+        return newest_if_older(self.overlay.record.releases(), self.release) if self.overlay else None
+
     def rendered(self) -> bytes:
         """The file with this release's block."""
         assert self.overlay is not None
@@ -124,6 +130,10 @@ class FileState:
     def reinstall(self) -> str:
         return f"reinstall transformers: pip install --force-reinstall --no-deps transformers=={self.release}"
 
+    def _matching(self) -> str:
+        newest = None if self.delivered else self.newest_checked
+        return f"install a release that hf-rocm was checked with: {pip(newest)}" if newest else self.reinstall()
+
     def _changed(self) -> DigestMismatch:
         cause = "edited" if self.delivered else "edited, or a newer release"
         if not self.differences:
@@ -145,7 +155,7 @@ class FileState:
                 "expected": f"{first.name}{rest} as in transformers {describe(first.expected)}",
                 "found": f"digest {first.found} ({cause})" if first.found else f"no such definition ({cause})",
             },
-            hint=f"{self.reinstall()}, or run `hf-rocm status --diff {self.model}`",
+            hint=f"{self._matching()}, or run `hf-rocm status --diff {self.model}`",
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -172,17 +182,28 @@ class LeftOut:
     stock: Mapping[str, str] = field(default_factory=dict)
 
     def sentences(self, release: str) -> list[str]:
-        """Return one line about the absent models, and one line per reason."""
+        """Return one line about the absent models, and one line per reason. Many reasons lose their details."""
         count = len(self.absent)
         what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
         absent = [f"{what} not in transformers {release}"] if count else []
         by_reason: dict[str, list[str]] = {}
+        brief = len(set(self.stock.values())) > LISTED
         for model, reason in self.stock.items():
-            by_reason.setdefault(reason, []).append(model)
-        return absent + [f"{', '.join(models)} stay stock: {reason}" for reason, models in by_reason.items()]
+            by_reason.setdefault(reason.partition(": ")[0] if brief else reason, []).append(model)
+        return absent + [f"{some(models)} stay stock: {reason}" for reason, models in by_reason.items()]
 
     def to_dict(self) -> dict[str, object]:
         return {"absent": list(self.absent), "stock": dict(self.stock)}
+
+
+def some(names: Sequence[str]) -> str:
+    """List names, at most `LISTED` of them: `llama, bert and 96 more`."""
+    rest = len(names) - LISTED
+    return f"{', '.join(names[:LISTED])} and {rest} more" if rest > 0 else ", ".join(names)
+
+
+def pip(release: str) -> str:
+    return f"pip install transformers=={release}"
 
 
 def render(stock: bytes, overlay: Overlay) -> bytes:

@@ -34,14 +34,16 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
         caches, nbytes = state.pool.summary()
         if state.calls:  # calls of generate that use a cache from hf_rocm
             lines.append(
-                f"{state.recorded} steps recorded, {state.replayed} replayed in {state.calls} calls of generate"
+                f"recorded steps: {state.recorded}, replayed steps: {state.replayed}, calls of generate: {state.calls}"
             )
         if state.compared:
             lines.append(f"{state.compared} of the replayed steps were compared again with uncaptured steps")
         if caches:
-            lines.append(f"{caches} caches ({nbytes / 2**20:.1f} MiB) are kept for the next call")
+            lines.append(f"caches kept for the next call: {caches} ({nbytes / 2**20:.1f} MiB)")
         if fault is not None and required:
             lines.append(f"recorded because graphs are required, though {suspects.reason(fault)}")
+        if state.plain_assistants:
+            lines.append(f"uncaptured × {state.plain_assistants}: drafts of an assistant model that is not prepared")
         lines += [f"uncaptured × {count}: {why}" for why, count in state.turned_away.most_common()]
     left = noted(model) or refuses_inputs(model)
     if left is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,94 +24,22 @@ from hf_rocm.layers.weight_group import names_in
 from hf_rocm.loading.prepare import families, report_of
 from hf_rocm.ops.registry import operations
 from hf_rocm.overlay import bind
+from hf_rocm.overlay.catalog import Overlay
 from hf_rocm.overlay.instance_forwards import enclosed_forward
-from hf_rocm.tools import explain_text, wrapping
 from hf_rocm.tools.decoding import decoding
+from hf_rocm.tools.explain_text import NO_OVERLAY, NO_ROCM, Explanation, Kernel, Part, Stock
 from hf_rocm.tools.forwards import forwards
 from hf_rocm.tools.linears import linears
 from hf_rocm.tools.specifications import specifications, where
-from hf_rocm.tools.tuning.coverage import Tuning, tuning_of
+from hf_rocm.tools.tuning.coverage import tuning_of
 from hf_rocm.weights import kinds
 from hf_rocm.weights.prefused import joined_already
+from hf_rocm.weights.quantize import REPORT as QUANTIZATION
 from hf_rocm.weights.quantize import summary
 from hf_rocm.weights.tensor_parallel import mesh_of
 
 # Modules that only contain other modules.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One served class of the model: how many instances run hf_rocm's forward, are fused, or stay stock, and why."""
-
-    cls: str
-    model: str
-    delivery: str  # `installed` or `in memory`
-    instances: int
-    active: int
-    group: tuple[str, ...] = ()  # the linear layers that are fused, if any
-    fused: int = 0
-    not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
-    joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
-    gradients: bool = False  # whether the layers run one by one, since gradients are enabled and weights require them
-    stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
-    stock_because: str | None = None  # the function whose replacement makes the class run stock
-    theirs: int = 0  # instances with a forward of their own, which runs instead of hf_rocm's
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The kernel of one operation in one situation, and why no faster kernel is used."""
-
-    operation: str
-    situation: str
-    tier: str
-    kernel: str
-    refused: tuple[tuple[str, str], ...]  # (tier/kernel, reason)
-
-
-@dataclass(frozen=True)
-class Stock:
-    """One class of modules that hf_rocm leaves to stock, and why."""
-
-    cls: str
-    instances: int
-    reason: str
-
-
-@dataclass(frozen=True, repr=False)
-class Explanation:
-    """The result of `explain`: `str()` in short, `details()` in full, `to_dict()` for programs (builtins only)."""
-
-    model: str
-    state: str
-    machine: dict[str, str]
-    parts: tuple[Part, ...]
-    without_overlay: dict[str, str]
-    kernels: tuple[Kernel, ...]
-    tuning: Tuning | None = None
-    linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
-    quantized: str | None = None  # which layers are quantised, and their error
-    decoding: tuple[str, ...] = ()  # sentences on whether generate's steps are recorded and replayed, and why not
-    forwards: tuple[str, ...] = ()  # the same for the forward passes of encoders
-    stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
-    replaced: tuple[str, ...] = ()  # what other code wrapped or replaced after hf_rocm, such as `nn.Module.forward`
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        """Return the short form, wrapped to the width of the terminal."""
-        return explain_text.short(self, wrapping.width())
-
-    __repr__ = __str__
-
-    def details(self) -> str:
-        """Return every fact on its own line, without wrapping."""
-        return explain_text.details(self)
-
-    def _repr_html_(self) -> str:
-        return explain_text.html(self)
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -129,19 +56,22 @@ def explain(model: nn.Module) -> Explanation:
     covered = {id(member) for module in groups for member in kinds.covered(module)}
     parts = tuple(_part(cls, modules, covered) for cls, modules in _bound_modules(model).items())
     active = any(part.active for part in parts)
+    served = {binding.model for binding in bind.bindings()}
+    overlays = _overlays(families(model) - served)
     return Explanation(
         model=type(model).__name__,
         state=_state(report, active),
         machine=_machine(model),
         parts=parts,
-        without_overlay=_without_overlay(model, report, parts),
+        without_overlay=_without_overlay(model, report, overlays),
         kernels=tuple(_kernels(model)) if active or summary(model) else (),
         tuning=tuning_of(model),
         linears=linears(model, report),
         quantized=summary(model),
+        not_quantized=dict(Counter(model.__dict__.get(QUANTIZATION, {}).get("left", {}).values())),
         decoding=decoding(model, report),
         forwards=forwards(model, report),
-        stock=tuple(_stock(model, groups, report)),
+        stock=tuple(_stock(model, groups, report, served, overlays)),
         replaced=tuple(sorted(str(change) for change in patches.replaced())),
     )
 
@@ -154,12 +84,20 @@ def _bound_modules(model: nn.Module) -> dict[type, list[nn.Module]]:
     return bound
 
 
-def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) -> Iterator[Stock]:
-    """Yield the modules without a binding, counted by class and reason, in the order of the model."""
+def _stock(
+    model: nn.Module,
+    groups: list[nn.Module],
+    report: dict[str, Any],
+    served: set[str],
+    overlays: dict[str, Overlay | None],
+) -> Iterator[Stock]:
+    """Yield the modules without a binding, counted by class and reason, in the order of the model.
+
+    served: the model families with a bound overlay. overlays: those of the other families, or None without one.
+    """
     fused = {id(module._modules.get(name)) for module in groups for name in names_in(module)}
     fused |= {id(child) for module in groups for member in kinds.covered(module) for child in member.modules()}
-    served = {binding.model for binding in bind.bindings()}
-    unbound = _unbound(model, served)
+    unbound = {name: family for family, overlay in overlays.items() if overlay for name in overlay.record.names}
     names: dict[str, set[type]] = {}
     for module in model.modules():
         names.setdefault(type(module).__name__, set()).add(type(module))
@@ -171,7 +109,7 @@ def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) ->
             if id(module) in fused:
                 reason = "part of a fused group"
             elif family is None:
-                reason = _why_stock(module, served)
+                reason = _why_stock(module, served, overlays)
             else:
                 reason = _why_unbound(family, report)
             counts[_name(kind) if len(names[kind.__name__]) > 1 else kind.__name__, reason] += 1
@@ -179,12 +117,8 @@ def _stock(model: nn.Module, groups: list[nn.Module], report: dict[str, Any]) ->
         yield Stock(cls, instances, reason)
 
 
-def _unbound(model: nn.Module, served: set[str]) -> dict[str, str]:
-    """Return definition (`module:Class`) → model family, for overlays of this release that are not bound.
-
-    served: the model families with a bound overlay.
-    """
-    missing = families(model) - served
+def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
+    """Return the overlays of these model families in this release, which are not bound; None for one without."""
     if not missing:
         return {}
     import transformers
@@ -195,8 +129,7 @@ def _unbound(model: nn.Module, served: set[str]) -> dict[str, str]:
         overlays = catalog.load()
     except OverlayError:
         return {}  # `prepare` raises this error
-    serving = ((family, overlays.find(family, transformers.__version__)) for family in sorted(missing))
-    return {name: family for family, overlay in serving if overlay is not None for name in overlay.record.names}
+    return {family: overlays.find(family, transformers.__version__) for family in sorted(missing)}
 
 
 def _why_unbound(family: str, report: dict[str, Any]) -> str:
@@ -217,8 +150,8 @@ def _name(cls: type) -> str:
     return f"{home.rpartition('.')[2]}.{cls.__name__}"
 
 
-def _why_stock(module: nn.Module, served: set[str]) -> str:
-    """Return why a module is stock. served: the model families with a bound overlay."""
+def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay | None]) -> str:
+    """Return why a module is stock. served, overlays: as in `_stock`."""
     cls = type(module)
     base = next((base for base in cls.__mro__[1:] if base in bind.bindings_by_class), None)
     if base is not None:
@@ -228,9 +161,11 @@ def _why_stock(module: nn.Module, served: set[str]) -> str:
         return "PyTorch's own layers" if origin == "torch" else "hf_rocm's own layers"
     if origin != "transformers":
         return f"code of {origin}"
+    family = (cls.__module__.split(".") + [""] * 3)[2]
+    if overlays.get(family, ...) is None:
+        return NO_OVERLAY.format(family)
     if not module._parameters:
         return "has no weights of its own"
-    family = (cls.__module__.split(".") + [""] * 3)[2]
     return "no operation of hf_rocm fits" if family in served else "no overlay"
 
 
@@ -291,20 +226,19 @@ def _state(report: dict[str, Any], active: bool) -> str:
     if report:
         return "stock, because none of its layers has an overlay that can be used"
     if not is_rocm() and not options.force_requested():
-        return "stock, because this PyTorch is not a ROCm build and force is not set"
+        return NO_ROCM
     return "stock: not prepared, or restored (hf_rocm.prepare(model) changes that)"
 
 
-def _without_overlay(model: nn.Module, report: dict[str, Any], parts: tuple[Part, ...]) -> dict[str, str]:
-    """Return the model families whose layers hf_rocm does not serve, and why."""
+def _without_overlay(model: nn.Module, report: dict[str, Any], overlays: dict[str, Overlay | None]) -> dict[str, str]:
+    """Return the model families whose layers hf_rocm does not serve, and why. overlays: as in `_stock`."""
     refused = dict(report.get("refused", {}))
     for cls in {type(module) for module in model.modules()}:
         if cls in bind.waiting:
             refused[cls.__name__] = str(bind.refused(cls))
-    served = {part.model for part in parts}
-    if report:
-        for name in sorted(families(model) - served - refused.keys()):
-            refused[name] = "hf_rocm has no overlay for this model"
+    for family, overlay in overlays.items():
+        if overlay is None:
+            refused.setdefault(family, NO_OVERLAY.format("this model"))
     return refused
 
 

@@ -1,18 +1,95 @@
-"""The text of an `Explanation`: a short form by default, the details, and HTML for notebooks."""
+"""The result of `explain`, and its text: a short form by default, the details, and HTML for notebooks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
-from hf_rocm.tools.wrapping import wrapped
+from hf_rocm.tools.tuning.coverage import Tuning
+from hf_rocm.tools.wrapping import width, wrapped
 
-if TYPE_CHECKING:
-    from hf_rocm.tools.explain import Explanation, Kernel, Part, Stock
+NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
+NO_OVERLAY = "hf_rocm has no overlay for {}"
 
 _REASONS = 6  # the largest number of refusals in the short form
 _STOCK = 6  # the largest number of class names on a line of the short form
+
+
+@dataclass(frozen=True)
+class Part:
+    """One served class of the model: how many instances run hf_rocm's forward, are fused, or stay stock, and why."""
+
+    cls: str
+    model: str
+    delivery: str  # `installed` or `in memory`
+    instances: int
+    active: int
+    group: tuple[str, ...] = ()  # the linear layers that are fused, if any
+    fused: int = 0
+    not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
+    gradients: bool = False  # whether the layers run one by one, since gradients are enabled and weights require them
+    stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
+    stock_because: str | None = None  # the function whose replacement makes the class run stock
+    theirs: int = 0  # instances with a forward of their own, which runs instead of hf_rocm's
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of one operation in one situation, and why no faster kernel is used."""
+
+    operation: str
+    situation: str
+    tier: str
+    kernel: str
+    refused: tuple[tuple[str, str], ...]  # (tier/kernel, reason)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """One class of modules that hf_rocm leaves to stock, and why."""
+
+    cls: str
+    instances: int
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The result of `explain`: `str()` in short, `details()` in full, `to_dict()` for programs (builtins only)."""
+
+    model: str
+    state: str
+    machine: dict[str, str]
+    parts: tuple[Part, ...]
+    without_overlay: dict[str, str]
+    kernels: tuple[Kernel, ...]
+    tuning: Tuning | None = None
+    linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
+    quantized: str | None = None  # which layers are quantised, and their error
+    not_quantized: dict[str, int] = field(default_factory=dict)  # layers of a quantised model by the reason
+    decoding: tuple[str, ...] = ()  # sentences on whether generate's steps are recorded and replayed, and why not
+    forwards: tuple[str, ...] = ()  # the same for the forward passes of encoders
+    stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
+    replaced: tuple[str, ...] = ()  # what other code wrapped or replaced after hf_rocm, such as `nn.Module.forward`
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the short form, wrapped to the width of the terminal."""
+        return short(self, width())
+
+    __repr__ = __str__
+
+    def details(self) -> str:
+        """Return every fact on its own line, without wrapping."""
+        return details(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 def short(explanation: Explanation, width: int) -> str:
@@ -29,7 +106,7 @@ def short(explanation: Explanation, width: int) -> str:
     if explanation.kernels:
         lines += _kernels(explanation.kernels)
     if explanation.tuning is not None:
-        lines.append(f"tuned products: {explanation.tuning.sentence}")
+        lines.append(f"tuned GEMMs: {explanation.tuning.sentence}")
     lines += ["", *_next(explanation)]
     return "\n".join(_wrapped(lines, width))
 
@@ -45,6 +122,7 @@ def details(explanation: Explanation) -> str:
         lines += ["", "linear layers", *(f"  {line}" for line in explanation.linears)]
     if explanation.quantized is not None:
         lines += ["", f"quantised: {explanation.quantized}"]
+        lines += [f"  not quantised × {count}: {reason}" for reason, count in explanation.not_quantized.items()]
     if explanation.decoding:
         lines += ["", "decoding", *(f"  {line}" for line in explanation.decoding)]
     if explanation.forwards:
@@ -58,7 +136,7 @@ def details(explanation: Explanation) -> str:
     if explanation.kernels:
         lines += ["", "kernels", *_all_kernels(explanation.kernels)]
     if explanation.tuning is not None:
-        lines += ["", f"tuned products: {explanation.tuning.sentence}"]
+        lines += ["", f"tuned GEMMs: {explanation.tuning.sentence}"]
     return "\n".join(lines)
 
 
@@ -92,7 +170,7 @@ def _table(explanation: Explanation) -> Iterator[str]:
 def _counted(classes: list[Stock]) -> str:
     named = [f"{one.cls} × {one.instances}" for one in classes[:_STOCK]]
     rest = len(classes) - len(named)
-    return ", ".join([*named, f"and {rest} more classes"] if rest > 0 else named)
+    return ", ".join([*named, f"and {rest} more class{'es' * (rest > 1)}"] if rest > 0 else named)
 
 
 def _part_notes(part: Part) -> Iterator[str]:
@@ -125,7 +203,12 @@ def _notes(explanation: Explanation) -> Iterator[str]:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:
         lines.append(f"replaced after hf_rocm by other code: {', '.join(explanation.replaced)}")
-    lines += [f"{name}: {reason}" for name, reason in explanation.without_overlay.items()]
+    listed = {one.reason for one in explanation.stock}
+    lines += [
+        f"{name}: {reason}"
+        for name, reason in explanation.without_overlay.items()
+        if NO_OVERLAY.format(name) not in listed
+    ]
     if lines:
         yield from ["", *lines]
 
@@ -166,6 +249,8 @@ def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
 def _next(explanation: Explanation) -> Iterator[str]:
     if explanation.without_overlay:
         yield "next: hf_rocm.route_linear(model) serves the linear layers of any model; docs/adding-a-model.md adds one"
+    elif explanation.state == NO_ROCM:
+        yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
     yield "details: .details() in Python, hf-rocm explain --all in a shell"
 
 
@@ -187,7 +272,7 @@ def _part(part: Part) -> Iterator[str]:
 
 
 def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
-    """Yield every operation with its refusals. A reason that several operations share comes once, before them."""
+    """Yield every operation with its refusals. A reason that several operations share is listed once, before them."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for kernel in kernels:
         for name, reason in kernel.refused:
@@ -213,4 +298,6 @@ def _label(kernel: Kernel) -> str:
 def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()))
-        yield from wrapped(line.lstrip(), width, indent=indent)
+        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count stays on the line of its class
+        for part in wrapped(counted, width, indent=indent):
+            yield part.replace("\xa0", " ")

@@ -41,7 +41,7 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
         return
     recordings, nbytes = state.summary()
     if state.recorded:
-        yield f"{state.recorded} forwards recorded, {state.replayed} replayed"
+        yield f"recorded forwards: {state.recorded}, replayed forwards: {state.replayed}"
     if state.compared:
         yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
     if recordings:

@@ -21,8 +21,8 @@ def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     if preshuffle.get("shuffled"):
         rows = preshuffle["threshold"]
         if rows:
-            words = f"shuffled: {now} as copies, {preshuffle['bytes']} bytes of {preshuffle['budget']} granted"
-            lines.append(f"{words}, for products of {rows} rows and up")
+            words = f"shuffled: {now} as copies, {preshuffle['bytes']} bytes of a budget of {preshuffle['budget']}"
+            lines.append(f"{words}, for GEMMs of at least {rows} rows")
         else:
             lines.append(f"shuffled in place: {now}")
         lost = len(preshuffle["shuffled"]) - now
@@ -39,6 +39,6 @@ def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     if unserved:
         lines.append(f"routed, but another forward was set later × {unserved}")
     embeddings: dict[str, Any] = report.get("patch_embeddings") or {}
-    lines += [f"as a product, not a convolution: {name}" for name in patch_embeddings.in_force(model)]
+    lines += [f"as a GEMM instead of a convolution: {name}" for name in patch_embeddings.in_force(model)]
     lines += [f"a convolution stays stock, {name}: {reason}" for name, reason in embeddings.get("stock", {}).items()]
     return tuple(lines)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hf_rocm import options
@@ -20,14 +23,38 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
     target = device_named(device)
     enabled = not stock and (force or options.force_requested() or is_rocm())
     try:
-        loaded = from_pretrained(model, force=(force or None) if enabled else False)
+        with _one_warning_per_retry():
+            loaded = from_pretrained(model, force=(force or None) if enabled else False)
     except ValueError as error:  # transformers doesn't recognise the config or has no class for it
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="a folder needs config.json, with model_type, and its weights (model.safetensors)",
+            hint="the folder must contain config.json, with model_type, and its weights (model.safetensors)",
         ) from error
     return loaded.to(target).eval()
+
+
+@contextmanager
+def _one_warning_per_retry() -> Iterator[None]:
+    """Within the block, drop huggingface_hub's warnings, except the first one from each function.
+
+    Without a network, it logs two equivalent warnings for every attempt, and then raises the error.
+    """
+    seen = set()
+
+    def first(record: logging.LogRecord) -> bool:
+        known = (record.pathname, record.funcName) in seen
+        seen.add((record.pathname, record.funcName))
+        return not known or record.levelno > logging.WARNING
+
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(first)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(first)
 
 
 def device_named(device: str | None) -> Any:
@@ -41,5 +68,5 @@ def device_named(device: str | None) -> Any:
         raise OptionError(
             f"there is no device {name!r} here",
             facts={"torch error": str(error).splitlines()[0]},
-            hint="leave --device out, or name one such as cpu, cuda or cuda:1",
+            hint="omit --device, or pass one such as cpu, cuda or cuda:1",
         ) from error

@@ -52,7 +52,7 @@ class QuantizationLoss:
             f"over {self.tokens} tokens",
             f"  logits       off by {self.mean:.3g} on average, {self.largest:.3g} at most",
             f"  their spread {self.size:.3g}",
-            f"  same choice  {self.same_choice:.1%} of the positions",
+            f"  same top-1  {self.same_choice:.1%} of the positions",
             f"  divergence   {self.divergence:.3g} nats (Kullback-Leibler)",
         ]
         if self.perplexity is not None:
@@ -238,7 +238,7 @@ def predicts(model: nn.Module) -> bool:
 def chunks(ids: Tensor) -> Iterator[Tensor]:
     """Split [S] or [B, S] tokens into pieces, [1, ≤ 512]."""
     if ids.numel() == 0:
-        raise OptionError("there are no tokens to read", hint="give a longer text")
+        raise OptionError("there are no tokens to read", hint="pass a longer text")
     for row in ids.reshape(-1, ids.shape[-1]):
         for piece in row.split(LENGTH):
             yield piece[None]
@@ -252,7 +252,7 @@ def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tenso
 
 
 def python_text() -> str:
-    """Return a text that every Python installation contains: the topics of `help()`."""
+    """Return text that every Python installation contains: the topics of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

@@ -12,13 +12,14 @@ from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.mlp import activation_of
 from hf_rocm.layers.router import GroupedRouter, TopKRouter
 from hf_rocm.ops import routing
-from hf_rocm.ops.attention import AttentionSpec
-from hf_rocm.ops.linear import LinearSpec
 from hf_rocm.ops.mask_patterns import packed_specification, packing_serves
-from hf_rocm.ops.moe import BOUNDS, MANY, ExpertsSpec
-from hf_rocm.ops.pointwise import ActivationSpec, NormSpec
+from hf_rocm.ops.moe import BOUNDS, MANY
+from hf_rocm.ops.specs.attention import AttentionSpec
+from hf_rocm.ops.specs.experts import ExpertsSpec
+from hf_rocm.ops.specs.linear import LinearSpec
+from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec
 from hf_rocm.overlay import bind
-from hf_rocm.weights import quantized, stored_experts
+from hf_rocm.weights import mxfp4_experts, quantized
 from hf_rocm.weights.preshuffle import shuffled_weight
 from hf_rocm.weights.tensor_parallel import local
 
@@ -35,7 +36,7 @@ def specifications(model: nn.Module) -> list[Specification]:
         specs.update(dict.fromkeys(_of_module(module)))
     for situation, spec in quantized.specifications(model):
         specs["quantized_linear", situation, tuple(spec)] = None
-    for situation, of_experts in stored_experts.specifications(model):
+    for situation, of_experts in mxfp4_experts.specifications(model):
         specs["mxfp4_experts", situation, tuple(of_experts)] = None
     return sorted(specs, key=lambda entry: ("attention" not in entry[0], entry[0]))
 

@@ -114,7 +114,7 @@ class Gptq(_Transposed):
 
 @stored_format("awq")
 def awq(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
         raise Unsupported(f"its AWQ version is {version!r}, and only 'gemm' is read")
@@ -125,7 +125,7 @@ def awq(config: Mapping[str, Any]) -> StoredFormat:
 
 @stored_format("gptq")
 def gptq(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise Unsupported(f"its GPTQ checkpoint_format is {version!r}")
@@ -139,7 +139,7 @@ def gptq(config: Mapping[str, Any]) -> StoredFormat:
 def _group(config: Mapping[str, Any]) -> int:
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if bits != 4:
-        raise Unsupported(f"its weights have {bits} bits, and only 4 are read in this format")
+        raise Unsupported(f"its weights have {bits} bits, and this format is only read with 4 bits")
     if group not in _GROUPS:
         raise Unsupported(f"its groups have {group} numbers")
     return int(group)

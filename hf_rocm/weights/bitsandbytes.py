@@ -1,4 +1,4 @@
-"""Checkpoints of bitsandbytes in 4 bits, nf4 and fp4, as transformers' integration writes them.
+"""4-bit checkpoints of bitsandbytes, nf4 and fp4, as transformers' integration writes them.
 
 `weight` has two numbers per byte in the order of the flattened weight, the first in the high bits. Every block of it
 has a scale, `absmax`. Double quantisation stores the scales in 8 bits, with one factor per 256 scales and one offset
@@ -32,7 +32,7 @@ _SETTINGS = (
     "_load_in_4bit",
     "load_in_4bit",
     "quant_method",
-    "bnb_4bit_compute_dtype",  # products accumulate in fp32
+    "bnb_4bit_compute_dtype",  # GEMMs accumulate in fp32
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
     "bnb_4bit_use_double_quant",  # visible in the tensors
@@ -101,7 +101,7 @@ class Bitsandbytes(FourBitFormat):
             return next((f"{name} {state.get(name)!r}" for name in wanted if state.get(name) != wanted[name]), None)
 
         def map_check(values: Sequence[Any]) -> str | None:
-            return None if tuple(values) == CODES[self.code] else f"other numbers than those of {self.code}"
+            return None if tuple(values) == CODES[self.code] else f"numbers that differ from those of {self.code}"
 
         found = {
             "weight": Expected((torch.uint8,), ((-(-n * k // 2), 1),)),
@@ -197,7 +197,7 @@ def _parsed(values: Sequence[Any]) -> dict[str, Any]:
 
 @stored_format("bitsandbytes_4bit")
 def four_bits(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     defaults = {"_load_in_8bit": False, "load_in_8bit": False, "llm_int8_threshold": 6.0}
     only_known({name: value for name, value in config.items() if value != defaults.get(name)}, _SETTINGS, "checkpoint")
     storage, code = config.get("bnb_4bit_quant_storage") or "uint8", config.get("bnb_4bit_quant_type", "fp4")
@@ -211,4 +211,4 @@ def four_bits(config: Mapping[str, Any]) -> StoredFormat:
 @stored_format("bitsandbytes_8bit")
 def eight_bits(config: Mapping[str, Any]) -> StoredFormat:
     """Raises `Unsupported`."""
-    raise Unsupported("its weights have 8 bits (LLM.int8), and of bitsandbytes only 4 are read")
+    raise Unsupported("its weights have 8 bits (LLM.int8), and bitsandbytes checkpoints are only read with 4 bits")

@@ -1,11 +1,11 @@
-"""Checkpoints of compressed-tensors: INT4 packed along K, and int8 or fp8 weights in plain order.
+"""Checkpoints of compressed-tensors: INT4 and MXFP4 packed along K, and int8 or fp8 weights in plain order.
 
-`weight_packed` has eight numbers per word, the first in the lowest bits. They are stored with an offset of 8.
+`weight_packed` of INT4 has eight numbers per word, the first in the lowest bits. They are stored with an offset of 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.eight_bit import FP8, INT8
-from hf_rocm.ops.four_bit import PER_WORD
+from hf_rocm.ops.four_bit import INT4, PER_WORD
+from hf_rocm.ops.mxfp4 import BLOCK, BYTES, MXFP4, dequantize
+from hf_rocm.ops.mxfp4 import pack as mxfp4_bytes
+from hf_rocm.weights.encoding import QuantizedWeight
+from hf_rocm.weights.mxfp4_weight import Mxfp4Weight
 from hf_rocm.weights.stored import (
     IN_ORDER,
     SCALES,
@@ -107,6 +111,43 @@ class PackedAlongK(FourBitFormat):
 
 
 @dataclass(frozen=True)
+class Mxfp4Packed(FourBitFormat):
+    """`weight_packed`: [N, K / 2] uint8, two numbers per byte, as in `ops.mxfp4`; `weight_scale`: [N, K / 32] uint8."""
+
+    marker = "weight_packed"
+    bulk = ("weight_packed", "weight_scale")
+    scales, zero_points = "weight_scale", ""
+
+    def described(self) -> str:
+        return f"MXFP4 ({self.library})"
+
+    def expected(self, n: int, k: int) -> dict[str, Expected]:
+        if k % BLOCK:
+            raise Unsupported(f"the {k} inputs of a layer are not a multiple of {BLOCK}")
+        return {
+            "weight_packed": Expected((MXFP4,), ((n, k // 2),)),
+            "weight_scale": Expected((MXFP4,), ((n, k // BLOCK),)),
+        }
+
+    def zeros(self, tensors: Tensors, n: int) -> Tensor | None:
+        return None
+
+    def levels(self, tensors: Tensors, start: int, stop: int, k: int) -> Tensor:
+        pairs = tensors["weight_packed"][start:stop].to(INT4)
+        return torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(1)
+
+    def put_levels(self, out: Tensor, start: int, levels: Tensor) -> None:
+        out[start : start + len(levels)] = mxfp4_bytes(levels).flatten(1)
+
+    def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
+        return Mxfp4Weight.empty(n, layers[0]["weight_scale"].new_empty(0, k), BLOCK, bias)
+
+    def read(self, tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        blocks = tensors["weight_packed"].unflatten(1, (-1, BYTES))
+        return dequantize(blocks, tensors["weight_scale"], dtype)
+
+
+@dataclass(frozen=True)
 class PlainOrder(EightBitFormat):
     """`weight_scale`: one per tensor or one per row."""
 
@@ -123,7 +164,7 @@ class PlainOrder(EightBitFormat):
 
 @stored_format(_METHOD)
 def parse(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     _nothing_else(config)
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
@@ -147,6 +188,12 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
         if inputs:
             raise Unsupported("its weights have 4 bits and its activations are quantised")
         return PackedAlongK(_METHOD, _group(strategy, weights.get("group_size")), symmetric)
+    if format == "mxfp4-pack-quantized":
+        if (bits, number, strategy, weights.get("group_size")) != (4, "float", "group", BLOCK) or not symmetric:
+            raise Unsupported(f"its weights are not blocks of {BLOCK} 4-bit floats")
+        if inputs:
+            raise Unsupported("its weights have 4 bits and its activations are quantised")
+        return Mxfp4Packed(_METHOD, BLOCK)
     if format not in _EIGHT_BITS:
         raise Unsupported(f"its format is {format!r}")
     if bits != 8 or _EIGHT_BITS[format] not in (None, number):

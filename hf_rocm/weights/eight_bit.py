@@ -22,7 +22,7 @@ from hf_rocm.ops.eight_bit import (
     unshuffle_rows,
 )
 from hf_rocm.ops.quantized import choose, shuffle_refuses
-from hf_rocm.ops.quantized_torch import QuantizedSpec
+from hf_rocm.ops.specs.quantized import QuantizedSpec
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
 

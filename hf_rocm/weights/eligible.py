@@ -37,7 +37,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Whether the instance has no forward of its own, or only one of accelerate's that moves nothing.
+    """Whether the instance does not override its class's forward, or has only one of accelerate's that moves nothing.
 
     `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.
@@ -46,7 +46,7 @@ def accepted_forward(module: nn.Module) -> bool:
     if forward is None or is_stock(forward, module):
         return True
     hook = module.__dict__.get("_hf_hook")
-    weight = module._parameters.get("weight")
+    weight = next(iter(module._parameters.values()), None)
     return (
         isinstance(forward, functools.partial)
         and getattr(forward.func, "__module__", None) == "accelerate.hooks"
@@ -107,7 +107,7 @@ def linear_refusal(linear: nn.Module) -> str | None:
 
 def _parameter_refusal(parameter: Tensor | None) -> str | None:
     if type(parameter) is not nn.Parameter:
-        return f"is a {type(parameter).__name__}, not a plain Parameter"
+        return f"is of type {type(parameter).__name__}, not Parameter"
     return tensor_refusal(parameter)
 
 

@@ -29,8 +29,11 @@ def encode(model: nn.Module) -> None:
 
     All parameters stop requiring gradients, because quantised layers have none.
     """
+    stored = [module for module in model.modules() if isinstance(module, (StoredLinear, StoredExperts))]
+    if not stored:
+        return
     groups, left = _plan(model)
-    experts = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    experts = [module for module in stored if isinstance(module, StoredExperts)]
     if not groups and not left and not experts:
         return
     before, formats, count = nbytes(model), {module.format.described() for module in experts}, len(experts)

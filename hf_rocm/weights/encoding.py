@@ -33,6 +33,8 @@ class QuantizedWeight(nn.Module):
     zeros: Tensor | None
     step = 1  # rows that are encoded together
     per_scale = 1  # rows with the same scales
+    code: str | None = None  # the name of the table of 4-bit numbers
+    experts: type[Any] | None = None  # replaces stacked experts, see `quantized_experts`; None: they keep their dtype
     rounds = False  # whether x is rounded too, if it has many rows
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
@@ -68,7 +70,7 @@ class QuantizedWeight(nn.Module):
         raise NotImplementedError
 
     def written(self, dtype: torch.dtype) -> None:
-        """Called after all rows were written. dtype: the dtype of the inputs."""
+        """Called after all rows have been written. dtype: the dtype of the inputs."""
 
     def _encode(self, place: slice, part: Tensor) -> None:
         """Encode some rows, [rows, K], on the device of this weight."""

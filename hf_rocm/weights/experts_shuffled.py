@@ -33,7 +33,7 @@ class CopiedExperts(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Form the group of a module with stacked parameters; names is empty."""
+        """Form the group of a module with stacked parameters. names: empty."""
         reason, _ = shuffle(module, left=None)
         return reason
 

@@ -47,13 +47,13 @@ class FinegrainedFp8(EightBitFormat):
     scale_dtypes = (*SCALES, *_POWERS)
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
-        # the scale of activations, which no GEMM here uses, but it is saved again
+        # the scale of activations: no GEMM here uses it, but it is saved again
         return {**super().expected(n, k), "activation_scale": Expected(SCALES, self.one, required=False)}
 
 
 @stored_format("fp8")
 def parse(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the quantised layers. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     only_known(config, _SETTINGS, "checkpoint")
     for name, known in _VALUES.items():
         value = config.get(name) or known[0]

@@ -85,7 +85,7 @@ class Fused(BlockGroup):
             names = names_in(module)
             group = module.__dict__.pop(SLOT, None)
             if is_idle(group, PENDING):
-                return  # no weight was moved yet
+                return  # no weight has been moved yet
             if isinstance(group, Fused):
                 group.unshuffle(module)
             del group

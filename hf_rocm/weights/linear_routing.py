@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hf_rocm import options, patches
-from hf_rocm.arguments import require_module
+from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops import blas_backend
@@ -180,6 +180,7 @@ def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
 def _wanted(backend: str, force: bool | None, what: str) -> bool:
     """Whether to route on this machine. Raises if the backend is unknown or not available."""
     backend_of(backend)
+    require_switches(force=force)
     if force is False:
         return False
     if backend in blas_backend.LIBRARIES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -25,15 +26,29 @@ def waits_for_gpu(module: Module, weight: Tensor) -> bool:
 
 
 def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
-    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.__dict__.get(SLOT), WeightGroup) and _changes_nothing(fn, self):
+            return super(cls, self)._apply(fn, *args, **kwargs)
         suspended = _suspend(self)  # not a reference to the group, whose memory is freed as the parameters leave it
-        result = super(cls, self)._apply(*args, **kwargs)
+        result = super(cls, self)._apply(fn, *args, **kwargs)
         if suspended is not None:
             kind, names = suspended
             kind.resume(self, names)
         return result
 
     return _apply
+
+
+def _changes_nothing(fn: Callable[[Tensor], Tensor], module: Module) -> bool:
+    """Whether `fn` returns this module's tensors themselves, as in `.to()` with their own device and dtype.
+
+    Libraries call `.to(device)` before every use of a model. The group and everything recorded with it must remain.
+    """
+    for device, dtype in {(tensor.device, tensor.dtype) for tensor in (*module.parameters(), *module.buffers())}:
+        probe = torch.empty(1, device=device, dtype=dtype)
+        if fn(probe) is not probe or (device.type == "cpu" and probe.is_shared()):  # share_memory_() moves in place
+            return False
+    return True
 
 
 def _suspend(module: Module) -> tuple[type[WeightGroup], tuple[str, ...]] | None:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_rocm.ops.mxfp4 import BLOCK, BYTES, MXFP4
+from hf_rocm.weights.mxfp4_experts import DOWN, GATE_UP
 from hf_rocm.weights.stored import SCALES, Expected, StoredFormat, Unsupported, only_known, stored_format
 
 # modules_to_not_convert is ignored, because the tensors show which layers are quantised
 _SETTINGS = ("quant_method", "modules_to_not_convert")
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,6 @@ class Mxfp4(StoredFormat):
 
 @stored_format("mxfp4")
 def parse(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the experts. Raises `Unsupported` for everything that is not known to be right."""
+    """Return the format of the experts. Raises `Unsupported` for anything that is not known to be correct."""
     only_known(config, _SETTINGS, "checkpoint")
     return Mxfp4()

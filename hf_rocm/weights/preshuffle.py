@@ -1,7 +1,8 @@
 """Shuffle the weights of a whole model for aiter, as copies or in place, and undo it.
 
 A copy costs memory, so copies are made only within the user's budget, for GEMMs with many rows. With a threshold of 0
-rows the shuffled weight replaces the original and needs no memory. The peak memory is one layer's weights more.
+rows the shuffled weight replaces the original and needs no additional memory, except for a temporary copy of one
+layer's weights.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
     if mode is None and budget is None and before is not None:
         return Settings(*(before[name] for name in Settings._fields))
     current = options.current()
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    requested = current.preshuffle_budget if budget is None else budget
+    weights = sum(parameter.nbytes for parameter in model.parameters()) if requested else 0
     source = "budget=" if budget is not None else "HF_ROCM_PRESHUFFLE_BUDGET="
     return Settings(
         current.preshuffle if mode is None else options.preshuffle_mode(mode),
-        budgets.in_bytes(current.preshuffle_budget if budget is None else budget, weights, source=source),
+        budgets.in_bytes(requested, weights, source=source),
         current.preshuffle_threshold,
     )
 

@@ -1,7 +1,8 @@
 """quantize: quantise the linear layers of a model's blocks to 8 or 4 bits in place, and undo it.
 
-The encodings are subclasses of `QuantizedWeight`, one per file. Embeddings, norms, routers and experts keep their
-dtype, and so does the head unless it is requested. Layers that can't be quantised are left unchanged and listed.
+The encodings are subclasses of `QuantizedWeight`, one per file. Embeddings, norms and routers keep their dtype. So do
+experts, unless the encoding has a class for them, and the head, unless it is requested. Layers that can't be quantised
+are left unchanged and listed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_rocm import options
-from hf_rocm.arguments import require_module
+from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError
 from hf_rocm.layers.weight_group import SLOT, names_in
@@ -24,7 +25,8 @@ from hf_rocm.weights.kinds import import_all
 from hf_rocm.weights.preshuffle import unshuffle
 from hf_rocm.weights.quantize_plan import Group, plan
 from hf_rocm.weights.quantized import REPORT as REPORT
-from hf_rocm.weights.quantized import QuantizedLinear, group_layers, layers, replace
+from hf_rocm.weights.quantized import QuantizedLinear, group_layers, replace, replacements
+from hf_rocm.weights.quantized import layers as layers
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLayer
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -54,11 +56,11 @@ def quantize(
 ) -> ModelT:
     """Quantise the linear layers of a loaded model's blocks to 8 or 4 bits in place.
 
-    kind: `fp8`, `int8`, or `int4` in groups of 128 numbers; `int4-g64` and `int4-g32` in smaller groups. keep: `cpu`
-    keeps the original weights in host memory, so that `restore` can bring them back; None frees them. exclude: names or
-    patterns of layers to skip, such as `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes
-    the logits, unless it shares the embedding's weight. force: as in `prepare`. progress: called with the number of
-    groups that are done and the total.
+    kind: `fp8`, `int8`, or `int4` in groups of 128 numbers; `int4-g64` and `int4-g32` in smaller groups; or `mxfp4`,
+    4-bit floats in blocks of 32 that share a power of two. keep: `cpu` keeps the original weights in host memory, so
+    that `restore` can bring them back; None frees them. exclude: names or patterns of layers to skip, such as
+    `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes the logits, unless it shares the
+    embedding's weight. force: as in `prepare`. progress: called with the number of groups that are done and the total.
     All remaining parameters stop requiring gradients. The peak memory is one group more than before.
 
     Returns the same model. Raises `OptionError` on an unknown kind, a model that is already quantised, and a model in
@@ -67,19 +69,23 @@ def quantize(
     _check(model, kind, keep, force)
     encoding = encodings()[kind]
     format = encoding.format_for(model, kind)
-    groups, left = plan(model, exclude, lambda weight: encoding.refuses(weight, format), head=head)
+    refuses = None if encoding.experts is None else encoding.experts.refusal
+    groups, left = plan(model, exclude, lambda weight: encoding.refuses(weight, format), head=head, experts=refuses)
     if not groups:
         raise OptionError(
             "this model has no layer that can be quantised",
             facts=dict(list(left.items())[:5]),
-            hint="only nn.Linear layers inside repeated blocks are quantised",
+            hint="only nn.Linear layers inside repeated blocks are quantised, and stacked experts in mxfp4",
         )
     before = nbytes(model)
     errors: dict[str, float] = {}
     warns = True
     with torch.inference_mode(False), torch.no_grad():
         for done, group in enumerate(groups):
-            errors.update(_quantize(group, encoding, format, keep is not None, warns=warns))
+            quantize_one = (
+                _quantize if isinstance(group.module._modules[group.names[0]], nn.Linear) else _quantize_experts
+            )
+            errors.update(quantize_one(group, encoding, format, keep is not None, warns=warns))
             warns = False
             if progress is not None:
                 progress(done + 1, len(groups))
@@ -107,7 +113,7 @@ def dequantize(model: ModelT) -> ModelT:
     """
     require_module(model, "dequantize")
     stored = any(isinstance(module, (StoredLayer, EncodedLinear)) for module in model.modules())
-    replace(model, lambda layer: layer.ordinary())
+    replace(model, lambda module: module.ordinary())
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
             if isinstance(child, StoredLayer):
@@ -126,7 +132,7 @@ def summary(model: nn.Module) -> str | None:
     error = report["error"]
     if error is None:
         left = f"; {len(report['left'])} more stay as they are" if report["left"] else ""
-        return f"{report['layers']} layers as the checkpoint has them, {report['format']}, {after:.0f} MiB{left}"
+        return f"{report['layers']} layers as in the checkpoint, {report['format']}, {after:.0f} MiB{left}"
     return (
         f"{report['layers']} layers in {report['kind']} ({report['format']}), {before:.0f} MiB before and {after:.0f} "
         f"after; their outputs are off by {error['mean']:.1%} on average, {error['max']:.1%} at most ({error['worst']})"
@@ -136,7 +142,7 @@ def summary(model: nn.Module) -> str | None:
 def _check(model: nn.Module, kind: str, keep: str | None, force: bool | None) -> None:
     require_module(model, "quantize")
     check_options(kind, keep, force)
-    if layers(model):
+    if replacements(model):
         raise OptionError("this model is already quantised", facts={"found": summary(model) or "quantised layers"})
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None or getattr(model, "hf_quantizer", None) is not None:
@@ -151,11 +157,17 @@ def _check(model: nn.Module, kind: str, keep: str | None, force: bool | None) ->
         )
 
 
+def kinds() -> list[str]:
+    """The names of all kinds."""
+    import_all()
+    return list(encodings())
+
+
 def check_options(kind: str, keep: str | None = None, force: bool | None = None) -> None:
     """Raise `OptionError` on arguments that are invalid for every model, before a model is loaded."""
-    import_all()
-    if kind not in encodings():
-        raise OptionError(f"quantize has no kind {kind!r}", facts={"known": ", ".join(encodings())})
+    require_switches(force=force)
+    if kind not in kinds():
+        raise OptionError(f"quantize has no kind {kind!r}", facts={"known": ", ".join(kinds())})
     if keep not in (None, "cpu"):
         raise OptionError(f"quantize can't keep the originals on {keep!r}", facts={"allowed": 'None or "cpu"'})
     if force is False or not (force or options.force_requested() or is_rocm()):
@@ -191,6 +203,27 @@ def _quantize(
     if quantized.scale.is_cuda:
         torch.cuda.empty_cache()  # the freed blocks do not have the sizes of the next allocations
     return errors
+
+
+def _quantize_experts(
+    group: Group, encoding: type[QuantizedWeight], format: Any, keep: bool, *, warns: bool
+) -> dict[str, float]:
+    """Replace a module of stacked experts. Returns the relative error of its output, as `_quantize` does."""
+    (name,) = group.names
+    experts: Any = group.module._modules[name]
+    assert encoding.experts is not None
+    unshuffle(experts)
+    layer = encoding.experts(experts, warns=warns)
+    spec = layer.specification(top=2)
+    sample = _sample(experts.down_proj.new_empty(0, spec.hidden))
+    ids = torch.arange(2 * len(sample), device=sample.device).view(-1, 2) % spec.experts
+    weights = torch.full_like(ids, 0.5, dtype=sample.dtype)
+    error = _relative_error(layer(sample, ids, weights), layer.reference(sample, ids, weights))
+    layer.release(keep=keep)
+    group.module._modules[name] = layer
+    if sample.is_cuda:
+        torch.cuda.empty_cache()
+    return {f"{group.path}.{name}" if group.path else name: error}
 
 
 def _round(linears: Sequence[Any], encoding: type[QuantizedWeight], format: Any) -> QuantizedWeight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ _STAYS = {
     "gate": "it is a router",
     "router": "it is a router",
     "shared_expert_gate": "it is a router",
-    "experts": "experts are not quantised",
+    "experts": "lists of experts are not quantised",
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MULTIPLE = 16  # N and K must be multiples of this for every GEMM
@@ -33,11 +33,17 @@ class Group(NamedTuple):
 
 
 def plan(
-    model: nn.Module, exclude: Sequence[str], refuses: Callable[[Tensor], str | None], *, head: bool = False
+    model: nn.Module,
+    exclude: Sequence[str],
+    refuses: Callable[[Tensor], str | None],
+    *,
+    head: bool = False,
+    experts: Callable[[nn.Module], str | None] | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return the groups to quantise, and the reason for every other linear layer.
+    """Return the groups to quantise, and the reason for every other linear layer and module of stacked experts.
 
     refuses: why the encoding can't be used for a weight, or None. head: also quantise the layer of the logits.
+    experts: why stacked experts keep their dtype, or None; without it, all of them do.
     """
     others, left, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -45,15 +51,21 @@ def plan(
     wide = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     wide += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
-        if any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False)):
-            left[path] = _STAYS["experts"]  # the experts are stacked in one tensor
         eligible = []
         for name, child in module._modules.items():
-            if not isinstance(child, nn.Linear):
-                continue
             full = f"{path}.{name}" if path else name
             inside = child is last or full.startswith(repeated)
-            reason = _stays(full, child, wide, exclude, others, inside=inside) or refuses(child.weight)
+            reason: str | None
+            if isinstance(child, nn.Linear):
+                reason = _named(full, wide, exclude, _STAYS, inside=inside) or _stays(child, others)
+                reason = reason or refuses(child.weight)
+            elif child is not None and _is_stacked(child):
+                reason = "stacked experts are quantised in mxfp4 only"
+                if experts is not None:
+                    reason = _named(full, wide, exclude, {}, inside=inside) or experts(child)
+                    reason = reason or first_shared(child.parameters(), others)
+            else:
+                continue
             if reason is None:
                 eligible.append(name)
             else:
@@ -67,16 +79,18 @@ def plan(
     return groups, left
 
 
-def _stays(
-    path: str,
-    linear: nn.Linear,
-    wide: tuple[str, ...],
-    exclude: Sequence[str],
-    others: dict[int, str],
-    *,
-    inside: bool,
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether a module has experts that are stacked in one tensor."""
+    return any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False))
+
+
+def _named(
+    path: str, wide: tuple[str, ...], exclude: Sequence[str], stays: Mapping[str, str], *, inside: bool
 ) -> str | None:
-    """Return why this layer keeps its dtype, or None. inside: whether it is in a repeated block, or the head."""
+    """Return why a module with this name keeps its dtype, or None.
+
+    stays: reasons by parts of names. inside: whether it is in a repeated block, or the head.
+    """
     parts = path.split(".")
     for pattern in exclude:
         if pattern in parts or fnmatch.fnmatchcase(path, pattern):
@@ -84,12 +98,17 @@ def _stays(
     if not inside:
         return "it is not part of a repeated block"
     for part in parts:
-        if part in _STAYS:
-            return _STAYS[part]
+        if part in stays:
+            return stays[part]
         if part in wide:
             return "the model keeps it in fp32"
     if parts[-1] == "base_layer":
         return "it is the base of an adapter, which may be merged into it"
+    return None
+
+
+def _stays(linear: nn.Linear, others: dict[int, str]) -> str | None:
+    """Return why this layer keeps its dtype, or None."""
     reason = linear_refusal(linear)
     if reason is not None:
         return f"it {reason}"

@@ -19,7 +19,7 @@ from hf_rocm.layers.grouped_linear import hooks_on_all
 from hf_rocm.layers.weight_group import SLOT, PackedLinear, WeightGroup, names_in, register
 from hf_rocm.ops.four_bit import INT4, SCALE
 from hf_rocm.ops.quantized import ROUNDED_FROM, keeps_rows
-from hf_rocm.ops.quantized_torch import QuantizedSpec
+from hf_rocm.ops.specs.quantized import QuantizedSpec
 from hf_rocm.overlay import bind
 from hf_rocm.weights.eligible import refusal
 from hf_rocm.weights.encoding import QuantizedWeight
@@ -31,7 +31,24 @@ REPORT = "_hf_rocm_quantization"
 _log = logging.getLogger("hf_rocm")
 
 
-class QuantizedLinear(PackedLinear):
+class Replacement(nn.Module):
+    """A module that `quantize` put in place of another one, until `restore` or `dequantize`."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the original weights are kept on the CPU."""
+        raise NotImplementedError
+
+    def original(self) -> nn.Module:
+        """Return the module that this one replaced, with its original weights or with dequantised ones."""
+        raise NotImplementedError
+
+    def ordinary(self) -> nn.Module:
+        """Return an ordinary module with the original weights or the dequantised ones."""
+        raise NotImplementedError
+
+
+class QuantizedLinear(PackedLinear, Replacement):
     """Replaces an `nn.Linear`: some rows of a `QuantizedWeight`.
 
     State dicts contain the weight in its own dtype on the CPU: the original if it was kept, else the dequantised
@@ -79,11 +96,9 @@ class QuantizedLinear(PackedLinear):
 
     @property
     def kept(self) -> bool:
-        """Whether the original weight is kept on the CPU."""
         return self.replaced[0].weight.numel() > 0
 
     def original(self) -> nn.Module:
-        """Return the layer that this one replaced, with its original parameters or with dequantised ones."""
         linear: nn.Linear = self.replaced[0]
         device = self.quantized.scale.device
         with torch.no_grad(), torch.inference_mode(linear.weight.is_inference()):
@@ -94,7 +109,6 @@ class QuantizedLinear(PackedLinear):
         return linear
 
     def ordinary(self) -> nn.Module:
-        """Return an `nn.Linear` with the original weight or the dequantised one."""
         return self.original()
 
     def extra_repr(self) -> str:
@@ -191,7 +205,7 @@ class Quantized(WeightGroup):
     @classmethod
     def restore_model(cls, model: nn.Module) -> None:
         """Raise `OptionError`, without changing anything, if the original weights were not kept."""
-        gone = [path for path, layer in layers(model) if not layer.kept]
+        gone = [path for path, module in replacements(model) if not module.kept]
         if gone:
             raise OptionError(
                 "this model was quantised, and its original weights were not kept",
@@ -199,7 +213,7 @@ class Quantized(WeightGroup):
                 hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) makes ordinary layers of '
                 "the rounded weights, after which restore works",
             )
-        replace(model, lambda layer: layer.original())
+        replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
         """Return the weight that the layers share, or None if a layer was changed."""
@@ -259,12 +273,12 @@ def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
     module.__dict__[SLOT] = Quantized(names, tuple(children[name].out_features for name in names))
 
 
-def replace(model: nn.Module, replacement: Callable[[QuantizedLinear], nn.Module]) -> None:
-    """Replace the quantised layers, fuse the resulting groups, and make the frozen parameters trainable."""
+def replace(model: nn.Module, replacement: Callable[[Replacement], nn.Module]) -> None:
+    """Replace the quantised modules, fuse the resulting groups, and make the frozen parameters trainable."""
     report = model.__dict__.pop(REPORT, None) or {}
     for module in model.modules():
         for name, child in list(module._modules.items()):
-            if isinstance(child, QuantizedLinear):
+            if isinstance(child, Replacement):
                 module._modules[name] = replacement(child)
         if isinstance(module.__dict__.get(SLOT), Quantized):
             names = names_in(module)
@@ -275,6 +289,11 @@ def replace(model: nn.Module, replacement: Callable[[QuantizedLinear], nn.Module
     for name in report.get("froze", ()):
         if name in parameters:
             parameters[name].requires_grad_()
+
+
+def replacements(model: nn.Module) -> list[tuple[str, Replacement]]:
+    """The quantised modules with their names."""
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, Replacement)]
 
 
 def layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
@@ -312,7 +331,7 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         group=group,
         scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
         zeros=weight.zeros is not None,
-        code=getattr(weight, "code", None),
+        code=weight.code,
     )
     rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
     return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

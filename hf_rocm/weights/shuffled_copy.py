@@ -50,7 +50,7 @@ class ShuffledCopy(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...], threshold: int = 0) -> str | None:
-        """Form the copy of one linear layer with an eligible weight; names is empty. threshold: rows."""
+        """Form the copy of one linear layer with an eligible weight. names: empty. threshold: rows."""
         weight: Any = module._parameters["weight"]
         module.__dict__[SLOT] = cls(weight, [weight], threshold)
         instance_forward.attach(module)

@@ -44,7 +44,7 @@ class ShuffledLinear(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Shuffle the weight of one linear layer, which must be eligible; names is empty."""
+        """Shuffle the weight of one linear layer, which must be eligible. names: empty."""
         replace(module)
         instance_forward.attach(module)
         return None
@@ -255,7 +255,7 @@ class ShuffledGroup(WeightGroup):
 
 
 def replace(linear: nn.Module, shuffled: Shuffled | None = None) -> ShuffledWeight:
-    """Shuffle the weight of an eligible layer in place. The peak memory is this weight more.
+    """Shuffle the weight of an eligible layer in place. Meanwhile, a second copy of this weight is in memory.
 
     shuffled: the weight, already shuffled as part of a larger matrix.
     """

@@ -246,7 +246,9 @@ class FourBitFormat(LinearFormat):
         n = len(scale)
         order, zeros = self.order(tensors, k), self.zeros(tensors, n)
         if not _same(order, weight.order):
-            raise OptionError("the inputs of a quantised layer have another order than those that it is joined with")
+            raise OptionError(
+                "the inputs of a quantised layer are in a different order from those of the other layers of its group"
+            )
         if zeros is not None and weight.zeros is None and bool((zeros != _ZERO).any()):
             weight.zeros = torch.full(weight.scale.shape, _ZERO, dtype=torch.uint8, device=device)
         if weight.zeros is not None:
@@ -318,7 +320,7 @@ def only_known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> 
     """Raise `Unsupported` if a setting is set that is not among the known ones."""
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
-        raise Unsupported(f"the setting {other!r} of its {of} is not known")
+        raise Unsupported(f"the setting {other!r} of its {of} is not supported")
 
 
 Parser = Callable[[Mapping[str, Any]], StoredFormat]

@@ -95,7 +95,7 @@ def _linear_refusal(linear: Any) -> str | None:
 
 def _placement_refusal(parameter: Any) -> str | None:
     if not hasattr(parameter, _LOCAL):
-        return None if type(parameter) is nn.Parameter else f"is a {type(parameter).__name__}, not a plain Parameter"
+        return None if type(parameter) is nn.Parameter else f"is of type {type(parameter).__name__}, not Parameter"
     if len(parameter.placements) == 1 and parameter.placements[0].is_shard(0):
         return None
     return f"is placed as {parameter.placements}, not split by its outputs over one group of ranks"

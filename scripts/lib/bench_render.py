@@ -156,8 +156,8 @@ def _unit(cases: Sequence[Any]) -> str:
     """The caption of a table."""
     decoding = {case.kind == "decode" for case in cases}
     if decoding == {True}:
-        return "Milliseconds a token"
-    return "Milliseconds a token (decode) or a prompt (prefill)" if True in decoding else "Milliseconds"
+        return "Milliseconds per token"
+    return "Milliseconds per token (decode) or per prompt (prefill)" if True in decoding else "Milliseconds"
 
 
 def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
@@ -199,7 +199,7 @@ def starts(segment: Any) -> Iterator[str]:
     yield markdown(("", "warm-up cold, s", "warm-up, kernels cached, s", "peak GB", "reserved GB"), rows)
     yield ""
     yield (
-        "The first `generate` of a fresh process (prompt 1024, batch 1) beyond the third one. "
+        "The first `generate` of a fresh process (prompt 1024, batch 1) minus the time of the third one. "
         f"Weights {weights / 1e9:.2f} GB; a static cache of this call is {cache / 1e9:.2f} GB."
     )
 
@@ -230,7 +230,7 @@ def kernels(segment: Any) -> Iterator[str]:
     yield "µs on the device, the fastest implementation of each tier."
     if routed:
         added = ", ".join(f"{line['case']} {line['microseconds']:.2f}" for line in routed)
-        yield f"The router adds to each eager call, µs on the host: {added}."
+        yield f"Routing overhead per eager call, µs on the host: {added}."
 
 
 _TIERS = ("aiter", "triton", "torch")

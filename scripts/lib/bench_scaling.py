@@ -13,22 +13,22 @@ NODE = 8
 # Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X has 16 lanes of 32 Gb/s, and
 # connects two of the eight GPUs of a node. The network has one port of 400 Gb/s per GPU.
 LINK, NIC = 64e9, 50e9
-ASSUMED = (10e-6, 25e-6)  # assumed seconds per sum, not measured
+ASSUMED = (10e-6, 25e-6)  # assumed seconds per all-reduce, not measured
 GPU = data_sheets.GPUS[0]
 
 
 def tables() -> str:
-    """Markdown: bytes per token, the allowed time of a sum, decode steps with assumed times, and a prompt."""
+    """Markdown: bytes per token, the allowed time of an all-reduce, decode steps with assumed times, and a prompt."""
     assert GPU.name == "MI300X"
     return "\n\n".join(
         [
-            "What one token exchanges at batch 1, in bf16 (*computed*):",
+            "Data exchanged per token at batch 1, in bf16 (*computed*):",
             exchanged(),
-            "How much longer a sum may take than one over half the ranks before twice the GPUs are slower "
-            f"({GPU.name}, batch 1, *computed*):",
+            "Additional time of an all-reduce, relative to one over half the GPUs, above which twice the GPUs are "
+            f"slower ({GPU.name}, batch 1, *computed*):",
             allowed(),
-            f"A decode step at batch 1 on {GPU.name}s, if a sum takes {_micro(ASSUMED[0])} or {_micro(ASSUMED[1])} "
-            "(assumed, *computed*):",
+            f"A decode step at batch 1 on {GPU.name}s, if an all-reduce takes {_micro(ASSUMED[0])} "
+            f"or {_micro(ASSUMED[1])} (assumed, *computed*):",
             steps(),
             f"A prompt of 1024 tokens on a node of {NODE} {GPU.name}s and on two (*computed*):",
             prompts(),
@@ -54,12 +54,14 @@ def exchanged() -> str:
                 f"{1e6 * across:.2f} µs",
             )
         )
-    sent = [f"sent by each of {ranks}" for ranks in RANKS]
-    return _markdown(("", "sums", *sent, f"one sum's bytes, {NODE} GPUs", "over two nodes"), rows)
+    sent = [f"sent per rank, {ranks} GPUs" for ranks in RANKS]
+    return _markdown(
+        ("", "all-reduces", *sent, f"transfer time of one all-reduce, {NODE} GPUs", "over two nodes"), rows
+    )
 
 
 def allowed() -> str:
-    """The time of a sum above which adding ranks makes a step slower."""
+    """The time of an all-reduce above which adding ranks makes a step slower."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -117,12 +119,12 @@ def prompts() -> str:
         )
     header = (
         "",
-        "a sum",
-        f"products, {NODE} GPUs",
-        f"sums over all {NODE - 1} links",
+        "all-reduce size",
+        f"GEMMs, {NODE} GPUs",
+        f"all-reduces over all {NODE - 1} links",
         "over one link",
-        f"products, {2 * NODE} GPUs",
-        "sums over two nodes",
+        f"GEMMs, {2 * NODE} GPUs",
+        "all-reduces over two nodes",
     )
     return _markdown(header, rows)
 

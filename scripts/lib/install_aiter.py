@@ -78,7 +78,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         )
     if machine.arch is None:
         raise ScriptError(
-            "no AMD GPU was found\n\nhint: run this on the machine with the GPU, or name it: --arch gfx942"
+            "no AMD GPU was found\n\nhint: run this on the GPU machine, or pass its architecture: --arch gfx942"
         )
     if machine.arch not in SERVED:
         raise ScriptError(

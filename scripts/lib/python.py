@@ -33,7 +33,7 @@ def use_base_environment():
         os.execv(str(python), [str(python), *sys.argv])
     sys.exit(
         "error: this Python has no package named packaging\n  found  {}\n\n"  # noqa: UP032
-        "hint: scripts/test --release 5.23.0 -- tests/coverage -k llama makes .envs/base, which has it".format(
+        "hint: scripts/test --release 5.23.0 -- tests/coverage -k llama creates .envs/base, which has it".format(
             sys.executable
         )
     )

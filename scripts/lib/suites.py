@@ -101,7 +101,7 @@ class _Running:
         text = self.log.read_text(errors="replace")
         match = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
         say(text[match.start() :] if match else text)
-        say(f"  the whole log: {self.log.relative_to(ROOT)}")
+        say(f"  full log: {self.log.relative_to(ROOT)}")
 
 
 def _run_in_view(suite: Suite) -> Outcome:

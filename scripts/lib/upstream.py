@@ -22,7 +22,7 @@ Run transformers' own tests of each MODEL in the environment of RELEASE, stock a
 copy of that transformers) and forced, and print the tests that pass stock and don't with overlays.
 
 Without --source, the shared mixins of the release's source distribution are applied to thin test classes
-(tests/upstream). A model's own test file is only in transformers' public repository: name a checkout of it.
+(tests/upstream). A model's own test file is only in transformers' public repository: pass a checkout of it.
 """
 
 EPILOG = """\
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         sources = {"tests": options.source_name or str(options.source or "thin classes of hf_rocm")}
         sources["mixins"] = f"source distribution of transformers {options.release}" if mixins else sources["tests"]
-        sources["weights"] = f"{options.spread:g} times the deviation that transformers gives them"
+        sources["weights"] = f"{options.spread:g} times the standard deviation of transformers' initial weights"
         options.json.write_text(as_json(comparison, sources, detected), encoding="utf-8")
     say(f"\n  {duration(time.monotonic() - began)} in all")
     return 1 if comparison.failed else 0
@@ -122,28 +122,30 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("release", metavar="RELEASE", choices=RUNNABLE, help=", ".join(RUNNABLE))
-    parser.add_argument("models", metavar="MODEL", nargs="+", type=_model, help="as the folder is called: llama")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="+", type=_model, help="the name of a model's folder, such as llama"
+    )
     parser.add_argument("--source", type=_folder, metavar="PATH", help="a checkout of transformers, of any commit")
     parser.add_argument("--source-name", metavar="TEXT", help="its name in the JSON, such as a commit")
     parser.add_argument(
         "--release-mixins",
         action="store_true",
-        help="with --source: the shared mixins as RELEASE's distribution has them",
+        help="with --source: use the shared mixins of RELEASE's distribution",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of every test in both passes")
     parser.add_argument(
         "--faults",
         action="store_true",
-        help="afterwards inject faults into the overlaid forwards, one by one, and count the tests that detect them: "
-        "of those that ran a forward of hf_rocm, and of hf_rocm's parity tests",
+        help="afterwards, inject faults into the overlaid forwards one by one, and count the tests that detect them, "
+        "among those that ran a forward of hf_rocm and among hf_rocm's parity tests",
     )
     parser.add_argument(
         "--spread",
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="give weights this many times the deviation that transformers gives them (5.x; attention over its default "
-        "weights is nearly uniform)",
+        help="multiply the standard deviation of transformers' initial weights by this factor (5.x; "
+        "attention over its default weights is nearly uniform)",
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for one test (default 120)")
     parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment to use")

@@ -83,7 +83,7 @@ def run(settings: Pass) -> dict[str, Result]:
             running = _read(settings.log, results)
             if running is None:
                 break
-            reason = "the process hung" if code == -signal.SIGKILL else f"the process ended with {code}"
+            reason = "the process hung" if code == -signal.SIGKILL else f"the process exited with {code}"
             results[running] = Result("timeout" if code == -signal.SIGKILL else "crashed", reason=reason)
     # 0 and 1: all tests ran; 5: no tests were left after a crash in the last one
     if code not in (0, 1, 5) or not results:

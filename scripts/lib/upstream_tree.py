@@ -44,7 +44,7 @@ def source_distribution(release: str, builder: Environment) -> Path:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
         if digest != RECORDED.get(release, digest):
             raise ScriptError(
-                f"the source distribution of transformers {release} is not the one that was recorded\n"
+                f"the source distribution of transformers {release} differs from the recorded one\n"
                 f"  expected  {RECORDED[release]}\n  found     {digest}"
             )
         unpacked = Path(scratch) / "unpacked"

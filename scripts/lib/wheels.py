@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from hf_rocm.errors import OverlayError
-from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.catalog import Catalog, release_span
 from lib.environments import ROOT
 
 WHEELS = ROOT / ".cache" / "wheels"
@@ -20,15 +20,20 @@ MEGABYTES = 11  # the size of one wheel
 Wheels = Mapping[str, Path]  # release → wheel, the oldest first
 
 
-def download(catalog: Catalog, folder: Path = WHEELS) -> Wheels:
-    """Fetch every final release that an overlay covers into a cache folder."""
+def download(catalog: Catalog, folder: Path = WHEELS, *, new_releases: bool = False) -> Wheels:
+    """Fetch every final release that an overlay covers into a cache folder.
+
+    Releases that are newer than all recorded ones are only fetched with `new_releases`: nobody has read or tested them.
+    """
     releases = [release for release in _published() if _covered(catalog, release)]
+    if not new_releases:
+        releases = _recorded(catalog, releases)
     fetch(releases, folder)
     return {release: wheel for release, wheel in wheels_in(folder).items() if release in releases}
 
 
 def fetch(releases: Iterable[str], folder: Path = WHEELS) -> None:
-    """Fetch the wheels that are missing in the folder. Raises `OverlayError` if pip fails."""
+    """Fetch the wheels that are missing from the folder. Raises `OverlayError` if pip fails."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [release for release in releases if not wheel_of(release, folder).is_file()]
     if missing:
@@ -58,8 +63,22 @@ def wheels_in(folder: Path) -> Wheels:
 def _published() -> list[str]:
     listing = re.search(r"^Available versions: (.+)$", _pip("index", "versions", "transformers"), re.MULTILINE)
     if listing is None:
-        raise OverlayError("pip does not list the releases of transformers", hint="give a folder: --wheels DIR")
+        raise OverlayError("pip does not list the releases of transformers", hint="pass a folder: --wheels DIR")
     return [release.strip() for release in listing[1].split(",")]
+
+
+def _recorded(catalog: Catalog, releases: list[str]) -> list[str]:
+    """Without the releases that are newer than the newest one with a record; these are printed."""
+    known = {release for model in catalog.models() for release in catalog.releases(model)}
+    newest = max(map(Version, known), default=None)
+    newer = [release for release in releases if newest is not None and Version(release) > newest]
+    if newer:
+        print(
+            f"not read: transformers {release_span(newer)}, newer than the newest recorded release, {newest} "
+            "(scripts/refresh-digests --new-releases reads it)",
+            file=sys.stderr,
+        )
+    return [release for release in releases if release not in newer]
 
 
 def _pip(*arguments: str) -> str:

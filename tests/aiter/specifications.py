@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from hf_rocm.ops.aiter import attention, varlen
-from hf_rocm.ops.attention import AttentionSpec
-from hf_rocm.ops.decode import DecodeSpec
-from hf_rocm.ops.linear import LinearSpec
-from hf_rocm.ops.pointwise import ActivationSpec, NormSpec, RopeSpec
-from hf_rocm.ops.varlen import VarlenSpec
+from hf_rocm.ops.specs.attention import AttentionSpec, DecodeSpec, VarlenSpec
+from hf_rocm.ops.specs.linear import LinearSpec
+from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec, RopeSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

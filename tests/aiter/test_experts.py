@@ -9,7 +9,8 @@ import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.moe_shuffled import PLAIN
-from hf_rocm.ops.moe_torch import ExpertsCall, eager
+from hf_rocm.ops.moe_torch import eager
+from hf_rocm.ops.specs.experts import ExpertsCall
 from tests.tolerance import assert_as_good_as_eager
 
 E, H, I = 6, 64, 128  # noqa: E741 - the alphabet of shapes

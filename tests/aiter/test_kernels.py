@@ -283,7 +283,7 @@ def test_rope(kernels, dtype, interleaved, rotated):
         assert_as_good_as_eager(*table)
 
 
-def test_the_shuffled_order_is_aiters(kernels):
+def test_the_shuffled_order_matches_aiter(kernels):
     from aiter.ops.shuffle import shuffle_weight
 
     weight = random(48, 64, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from hf_rocm import ops, options
 from hf_rocm.ops import probe, probe_cases, probe_worker, registry
-from hf_rocm.ops.attention import AttentionSpec
+from hf_rocm.ops.specs.attention import AttentionSpec
 from tests.aiter import recorded
 
 BF16 = torch.bfloat16
@@ -181,7 +181,7 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1
 
 
-def test_an_unwritable_cache_is_no_error(monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_not_an_error(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "file"))
     assert attend().name == "mha_fwd"

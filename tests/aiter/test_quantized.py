@@ -11,7 +11,8 @@ from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.aiter import quantized
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows, shuffle_rows, unshuffle_rows
-from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec, eager_linear
+from hf_rocm.ops.quantized_torch import eager_linear
+from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 from tests import eight_bit
 from tests.aiter import recorded
 from tests.tolerance import assert_as_good_as_eager
@@ -77,7 +78,7 @@ class TestRealPackage:
         if m:
             is_right(output, *given)
 
-    def test_the_shuffled_order_is_aiters(self, kernels):
+    def test_the_shuffled_order_matches_aiter(self, kernels):
         from aiter.ops.shuffle import shuffle_weight
 
         weight, _ = quantize_rows(random(32, 64, dtype=BF16), FP8_FNUZ)

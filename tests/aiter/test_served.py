@@ -127,7 +127,7 @@ def test_attention_gradients_on_the_radeon_that_supports_them(recorded_as):
         (None, False),
     ],
 )
-def test_an_unchecked_release_is_used_if_aiter_is_named(recorded_as, monkeypatch, release, newer):
+def test_an_unchecked_release_is_used_if_aiter_is_requested(recorded_as, monkeypatch, release, newer):
     assert recorded.RELEASES[-1] == NEWEST_AITER == NEWEST
     recorded_as(NEWEST)
     unchecked = dataclasses.replace(recorded.release(NEWEST), version=Version(release) if release else None)
@@ -159,7 +159,7 @@ def test_an_unknown_required_argument(monkeypatch):
     arguments += (Argument("otype", False),)
     release = Release(None, lambda name: Function(print, arguments), lambda name: None)
     monkeypatch.setattr(detect, "load", lambda: release)
-    sentence = "gemm_a16w16 of this amd-aiter requires `swizzle`, which hf_rocm doesn't know"
+    sentence = "gemm_a16w16 of this amd-aiter requires `swizzle`, which hf_rocm doesn't support"
     assert linear.refuses(LINEAR, Device("cuda", rocm=True, arch="gfx942")) == sentence
 
 

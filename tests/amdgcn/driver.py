@@ -53,7 +53,7 @@ class Code:
             return
         for barrier, store in barriers.unwaited(self.program):
             first, second = (f"{self.program.instructions[index].text!r} at {index}" for index in (store, barrier))
-            raise Race(f"{first} of {self.name} may be in flight at {second}: no wait is between them on some path")
+            raise Race(f"{first} of {self.name} may be in flight at {second}: some path has no wait between them")
         compiled = list(sequences.wrong(self.compiled))
         left = Counter(why for _, why in compiled if why != sequences.DIVISION)
         for index, why in compiled if self.program is self.compiled else sequences.wrong(self.program):
@@ -89,7 +89,7 @@ class Utils:
         self.loaded: dict[bytes, Code] = {}
 
     def about_to_load(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-        """Triton's hook that runs before it loads a binary. The assembly is stored beside the binary."""
+        """Triton's hook that runs before it loads a binary. The assembly is stored next to the binary."""
         self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:

@@ -133,7 +133,7 @@ def measure(case: Case, arch: str) -> list[Figures]:
         programs = round(x * y * z * case.larger)
         wave = in_flight(code.instructions(), arch)
         resident = min(by_registers, by_lds) * memory.simds
-        # bytes that several programs request, such as x of a product, are read from memory once
+        # bytes that several programs request, such as x of a GEMM, are read from memory once
         once = report.bytes_needed / max(1, report.bytes_requested)
         unit = wave * once * min(resident, warps * programs / memory.units)
         figures = (warps, vgprs, lds, by_registers, by_lds, programs, report.bytes_requested, report.bytes_needed)

@@ -24,7 +24,7 @@ def found(arch, *lines):
 
 
 @each_architecture
-def test_stores_are_waited_for_before_a_barrier(arch):
+def test_stores_must_complete_before_a_barrier(arch):
     store, wait, other, barrier = STORE[arch], WAIT[arch], OTHER[arch], BARRIER[arch]
     assert found(arch, store, wait, *barrier) == []
     assert found(arch, *barrier, store) == []

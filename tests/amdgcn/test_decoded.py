@@ -31,7 +31,7 @@ def test_text_and_bytes_agree(compiled):
     assert decoded.compare(text, binary, arch) == len(text) > 100
 
 
-def test_another_text_is_found(compiled):
+def test_a_different_text_is_detected(compiled):
     arch, text, binary = compiled
     place = next(index for index, line in enumerate(text) if line.startswith("v_add_f32"))
     for other in (text[place].replace("v_add", "v_sub"), text[place].replace(" v", " v1", 1)):
@@ -42,7 +42,7 @@ def test_another_text_is_found(compiled):
             decoded.compare(shorter, binary, arch)
 
 
-def test_what_was_compared_is_not_compared_again(compiled, tmp_path, monkeypatch):
+def test_compared_files_are_not_compared_again(compiled, tmp_path, monkeypatch):
     arch, text, binary = compiled
     calls = []
     monkeypatch.setattr(decoded, "compare", lambda *arguments: calls.append(arguments))

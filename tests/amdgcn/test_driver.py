@@ -32,7 +32,7 @@ def test_every_architecture_has_a_gpu_and_a_suite(monkeypatch):
     assert {name: gpu.lanes for name, gpu in GPUS.items()} == ARCHITECTURES
 
 
-def test_relatives_have_the_instructions_of_another():
+def test_related_architectures_share_instructions():
     from tests.amdgcn import one
 
     assert TARGETS["gfx1150"] == TARGETS["gfx1151"]
@@ -41,7 +41,7 @@ def test_relatives_have_the_instructions_of_another():
     assert {*TARGETS} - {*one.ARCHITECTURES} == {"gfx1150", "gfx1151", "gfx1200"}
 
 
-def test_the_cpu_is_described_as_another_device_for_a_while():
+def test_the_cpu_is_described_as_another_device_within_the_block():
     before = describe(CPU)
     with simulated("cpu", GPUS["gfx942"].described()):
         assert describe(CPU) == Device("cuda", rocm=True, arch="gfx942")
@@ -49,7 +49,7 @@ def test_the_cpu_is_described_as_another_device_for_a_while():
     assert describe(CPU) == before == Device("cpu", rocm=False)
 
 
-def test_triton_has_the_gpu_for_a_while():
+def test_triton_has_the_gpu_within_the_block():
     pytest.importorskip("triton", reason="not run: needs Triton")
     from triton.backends import backends
     from triton.runtime import driver
@@ -100,7 +100,7 @@ def test_a_nan_that_is_stored_is_one_that_operations_produce(dtype):
     space.check_numbers(written)
 
 
-def test_what_is_in_no_tensor_is_hidden():
+def test_bytes_outside_tensors_are_hidden():
     """The bytes between and after the rows of a view are hidden; a storage that is passed as a whole has no hidden
     bytes."""
     space = Space(cdna=True)

@@ -22,7 +22,7 @@ def test_loads_are_in_flight_until_they_are_waited_for():
     assert figures.in_flight(text[:3] + text[4:], "gfx942") == 64 * (16 + 2)
 
 
-def test_gfx12_counts_loads_by_themselves():
+def test_gfx12_counts_loads_separately():
     text = ["global_load_b128 v[0:3], v[8:9], off", "s_wait_loadcnt 0x0", "global_load_b64 v[0:1], v[8:9], off"]
     assert figures.in_flight(text, "gfx1201") == 32 * 16
     both = [text[0], "s_wait_loadcnt_dscnt 0x100", text[2]]

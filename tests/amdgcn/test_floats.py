@@ -91,7 +91,7 @@ def test_fused_multiply_add_of_float16(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_float16_conversions_are_pytorch_s(arch):
+def test_float16_conversions_match_pytorch(arch):
     source = numbers(400)
     codes = in_batches(arch, ["v_mov_b32_e32 v2, 0", "v_cvt_f16_f32_e32 v2, v1"], source, np.uint32)
     expected = torch.from_numpy(source).half().view(torch.int16).numpy().view(np.uint16)
@@ -101,7 +101,7 @@ def test_float16_conversions_are_pytorch_s(arch):
     np.testing.assert_array_equal(back, torch.from_numpy(source).half().float().numpy())
 
 
-def test_bf16_conversions_are_pytorch_s():
+def test_bf16_conversions_match_pytorch():
     source = numbers(400)
     codes = in_batches("gfx950", "v_cvt_pk_bf16_f32 v2, v1, v1", source, np.uint32)
     expected = torch.from_numpy(source).bfloat16().view(torch.int16).numpy().view(np.uint16)
@@ -122,7 +122,7 @@ EIGHT_BIT = {
 
 
 @pytest.mark.parametrize(("arch", "kind"), EIGHT_BIT)
-def test_eight_bit_conversions_are_pytorch_s(arch, kind):
+def test_eight_bit_conversions_match_pytorch(arch, kind):
     """Encode numbers in the range, and decode every code."""
     dtype = EIGHT_BIT[arch, kind]
     largest = torch.finfo(dtype).max

@@ -43,7 +43,7 @@ def test_wait_states(arch, first, second, states):
     assert program(arch, [first, *filler[1:], second]).hazards
 
 
-def test_what_needs_no_wait_states():
+def test_pairs_without_wait_states():
     for arch, first, second in (
         ("gfx90a", "v_cmp_eq_u32_e32 vcc, v1, v2", "v_cndmask_b32_e32 v3, v4, v5, vcc"),
         ("gfx942", MATRIX, "v_mov_b32_e32 v8, v4"),
@@ -54,7 +54,7 @@ def test_what_needs_no_wait_states():
         assert not program(arch, [first, second]).hazards
 
 
-def test_a_launch_refuses_a_program_with_one():
+def test_a_launch_refuses_a_program_with_a_hazard():
     code = program("gfx942", ["v_mov_b32_e32 v1, 0", "v_readfirstlane_b32 s4, v1"])
     with pytest.raises(Hazard, match="1 wait states too early"):
         launch(code, (1, 1, 1), b"", Memory(), waves=1)

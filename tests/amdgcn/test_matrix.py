@@ -164,7 +164,7 @@ def test_two_halves_of_a_wave_must_agree_on_rdna3():
         execute("gfx1100", "v_wmma_f32_16x16x16_f16 v[8:15], v[0:7], v[0:7], 0", registers)
 
 
-def test_subnormal_numbers_are_flushed_on_gfx90a_alone():
+def test_subnormal_numbers_are_flushed_only_on_gfx90a():
     subnormal = np.uint32(0x00010001)  # 2**-133 in both halves, as bf16
     registers = {"v0": subnormal, "v1": subnormal, "v2": 0x7F007F00, "v3": 0x7F007F00}
     old = execute("gfx90a", "v_mfma_f32_16x16x16bf16_1k v[4:7], v[0:1], v[2:3], 0", registers)
@@ -181,7 +181,7 @@ def test_mixed_eight_bit_formats():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_another_architecture_has_is_unknown(arch):
+def test_instructions_of_other_architectures_are_unknown(arch):
     foreign = "v_wmma_f32_16x16x16_f16 v[0:7], v[0:7], v[0:7], 0"
     if not arch.startswith("gfx9"):
         foreign = "v_mfma_f32_16x16x16_f16 v[0:3], v[0:1], v[0:1], 0"

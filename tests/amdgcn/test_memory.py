@@ -172,7 +172,7 @@ def test_early_accesses(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_loads_return_in_order(arch):
+def test_loads_complete_in_order(arch):
     memory, data, registers = buffer(256)
     registers |= {"v1": 0}
     one_left = "s_wait_loadcnt 0x1" if arch == "gfx1201" else "s_waitcnt vmcnt(1)"
@@ -183,7 +183,7 @@ def test_loads_return_in_order(arch):
         execute(arch, [*loads, one_left, "v_mov_b32_e32 v2, v5"], registers, memory=memory)
 
 
-def test_stores_count_as_loads_on_cdna_alone():
+def test_stores_count_as_loads_only_on_cdna():
     memory, _, registers = buffer(256)
     registers |= {"v1": 0, "v5": 0}
     store, use = "global_store_{0} v1, v5, s[4:5] offset:64", "v_mov_b32_e32 v2, v4"
@@ -193,7 +193,7 @@ def test_stores_count_as_loads_on_cdna_alone():
         execute("gfx1100", [load.format("b32"), store.format("b32"), wait, use], registers, memory=memory)
 
 
-def test_a_counter_at_its_end_makes_the_wave_wait():
+def test_a_counter_at_its_maximum_makes_the_wave_wait():
     memory, _, registers = buffer(1024)
     loads = [f"global_load_dword v{10 + i}, v1, s[4:5]" for i in range(64)]
     registers |= {"v1": 0}
@@ -204,7 +204,7 @@ def test_a_counter_at_its_end_makes_the_wave_wait():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("offset", "lane"), [(-4, 0), (4 - 4 * 64, 63), (1 << 20, 5)])
-def test_every_lane_s_address_is_checked(arch, offset, lane):
+def test_every_lane_address_is_checked(arch, offset, lane):
     """A single wrong lane is reported: after the end, before the start, or far away."""
     size = 4 * lanes(arch)
     memory, _, registers = buffer(size)
@@ -220,7 +220,7 @@ def test_every_lane_s_address_is_checked(arch, offset, lane):
         execute(arch, line, halves, memory=memory, active=(1 << lanes(arch)) - 1 & ~(1 << lane))
 
 
-def test_buffers_need_guard_zones_and_read_only_ones_stay():
+def test_buffers_need_guard_zones_and_read_only_ones_are_unchanged():
     memory = Memory()
     memory.add(1 << 20, np.zeros(100, np.uint8))
     with pytest.raises(ValueError, match="bytes between"):
@@ -329,7 +329,7 @@ def test_registers_and_lds_start_as_garbage(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_waves_that_part_join_again(arch):
+def test_diverged_waves_join_again(arch):
     """Odd waves take another branch; all waves add 1 after it."""
     add = "v_add_u32_e32" if arch in CDNA else "v_add_nc_u32_e32"
     compare = "v_readfirstlane_b32 s4, v1"
@@ -346,7 +346,7 @@ def test_waves_that_part_join_again(arch):
 
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # spills with buffer_store
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_scratch_is_each_lanes_own(arch, count):
+def test_scratch_is_private_to_a_lane(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))
     lane = np.arange(lanes(arch), dtype=np.uint32)
     written = {f"v{4 + i}": np.stack([1000 * i + lane, 1000 * i + lane + 500]) for i in range(count)}
@@ -358,7 +358,7 @@ def test_scratch_is_each_lanes_own(arch, count):
 
 
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])
-def test_scratch_of_inactive_lanes_stays_and_starts_as_garbage(arch):
+def test_scratch_of_inactive_lanes_is_kept_and_starts_as_garbage(arch):
     lines = [
         f"scratch_store_{word(arch)} off, v4, off",
         "s_mov_b32 exec_lo, 1",

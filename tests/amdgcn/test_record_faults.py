@@ -11,7 +11,7 @@ def faults(*outcomes):
     return [{**FAULT, "detected": detected, "proof": proof} for detected, proof in outcomes]
 
 
-def test_a_page_has_what_was_found_and_what_was_proven():
+def test_a_page_lists_detected_and_proven_faults():
     sections = {
         "gfx942": record_faults.section("gfx942", 1, faults(("Race", None), (None, "it is not read"), (None, None))),
         "gfx1100": record_faults.section("gfx1100", 2, faults(("wrong result", None))),
@@ -37,7 +37,7 @@ def test_one_architecture_is_recorded_again(tmp_path, monkeypatch):
     assert list(record_faults.sections_of(page.read_text(encoding="utf-8"))) == ["gfx942", "gfx1100"]
 
 
-def test_a_proof_by_hand_is_of_a_listed_fault():
+def test_proofs_by_hand_belong_to_listed_faults():
     page = record_faults.sections_of(record_faults.PAGE.read_text(encoding="utf-8"))
     for arch, kernel, before, after in record_faults.PROOFS:
         assert f"| {kernel} | " in page[arch] and f"| `{before}` | `{after}` | changes nothing: " in page[arch]

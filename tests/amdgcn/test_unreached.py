@@ -26,7 +26,7 @@ def test_every_instruction_has_its_line():
     assert unreached.source_lines(TEXT) == ["norm.py:12", "norm.py:12", "norm.py:12", "norm.py:28"]
 
 
-def test_what_was_not_reached_is_counted(tmp_path, capsys):
+def test_unreached_instructions_are_counted(tmp_path, capsys):
     forms = [form(reached=[0, 1, 2]), form(reached=[0, 1, 2, 3])]
     path = tmp_path / "report.json"
     other = form(kernel="_attn_fwd", reached=[])

@@ -321,7 +321,7 @@ def test_constants(arch):
     assert [int(state.v[i, 0, 0]) for i in range(1, 5)] == [0x3F000000, 0xC0800000, WORD, 0x42280000]
 
 
-def test_what_is_not_implemented_is_named():
+def test_unimplemented_instructions_are_named():
     for line in (
         "v_nosuch_b32 v0, v1",
         "v_add_u32_e32 v0, v1, v2 wrong:1",

@@ -45,6 +45,25 @@ def test_json_is_only_the_segment(capsys):
     assert [timing["side"] for timing in data["results"][0]["timings"]] == ["stock", "hf_rocm"]
 
 
+def test_defaults_on_a_cpu_are_quick_and_named(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "hf_rocm.tools.bench.run.bench", lambda subject, cases, names, **_: pytest.fail(f"{names} {cases}")
+    )
+    with pytest.raises(pytest.fail.Exception) as measured:
+        main(["bench", "--config", "small", "--layers", "1", "--device", "cpu"])
+    assert str(measured.value).startswith("['stock', 'hf_rocm'] [Case(kind='decode', batch=1, prompt=128, new=32)")
+    assert "--sides stock,compile,hf_rocm includes it" in capsys.readouterr().err
+
+
+def test_the_table_fits_80_columns_and_has_no_empty_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["bench", *TINY, "--sides", "stock,hf_rocm"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not any("peak" in line for line in lines)
+    (header,) = (line for line in lines if line.startswith("side") and "TTFT" in line)
+    assert header.split()[:7] == ["side", "ms", "per", "token", "tokens/s", "×", "stock"]
+
+
 def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     arguments = [str(tiny_checkpoint), "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--json"]
     assert main(["bench", *arguments, "--kinds", "decode", "--sides", "stock,hf_rocm"]) == 0
@@ -69,14 +88,14 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
     trace = tmp_path / "trace.json"
     assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "hf_rocm", "--profile", str(trace)]) == 0
     captured = capsys.readouterr()
-    assert "µs a step" in captured.out and trace.exists() and str(trace) in captured.err
+    assert "µs per step" in captured.out and trace.exists() and str(trace) in captured.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         ([], 2, "Usage"),
-        (["--config", "small", "a-model"], 2, "give a MODEL, or a known shape"),
+        (["--config", "small", "a-model"], 2, "pass a MODEL, or a known shape"),
         (["a-model", "--layers", "1"], 2, "--layers needs --config"),
         (["--config", "llama-9b"], 1, "there is no shape 'llama-9b'"),
         ([*TINY, "--sides", "stock,fast"], 1, "'fast'"),

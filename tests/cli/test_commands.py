@@ -225,7 +225,7 @@ def test_usage_errors_exit_with_two(arguments: list[str], capsys: pytest.Capture
     assert main(arguments) == 2
 
 
-def test_a_bug_exits_with_three_and_is_called_a_bug(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_exits_with_three_and_is_reported_as_a_bug(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a defect")
 

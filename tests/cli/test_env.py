@@ -1,4 +1,4 @@
-"""`hf-rocm env`: its output can be published, tested with planted secrets."""
+"""The output of `hf-rocm env` can be published: planted secrets don't appear in it."""
 
 from __future__ import annotations
 

@@ -59,6 +59,11 @@ def test_help_fits_the_terminal_breaks_no_words_and_has_the_options_of_a_model(
         ("bench --config llama-7", ["llama-70b"]),
         ("install-overlays qwen3_5", ["qwen3_5", "qwen3_5_moe"]),
         ("uninst", ["uninstall-overlays"]),
+        ("bench --con", ["--config"]),
+        ("bench se", ["serve"]),
+        ("tune --shapes-", ["--shapes-only"]),
+        ("verify --config tiny-l", ["tiny-llama"]),
+        ("help ben", ["bench"]),
     ],
 )
 def test_shells_complete_commands_models_and_shapes(

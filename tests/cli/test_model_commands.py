@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def test_the_reason_for_stock_is_printed_once_and_wrapped(command, checkpoint, c
 
 
 @pytest.mark.parametrize("command", ["explain", "warmup"])
-def test_a_model_that_cannot_be_loaded_is_one_error(command, tmp_path, checkpoint, capsys):
+def test_a_model_that_cannot_be_loaded_causes_one_error(command, tmp_path, checkpoint, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     assert "no model could be loaded" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -75,3 +77,28 @@ def test_a_model_that_cannot_be_loaded_is_one_error(command, tmp_path, checkpoin
     assert "no model could be loaded" in capsys.readouterr().err
     assert main([command, checkpoint, "--device", "cuda:99"]) == 1
     assert "there is no device 'cuda:99' here" in capsys.readouterr().err
+
+
+def test_repeated_attempts_to_reach_the_hub_cause_one_line(capfd, monkeypatch):
+    hub = logging.getLogger("huggingface_hub")
+    handler = logging.StreamHandler(sys.stderr)
+    monkeypatch.setattr(hub, "handlers", [handler])
+
+    def retrying(*_, **__):
+        for attempt in range(5):
+            hub.warning(f"thrown while requesting HEAD, attempt {attempt}")
+        raise OSError("no connection")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", retrying)
+    assert main(["explain", "meta-llama/nosuch"]) == 1
+    error = capfd.readouterr().err
+    assert error.count("thrown while requesting") == 1 and "no connection" in error
+    assert not handler.filters
+
+
+@pytest.mark.parametrize("command", ["explain", "verify", "bench", "quantize", "tune", "warmup"])
+def test_a_folder_that_does_not_exist_is_refused_before_anything_is_loaded(command, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.loading.pretrained.from_pretrained", None)
+    assert main([command, "./no-such-model"]) == 1
+    shown = capsys.readouterr().err
+    assert "no model could be loaded from './no-such-model'" in shown and "the folder does not exist" in shown

@@ -76,7 +76,7 @@ def test_an_unreadable_file_is_named(tmp_path, capsys):
 
 def test_a_missing_path_has_a_hint(tmp_path, capsys):
     assert main(["port-check", str(tmp_path / "nowhere")]) == 1
-    assert "hint: give a file or a folder" in capsys.readouterr().err
+    assert "hint: pass a file or a folder" in capsys.readouterr().err
 
 
 def test_names_and_lines_are_printed_without_control_characters(tmp_path, capsys):

@@ -59,12 +59,12 @@ def test_tuning_saves_results_and_does_not_repeat(fake_aiter, rocm, tmp_path, ca
     assert captured.err.startswith("tuning 2 shapes with aiter")
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "nothing to do: all of them are tuned" in out and out.count("tuned\n") >= 2
+    assert "nothing to do: all of them are already tuned" in out and out.count("tuned\n") >= 2
     fake.how.write_text("some")
     assert main([*arguments, "--again", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["result"]["tuned"] == 1
-    assert "note: nothing was found for 1 shape; see " in captured.err
+    assert "note: no kernel was found for 1 shape; see " in captured.err
     fake.how.write_text("fails")
     assert main([*arguments, "--again"]) == 1
     assert "last line  RuntimeError: no GPU" in capsys.readouterr().err
@@ -76,14 +76,14 @@ def test_explain_shows_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkey
     capsys.readouterr()
     monkeypatch.setattr(torch.version, "hip", None)
     assert main(["explain", checkpoint, "--device", "cpu"]) == 0
-    assert "tuned products: 9 of 9 recorded shapes are in the table" in capsys.readouterr().out
+    assert "tuned GEMMs: 9 of 9 recorded shapes are in the table" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         ([], 2, "MODEL"),
-        (["model"], 2, "give a MODEL, or a file of shapes"),
+        (["model"], 2, "pass a MODEL, or a file of shapes"),
         (["--shapes", "gone.csv"], 1, "gone.csv can't be read"),
         (["x", "--batch", "0"], 1, "--batch 0 is not valid"),
         (["x", "--prompt", "1,,2"], 1, "--prompt 1,,2 is not valid"),
@@ -93,7 +93,7 @@ def test_explain_shows_the_hit_rate(checkpoint, fake_aiter, rocm, capsys, monkey
         (["nothing/here"], 1, "no config could be loaded from 'nothing/here'"),
     ],
 )
-def test_invalid_arguments_are_one_error(arguments, code, words, tmp_path, capsys):
+def test_invalid_arguments_cause_one_error(arguments, code, words, tmp_path, capsys):
     named = [str(small(tmp_path)) if argument == "S" else argument for argument in arguments]
     assert main(["tune", *named]) == code
     captured = capsys.readouterr()
@@ -127,7 +127,7 @@ def test_check_names_the_lines(tmp_path, capsys):
     assert "  2 rows are right" in out and "note: line 3: for gfx942, 80 compute units, not for this one" in out
     assert main(["tune", "check", str(good), str(bad), str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "  line 3: N is 'x', not a whole number from 1 up" in out
+    assert "  line 3: N is 'x', not an integer of at least 1" in out
     assert "  line 4: the same shape as line 2, with another kernel or time" in out
     assert "  1 row is right, 2 are not" in out and f"{tmp_path} is a folder" in out
     assert main(["tune", "check", str(good), "--gpu", "gfx950:256", "--json"]) == 1
@@ -170,4 +170,4 @@ def test_list_shows_all_tables_and_damaged_ones(fake_aiter, tmp_path, capsys, mo
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(write(tmp_path / "bad.csv", table_text(LAYOUT, "x"))))
     assert main(["tune", "list"]) == 1
     data = capsys.readouterr()
-    assert "line 2  1 fields, and the header has 18" in data.err and "tuned here" in data.out
+    assert "line 2  1 fields, but the header has 18" in data.err and "tuned here" in data.out

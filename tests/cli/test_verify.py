@@ -21,7 +21,7 @@ from hf_rocm.cli import main
 from hf_rocm.errors import GoldenError
 from hf_rocm.tools.verify import verify as verify_model
 from hf_rocm.tools.verify.golden import FORMAT
-from hf_rocm.tools.verify.shapes import random_model
+from hf_rocm.tools.verify.shapes import SHAPES, random_model
 from tests.tools.verify import faults
 
 
@@ -73,12 +73,12 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
 
 @pytest.mark.parametrize("place", ["{there}/missing/g", "", "{there}", "{there}/file/g"])
 @pytest.mark.parametrize("option", ["--save-golden", "--picture"])
-def test_an_output_that_can_not_be_written_is_refused_before_the_run(tmp_path, option, place, capsys, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, option, place, capsys, monkeypatch):
     monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
     (tmp_path / "file").touch()
     assert verify("--config", "tiny-llama", option, place.format(there=tmp_path)) == 1
     err = capsys.readouterr().err
-    assert "can't be written" in err and "hint: name a file" in err
+    assert "can't be written" in err and "hint: specify a file" in err
 
 
 def test_a_golden_file_can_be_a_device_or_a_link(golden, tiny_checkpoint, tmp_path):
@@ -111,6 +111,12 @@ def test_a_fault_exits_with_1_and_names_the_layer(tiny_checkpoint, golden, capsy
     assert "model.layers.0: self_attn.rotated query is the first that differs" in " ".join(out.split())
 
 
+def test_help_names_every_shape(capsys):
+    assert main(["verify", "--help"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").replace(".", " ").split()
+    assert {word for word in words if word.startswith("tiny-")} == set(SHAPES)
+
+
 def test_random_weights_of_a_named_shape(capsys):
     assert verify("--config", "tiny-mistral", "--force") == 0
     out = capsys.readouterr().out
@@ -132,7 +138,7 @@ def test_random_weights_of_a_config_file(tiny_checkpoint, tmp_path, capsys):
         (["--config", "nowhere", "--force"], 1, "no config could be read from 'nowhere'"),
         (["--config", "tiny-llama", "--dtype", "int8"], 1, "there is no dtype 'int8'"),
         (["nowhere", "--force"], 1, "no model could be loaded"),
-        ([], 2, "give either MODEL or --config"),
+        ([], 2, "pass either MODEL or --config"),
         (["--config", "tiny-llama", "--force", "--golden", "nowhere"], 1, "nowhere can't be read"),
     ],
 )

@@ -3,7 +3,8 @@
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
     python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Marks are not declared: each is set if an operation ran inside a replaced forward, in every module of its class.
+Marks are not declared: each is set if an operation ran inside a replaced forward, in every module of its class, and
+"recorded" if `prepare` decided to record the model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 import hf_rocm
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import noted
+from hf_rocm.loading.prepare import report_of
 from hf_rocm.overlay import bind, catalog
 from hf_rocm.weights import fuse
 from hf_rocm.weights.prefused import joined_already
@@ -31,7 +33,7 @@ from tests.coverage import inputs
 from tests.coverage.case import Case
 
 FEATURES = (
-    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "graph decode",
+    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "recorded",
 )  # fmt: skip
 YES, JOINED, NONE = "yes", "joined in the checkpoint", "the model has none"
 ATTENTION = {"attention", "decode_attention", "varlen_attention"}
@@ -112,12 +114,16 @@ def _row(name: str, model: nn.Module, classes: dict[type, list[Any]]) -> Row:
     return {
         "overlay": overlay.id,
         "classes": {cls.__name__: sorted(operations) for cls, operations in sorted(ran.items(), key=str)},
-        "support": _support(module, modules, classes, ran),
+        "support": _support(model, module, modules, classes, ran),
     }
 
 
 def _support(
-    module: ModuleType, modules: list[nn.Module], classes: dict[type, list[Any]], ran: dict[type, set[str]]
+    model: nn.Module,
+    module: ModuleType,
+    modules: list[nn.Module],
+    classes: dict[type, list[Any]],
+    ran: dict[type, set[str]],
 ) -> dict[str, str]:
     attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
     others = [cls for cls in ran if cls not in attending and not re.search("Attention|DeltaNet", cls.__name__)]
@@ -137,14 +143,14 @@ def _support(
         "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
         "norm": _ran({"rms_norm"}, every, norms, "it has a different kind of norm"),
         "add+norm": _ran(
-            {"add_rms_norm"},
+            {"add_rms_norm", "add_layer_norm"},
             every,
             norms or "rms_norm" in every,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
         "rope": _ran({"rope"}, every, "rotary" in text, "it has a different rotary embedding"),
         "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "it has different experts"),
-        "graph decode": "stock: hf_rocm records no graphs yet",
+        "recorded": _recorded(model),
     }
     if marks["fused gate/up"] == NONE and gated:
         marks["fused gate/up"] = "stock: it has a different gated MLP"
@@ -168,7 +174,16 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
     left = sorted(cls.__name__ for cls in leaves - set(attending))
     if not attending:
         return f"stock: {', '.join(left)} is not replaced" if left else NONE
-    return f"{YES}, but {', '.join(left)} stays stock" if left else YES
+    return f"{YES}, but not {', '.join(left)}" if left else YES
+
+
+def _recorded(model: nn.Module) -> str:
+    """Whether `prepare` records the decode steps of the model, or its forwards if it does not generate."""
+    report = report_of(model)
+    decisions = [report["graphs"]["off"]] if hasattr(model, "generate") else list(report["forwards"].values())
+    if not decisions:
+        return "stock: it keeps a cache and does not generate"
+    return YES if None in decisions else f"stock: {decisions[0]}"
 
 
 def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:

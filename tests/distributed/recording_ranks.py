@@ -81,7 +81,7 @@ def is_on_unless_it_is_switched_off(checkpoint):
     assert known(model) is None
 
 
-def refuses_a_backend_that_can_not_be_recorded(checkpoint):
+def refuses_a_backend_that_cannot_be_recorded(checkpoint):
     model = load(checkpoint, graphs=True)
     before = recorder.collectives.pop("cpu")
     try:
@@ -98,7 +98,7 @@ def refused(model):
     raise AssertionError("it was recorded")
 
 
-def stops_together_where_one_rank_can_not_record(checkpoint):
+def stops_together_where_one_rank_cannot_record(checkpoint):
     model = load(checkpoint, graphs=True)
     record = EmulatedRecorder.record
 
@@ -199,8 +199,8 @@ def places():
 CHECKS = (
     gives_stocks_tokens,
     is_on_unless_it_is_switched_off,
-    refuses_a_backend_that_can_not_be_recorded,
-    stops_together_where_one_rank_can_not_record,
+    refuses_a_backend_that_cannot_be_recorded,
+    stops_together_where_one_rank_cannot_record,
     stops_together_where_one_rank_replays_something_else,
     stops_together_where_one_rank_has_another_model,
     other_groups_end_without_them,

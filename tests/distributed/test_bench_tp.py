@@ -73,7 +73,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     ("program", "message"),
     [
         (DIES, "rank 1 was killed by signal 9 (SIGKILL)"),
-        (SPOILS, "hf_rocm returns wrong numbers over 2 ranks, so nothing is timed"),
+        (SPOILS, "hf_rocm returns wrong results over 2 ranks, so nothing is timed"),
     ],
     ids=["dies", "spoils"],
 )

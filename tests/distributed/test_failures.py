@@ -87,7 +87,7 @@ def test_a_rank_without_aiter(checkpoint, tmp_path):
     assert re.search(r"aiter  amd-aiter 99\.9 on rank 0 \(.+\); (not installed|amd-aiter .+) on rank 1 \(", log)
 
 
-def test_heads_that_can_not_be_divided(tmp_path):
+def test_heads_that_cannot_be_divided(tmp_path):
     log = fails("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
     assert log.count("RankError: 3 (num_key_value_heads) heads can't be divided among 2 ranks\n"), log
     assert "sizes that fit       1, 3" in log

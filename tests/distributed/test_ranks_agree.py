@@ -135,7 +135,7 @@ def test_the_rank_with_the_store_waits_until_the_others_have_read_it():
     assert gone.is_set()
 
 
-def test_ranks_in_words():
+def test_ranks_as_text():
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     assert named([2], hosts) == "rank 2 (b)"
     assert named([3, 0, 1], hosts) == "ranks 0–1, 3 (a, b)"

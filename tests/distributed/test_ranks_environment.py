@@ -113,7 +113,7 @@ def test_the_ranks_of_a_mesh():
     assert partners(Place(3, 4, 1), {"device_mesh": grid, "tp_plan": "auto"}) == [2, 3]
 
 
-def test_a_process_group_has_precedence_over_the_environment(monkeypatch):
+def test_a_process_group_takes_precedence_over_the_environment(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

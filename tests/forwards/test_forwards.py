@@ -190,7 +190,7 @@ def test_threads(pair):
 
 
 def test_switching_between_two_states_records_each_once(pair):
-    """As PEFT switches adapters: by plain attributes."""
+    """PEFT switches adapters like this, with plain attributes."""
     prepared, stock = pair()
     recorded = []
     for epsilon in (1e-12, 1.0, 1e-12, 1.0):
@@ -274,10 +274,10 @@ def test_explain(pair):
         call(prepared, inputs("bert"))
     prepared(**inputs("bert"))
     lines = hf_rocm.explain(prepared).forwards
-    assert lines[:2] == ("forwards are recorded and replayed", "1 forwards recorded, 2 replayed")
+    assert lines[:2] == ("forwards are recorded and replayed", "recorded forwards: 1, replayed forwards: 2")
     assert lines[-1].startswith("uncaptured × 1: gradients are enabled")
     assert (
-        "1 forwards recorded" in str(hf_rocm.explain(prepared))
+        "recorded forwards: 1" in str(hf_rocm.explain(prepared))
         and "uncaptured × 1" in hf_rocm.explain(prepared).details()
     )
     hf_rocm.prepare(prepared, force=True, graphs=False)

@@ -70,10 +70,10 @@ def test_values_are_returned_in_order(mode):
         (lambda x: x[1:].zero_(), "writes in place to a tensor that it did not create"),
         (lambda x: bool((x + 1).mul_(2).sum() > 3), "that it has written in place"),
         (lambda x: x.to("meta"), "copies between devices"),
-        (lambda x: torch.tensor(0.0, device="meta") + 1, "from values of the host"),
+        (lambda x: torch.tensor(0.0, device="meta") + 1, "from values on the host"),
     ],
 )
-def test_operations_that_can_not_be_recorded(run, reason, observed):
+def test_operations_that_cannot_be_recorded(run, reason, observed):
     assert reason in observed(run, torch.ones(3)).reason
 
 

@@ -96,3 +96,15 @@ def test_images_of_mixed_sizes(recorded_on_cpu):
     prepared, stock = both("image-classification", make("vit"), image_processor=processor)
     assert same(prepared(images), stock(images))
     assert counted(prepared.model)[0] == 1 and counted(prepared.model)[1] > 6
+
+
+def test_moves_that_change_nothing_keep_the_recordings(recorded_on_cpu, tokenizer):
+    """sentence-transformers moves its model to the device that it is already on before every batch of sentences."""
+    model = hf_rocm.prepare(make("bert"), force=True)
+    run = transformers.pipeline("feature-extraction", model=model, device="cpu", tokenizer=tokenizer)
+    recorded = []
+    for _ in range(3):
+        model.to("cpu")
+        run(texts())
+        recorded.append(counted(model)[0])
+    assert recorded[1] == recorded[2] and counted(model)[1] > 24

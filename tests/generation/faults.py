@@ -7,19 +7,17 @@ import torch
 from tests.generation.emulator import EmulatedRecorder
 
 
-def recorder_with(fault, *, first, last=10**9, reorderings=False):
+def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
     """A recorder class whose replays `first` to `last`, counted from 1, have this fault.
 
-    reorderings: whether the fault is in reordering a cache for beams instead of in a step.
+    reorderings: whether the fault is in reordering a cache for beams instead of in a step. draws: the same for draws.
     """
 
     class Faulty(EmulatedRecorder):
         def record(self, run):
             recording, result = super().record(run)
             right, replay, memory = recording.kept, recording.replay, {}
-            if reorderings != all(
-                "index_select" in str(operator) or "copy_" in str(operator) for operator, *_ in right
-            ):
+            if (reorderings, draws) != (_reorders(right), _draws(right)):
                 return recording, result
 
             def faulty_replay():
@@ -35,6 +33,14 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False):
             return recording, result
 
     return Faulty
+
+
+def _reorders(kept):
+    return all("index_select" in str(operator) or "copy_" in str(operator) for operator, *_ in kept)
+
+
+def _draws(kept):
+    return any("aminmax" in str(operator) for operator, *_ in kept)
 
 
 def stale_input(kept, memory):
@@ -113,6 +119,28 @@ def not_finite(kept, memory):
 def not_finite_logits(kept, memory):
     """The results of the last GEMM are NaN; the cache is correct."""
     return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), which=-1)
+
+
+def argmax_dropped(kept, memory):
+    """The tokens with the largest logits are those of the previous replay."""
+    del kept[_last(kept, "aten.argmax")]
+    return kept
+
+
+def stale_logits(kept, memory):
+    """A draw reads the logits of the previous replay."""
+    return _stale(kept, memory, "aten._to_copy")
+
+
+def filter_dropped(kept, memory):
+    """The filter of a processor reads the scores of the first replay."""
+    del kept[_first(kept, "aten.masked_fill")]
+    return kept
+
+
+def garbage_draws(kept, memory):
+    """The ratio of probabilities and noise is wrong."""
+    return _spoiled(kept, "aten.div", lambda result: result.roll(1, -1), which=-1)
 
 
 def copy_dropped(kept, memory):

@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import DynamicCache
 
+import hf_rocm
 from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
 from tests.generation.conftest import assistant_of, prompt
@@ -63,7 +64,10 @@ def same_tokens(prepared, stock, numbers, **form):
         for model in (stock, prepared):
             if assists:
                 arguments.pop("cache_implementation", None)  # stock can't pass it to the assistant
-                arguments["assistant_model"] = assistant_of(stock)
+                drafting = assistant_of(stock)
+                if model is prepared:  # its own steps are recorded too
+                    drafting = hf_rocm.prepare(drafting, force=True, graphs=True)
+                arguments["assistant_model"] = drafting
             torch.manual_seed(number)
             cache = {"past_key_values": DynamicCache()} if brings else {}
             result = model.generate(**arguments, **cache)

@@ -51,7 +51,7 @@ def test_all_steps_after_the_first_are_replayed(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_returned(kind, pair):
+def test_returned_outputs_of_calls(kind, pair):
     prepared, stock = pair(kind)
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for seed in (0, 1):
@@ -77,7 +77,7 @@ def test_encoder_decoders(kind, couple):  # noqa: F811
     assert counted(prepared)[1] > NEW
 
 
-def test_searches_and_samples_take_turns(pair):
+def test_searches_and_samples_alternate(pair):
     prepared, stock = pair()
     for seed, beams in enumerate((3, 1, 2, 3, 1)):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)
@@ -86,7 +86,7 @@ def test_searches_and_samples_take_turns(pair):
     assert counted(prepared) == (1, 5 * (NEW - 1) - 3)  # 6 rows each: the searches and the samples share a recording
 
 
-def test_a_brought_cache_runs_as_in_stock(pair):
+def test_a_passed_cache_runs_as_in_stock(pair):
     from transformers import DynamicCache
 
     prepared, stock = pair(graphs=None)
@@ -127,14 +127,14 @@ def test_other_calls_of_the_model_during_a_search_are_not_its_steps(pair):
     assert counted(prepared)[1] > 0
 
 
-def test_threads_search_side_by_side(pair):
+def test_threads_search_concurrently(pair):
     prepared, stock = pair()
     inputs = [prompt(seed=seed) for seed in range(4)]
     expected = [searched(stock, given) for given in inputs]
     assert alike_from_threads(lambda given: searched(prepared, given), inputs, expected)
 
 
-def test_the_class_is_stocks_again_after_a_search(pair):
+def test_the_class_is_stock_again_after_a_search(pair):
     prepared, stock = pair()
     searched(prepared, prompt())
     assert "__call__" not in vars(type(prepared))

@@ -69,7 +69,7 @@ def test_without_rocm_and_force_a_model_is_compiled_as_in_stock(model, compiled)
     assert compiled and not any(set(options) & set(compiling.SETTINGS) for options in compiled)
 
 
-def test_settings_of_the_user_have_precedence():
+def test_settings_of_the_user_take_precedence():
     options = compiling.arguments({"mode": "reduce-overhead", "options": {"memory_planning": True}})["options"]
     assert options["triton.cudagraphs"] is True and options["memory_planning"] is True
     assert options["max_autotune_gemm_backends"] == "ATEN"

@@ -147,7 +147,7 @@ def test_a_wrong_replay_is_noticed(kind, couple):
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        layer.keys = layer.keys.clone()  # at another address than the recording reads
+        layer.keys = layer.keys.clone()  # at an address that the recording does not read
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))

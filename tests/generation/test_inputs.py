@@ -124,7 +124,7 @@ def embedded():
 
 
 @pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
-def test_other_masks_than_left_padding_are_prepared_by_transformers(call, pair, steps):
+def test_masks_other_than_left_padding_are_prepared_by_transformers(call, pair, steps):
     served, stock = pair("llama", graphs=None)
     assert torch.equal(generate(served, call(), new=NEW), generate(stock, call(), new=NEW))
     if call in (hole, right):

@@ -67,7 +67,7 @@ def test_candidates_are_those_of_stock(length, arguments):
     assert drafted or length < 5 or length + 1 == one.max_length
 
 
-def test_without_a_match_the_tokens_come_back():
+def test_without_a_match_the_tokens_are_returned():
     ids = torch.arange(20)[None].as_subclass(OnDevice)
     with lookup.searching_on_the_host():
         assert generator().get_candidates(ids, **FIRST)[0] is ids
@@ -92,7 +92,7 @@ def test_stocks_search_outside_a_call_and_in_other_threads():
     assert len(candidates(one, tokens(30, 0))[1]) > 1
 
 
-def test_processors_get_what_stock_gives_them():
+def test_processors_get_the_arguments_of_stock():
     if "logits_processor" not in vars(generator()):
         pytest.skip("this release does not call processors for drafts")
     given = []
@@ -113,7 +113,7 @@ def test_processors_get_what_stock_gives_them():
         assert given == []
 
 
-def test_a_replaced_search_stays(monkeypatch):
+def test_a_replaced_search_is_kept(monkeypatch):
     monkeypatch.setattr(Generator, "get_candidates", lambda self, ids, **_: (ids, type(ids)))
     with lookup.searching_on_the_host():
         ids = tokens(30, 0)

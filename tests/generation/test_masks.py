@@ -50,9 +50,8 @@ def steps(monkeypatch):
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
     gc.collect()
     patches.sweep()
-    for (
-        model
-    ) in gc.get_objects():  # of earlier tests, if they are still referenced: their classes have the unpatched one
+    # models of earlier tests that are still referenced: their classes have the unpatched method
+    for model in gc.get_objects():
         if issubclass(type(model), transformers.PreTrainedModel) and inputs.MARK in model.__dict__:
             take_away(model, inputs.MARK)
     monkeypatch.setattr(inputs, "_prepare", remembering)

@@ -147,7 +147,7 @@ def test_returning_hidden_states_or_attentions_disables_nothing(name, pair):
     assert torch.equal(generate(prepared), generate(stock))
 
 
-def test_a_model_that_is_restored_in_the_middle_of_a_call_ends_it(pair):
+def test_a_call_ends_as_in_stock_if_its_model_is_restored_meanwhile(pair):
     prepared, stock = pair()
     expected = generate(stock, prompt(rows=1))
 

@@ -17,7 +17,7 @@ from tests.generation import faults
 from tests.generation.conftest import counted, generate, prompt
 
 RELEASE = Version(transformers.__version__)
-SLIDING_STATIC = Version("4.54") <= RELEASE  # earlier, a static cache of these models has another class
+SLIDING_STATIC = Version("4.54") <= RELEASE  # in earlier releases, their static cache has another class
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2"]
 
@@ -30,7 +30,7 @@ def contents(cache):
 
 
 def close(one, two):
-    """Compare up to rounding, because two layers sum in another order. Tolerance: rounding steps of the largest value.
+    """Compare up to rounding, because layers sum in different orders. Tolerance: rounding steps of the largest value.
 
     These random weights amplify a rounding error. T5's amplify it most (45 steps were seen), because T5 doesn't scale
     its scores.
@@ -229,7 +229,7 @@ def test_the_cache_of_recorded_steps_is_never_returned(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_as_prompt(kind, pair):
+def test_embeddings_as_the_prompt(kind, pair):
     prepared, stock = pair(kind)
     inputs = prompt(padded=2)
     for seed in (0, 1):

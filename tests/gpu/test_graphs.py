@@ -12,6 +12,7 @@ import torch
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.generation import cache_layer, pool
+from hf_rocm.generation.recorded_draw import RecordedDraw
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
@@ -51,15 +52,34 @@ def test_greedy_tokens_equal_stock(kind, padded, pair):
     assert counted(prepared)[1] > 49 and known(prepared).disabled is None
 
 
-def test_sampling_draws_the_same_tokens_as_stock(pair):
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 40}, {"temperature": 1.2, "top_k": 30, "top_p": 0.9}, {"min_p": 0.1}]
+)
+def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypatch):
     prepared, stock = pair()
+    draw, drawn = RecordedDraw.draw, []
+    monkeypatch.setattr(RecordedDraw, "draw", lambda self, *how: drawn.append(not how) or draw(self, *how))
+    how = {"do_sample": True, "new": 30, **settings}
     for seed in (0, 1, 2):
-        how = {"do_sample": True, "top_k": 40, "seed": seed}
-        assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
-        drawn = [torch.rand(2, device="cuda")]
-        generate(stock, asked(), **how)
-        drawn.append(torch.rand(2, device="cuda"))
-        assert torch.equal(*drawn)
+        results = []
+        for model in (prepared, stock):
+            tokens = generate(model, asked(rows=rows), seed=seed, **how)
+            results.append((tokens, torch.cuda.get_rng_state()))
+        assert all(map(torch.equal, *results))
+    assert sum(drawn) > 60 and known(prepared).disabled is None
+
+
+def test_sampling_with_the_late_check_restores_the_random_state(pair):
+    prepared, stock = pair()
+    free = generate(stock, asked(rows=1), seed=0, new=25, do_sample=True)[0]
+    for at in (8, 9, 12, 20, 31):
+        how = {"do_sample": True, "seed": 0, "new": 25, "eos_token_id": free[at].item(), "pad_token_id": 0}
+        results = []
+        for model in (prepared, stock):
+            tokens = generate(model, asked(rows=1), **how)
+            results.append((tokens, torch.cuda.get_rng_state()))
+        assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import hf_rocm
 from hf_rocm import ops, options
-from tests.ops.test_moe_mxfp4 import drawn, eager, reference
+from tests.ops.test_moe_mxfp4 import drawn, eager, reference, unbiased
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = [
@@ -38,8 +38,10 @@ def on_gpu(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("tokens", "name"), [(1, "chosen"), (3, "chosen"), (8, "chosen"), (90, "dequantize")])
-def test_experts(tokens, name, sizes, dtype):
+@pytest.mark.parametrize("biased", [True, False], ids=["gpt-oss", "silu"])
+def test_experts(tokens, name, sizes, dtype, biased):
     tensors, keywords = on_gpu((tokens, *sizes), dtype)
+    tensors, keywords = (tensors, keywords) if biased else unbiased(tensors)
     with ops.recording() as routes:
         output = ops.mxfp4_experts(*tensors, **keywords)
     (route,) = (route for route in routes if route.operation == "mxfp4_experts")

@@ -18,7 +18,8 @@ from hf_rocm.device import describe
 from hf_rocm.ops.eight_bit import INT8, fp8_of, quantize_rows
 from hf_rocm.ops.four_bit import quantize_groups
 from hf_rocm.ops.linear import eager_fused_linear
-from hf_rocm.ops.quantized_torch import QuantizedCall, eager_linear
+from hf_rocm.ops.quantized_torch import eager_linear
+from hf_rocm.ops.specs.quantized import QuantizedCall
 from hf_rocm.ops.triton import quantized as triton
 from hf_rocm.weights import quantize as quantizing
 from tests.gpu.test_gpu import LAYER, large_llama, memory
@@ -249,7 +250,7 @@ def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
     assert_as_good_as_eager(output, *results)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_prompt_is_not_rounded(kind):
     """In a whole model, GEMMs with 100 rows read the packed weights instead of rounding x."""
     torch.manual_seed(0)
@@ -261,7 +262,7 @@ def test_a_prompt_is_not_rounded(kind):
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
     """Greedy tokens of recorded and uncaptured steps are equal, and 4-bit weights take a quarter of the memory."""
     torch.manual_seed(0)
@@ -275,7 +276,7 @@ def test_a_recorded_step_reads_the_packed_weights(kind):
     allocated = memory()[0]
     hf_rocm.quantize(model, kind, force=True)
     gc.collect()
-    packed = (4 + 16 / 128) / 16 if kind == "int4" else 0.5
+    packed = {"int4": (4 + 16 / 128) / 16, "mxfp4": 4.25 / 16}.get(kind, 0.5)
     assert memory()[0] <= allocated - linear * (1 - packed * 1.03) + WORKSPACE
     ids = torch.arange(20, device="cuda")[None]
     arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

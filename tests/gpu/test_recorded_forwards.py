@@ -104,7 +104,7 @@ def test_a_mask_that_is_computed_just_before_the_call(mode):
             given = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
             for _ in range(20):
                 slow = torch.tanh(slow @ slow)
-            zero = (slow.sum() * 0).long()  # available only after the matrix products
+            zero = (slow.sum() * 0).long()  # available only after the GEMMs
             given["attention_mask"] = given["attention_mask"] + zero
             close(prepared(**given), twin(**given), torch.float32)
     assert known(prepared).disabled is None

@@ -9,8 +9,8 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.ops import probe_cases
-from hf_rocm.ops.attention import AttentionSpec
-from hf_rocm.ops.decode import DecodeSpec, eager_decode, seen_keys
+from hf_rocm.ops.decode import eager_decode, seen_keys
+from hf_rocm.ops.specs.attention import AttentionSpec, DecodeSpec
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("triton") is None, reason="not run: needs Triton")]
@@ -42,7 +42,7 @@ CASES = {  # shape, lengths, starts, other terms
     "rolling": ((1, 8, 8, 16, 300, 64, 64), [900], [650], {"window": 200}),
     "gpt-oss": ((2, 64, 8, 1, 333, 64, 64), [333, 20], None, {"sinks": True, "window": 128}),
     "gemma": ((1, 8, 4, 1, 3000, 256, 256), [2777], None, {"softcap": 50.0, "window": 1024}),
-    "one program a head": ((40, 32, 8, 1, 40, 128, 128), [40], None, {"sinks": True}),
+    "one program per head": ((40, 32, 8, 1, 40, 128, 128), [40], None, {"sinks": True}),
     "unequal dims": ((1, 4, 2, 3, 500, 192, 112), [499], [7], {}),
 }
 

@@ -90,7 +90,7 @@ def test_pages_inside_a_recorded_graph(terms, page):
     lengths = torch.tensor([1, 64, 0, 650, 257], dtype=torch.int32, device="cuda")
     query, key, value = draw(rows, 32, 1, 128), draw(rows, 8, 1, 128), draw(rows, 8, 1, 128)
     sinks = torch.linspace(-2, 2, 32, device="cuda", dtype=BF16) if terms.get("sinks") else None
-    how = {"scale": 0.09, "window": terms.get("window"), "softcap": terms.get("softcap"), "sinks": sinks}
+    how = {"scale": 0.09, "window": terms.get("window"), "softcap": terms.get("softcap"), "sinks": sinks, "slots": None}
     inputs = query, *pages, table, lengths, key, value
     by_kernel("paged_attention", *inputs, **how)
     graph = torch.cuda.CUDAGraph()
@@ -131,7 +131,7 @@ def test_batches_run_on_pages_with_graphs_and_return_the_tokens_of_single_runs(k
     assert attention == {("varlen_attention", "triton"), ("paged_attention", "triton")}
     actual = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     expected = one_by_one(stock, prompts())
-    # bf16 rounds differently, so near ties may give other tokens, but most tokens are equal
+    # bf16 rounds differently, so near ties may give different tokens, but most tokens are equal
     equal = [
         a == b
         for prompt, row in zip(prompts(), expected, strict=True)

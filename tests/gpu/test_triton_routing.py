@@ -1,4 +1,4 @@
-"""Expert selection in the Triton kernel on a GPU: torch.topk's experts, also with equal scores and in a graph."""
+"""Expert selection in the Triton kernel on a GPU: torch.topk's experts, even with equal scores and in a graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_choose_experts(form, dtype):
 
 @pytest.mark.parametrize("scores", routing.SCORES)
 @pytest.mark.parametrize(("experts", "top"), SIZES)
-def test_the_experts_equal_those_of_topk_also_with_equal_scores(experts, top, scores):
+def test_the_experts_equal_those_of_topk_even_with_equal_scores(experts, top, scores):
     """The logits resemble those of a bf16 GEMM: for about half of the tokens, scores tie at the limit of the top k."""
     generator = torch.Generator("cuda").manual_seed(0)
     for spread in (0.01, 0.5, 3.0):

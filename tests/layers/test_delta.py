@@ -1,4 +1,4 @@
-"""Layers with the gated delta rule: a step of one token is one operation, in place. All other calls run stock code."""
+"""Layers with the gated delta rule: a prompt is one operation, and so is a step, in place. Some calls stay stock."""
 
 from __future__ import annotations
 
@@ -73,10 +73,74 @@ def test_steps_are_the_operation(dtype, name):
         actual, cache = run(prepared, ids)
     steps = [route.shapes for route in routes if route.operation == "gated_delta_step"]
     assert steps == [((2, 2, 16), (2, 2, 2, 16), (2, 128, 4), (2, 4, 16, 16))] * 4
+    assert prompts_of(routes) == [((2, 5, 2, 16), (2, 5, 2, 2, 16))]
     for own, stocks, right in zip(states_of(cache), states_of(its), states_of(wide), strict=True):
         assert_as_good_as_eager(own, stocks, right.double())
     if dtype == torch.float32:
         assert_as_good_as_eager(actual, expected, exact)
+    assert noted(linear_layer(prepared)) is None
+
+
+def exactly(model, call):
+    """The result of `call` with a float64 copy of this stock model, whose layers run the definitions: the functions of
+    stock layers compute in fp32 in any dtype."""
+    copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
+    copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
+    with options.override(tier="eager"):
+        return call(copy)
+
+
+def prompts_of(routes):
+    return [route.shapes for route in routes if route.operation == "gated_delta_prefill"]
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [(70,), (1, 1, 1), (2, 66), (65, 1, 4)], ids=str)
+def test_prompts_in_parts_are_the_operation(parts, dtype, name):
+    """The parts of a prompt over one cache. A part of one token over known states is a step."""
+    stock, prepared = pair(name, dtype)
+
+    def in_parts(model):
+        cache, begin, results = DynamicCache(config=model.config), 0, []
+        with torch.no_grad():
+            for part in parts:
+                ids = tokens(2, 70)[:, begin : begin + part]
+                results.append(model(ids, past_key_values=cache).logits)
+                begin += part
+        return torch.cat(results, 1), *states_of(cache)
+
+    with ops.recording() as routes:
+        actual = in_parts(prepared)
+    runs = in_parts(stock), exactly(stock, in_parts), actual
+    assert [shapes[0][1] for shapes in prompts_of(routes)] == [
+        part for place, part in enumerate(parts) if part > 1 or not place
+    ]
+    for number, (its, right, own) in enumerate(zip(*runs, strict=True)):
+        if number or dtype == torch.float32:
+            assert_as_good_as_eager(own, its, right.double())
+    assert noted(linear_layer(prepared)) is None
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cached", [True, False])
+def test_padding_and_no_cache(cached, name):
+    """Rows with padding on the left, compared with the same rows without it; stock sets padding to zero."""
+    stock, prepared = pair(name)
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :7] = 0
+    how = {"attention_mask": mask, "use_cache": cached}
+    with torch.no_grad():
+        with ops.recording() as routes:
+            actual = prepared(ids, **how).logits
+            alone = prepared(ids[:1, 7:], use_cache=cached).logits
+        expected, exact = stock(ids, **how).logits, exactly(stock, lambda model: model(ids, **how).logits)
+    assert [shapes[0][:2] for shapes in prompts_of(routes)] == [(2, 40), (1, 33)]
+    seen = mask.bool()
+    assert_as_good_as_eager(actual[seen], expected[seen], exact[seen])
+    assert_as_good_as_eager(alone[0], expected[0, 7:], exact[0, 7:])
     assert noted(linear_layer(prepared)) is None
 
 
@@ -104,6 +168,7 @@ def test_greedy_tokens(name):
         assert torch.equal(prepared.generate(tokens(2, 6), attention_mask=mask, **how), expected)
     steps = [route for route in routes if route.operation == "gated_delta_step"]
     assert len(steps) == (5 if RELEASE >= SINCE else 0)
+    assert len(prompts_of(routes)) == (1 if RELEASE >= SINCE else 0)
     assert (binding_of(linear_layer(prepared)) is not None) is (RELEASE >= SINCE)
 
 
@@ -119,10 +184,10 @@ def test_fused_projections(name):
 
 
 def outcome(layer, x, cache, further):
-    """Returns a layer's result as numbers, or its error, because some releases refuse packed sequences."""
+    """Returns a layer's result as numbers, or its error, for packed sequences and wrong masks."""
     try:
         return layer(x, cache_params=cache, **further).tolist()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
 
 
@@ -136,23 +201,21 @@ class Subclass(DynamicCache):
     [
         ("library", "fla is installed"),
         ("hook", "a hook or another forward"),
-        ("bias", "a bias or another activation"),
-        ("activation", "a bias or another activation"),
+        ("bias", "a bias or a different activation"),
+        ("activation", "a bias or a different activation"),
         ("aiter", "must run in the aiter tier"),
         ("gradient", "no gradient"),
-        ("padding", "has padding"),
+        ("mask", "the padding mask and the tokens have different shapes"),
         ("packed", "packed sequences"),
         ("subclass", "the cache is a Subclass"),
-        ("no states", "has no states yet"),
-        ("several", "several tokens"),
-        ("none", "no cache"),
     ],
 )
-def test_stock_serves_the_rest(change, reason, monkeypatch):
+@pytest.mark.parametrize("length", [1, 2])
+def test_stock_serves_the_rest(length, change, reason, monkeypatch):
     stock, prepared = pair("qwen3_next")
     cache = run(prepared, tokens(1, 6))[1]
     layer, stock_layer = linear_layer(prepared), linear_layer(stock)
-    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(3))
     further, gradients, aiter = {}, change == "gradient", options.current().aiter
     if change == "library":
         monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
@@ -166,23 +229,17 @@ def test_stock_serves_the_rest(change, reason, monkeypatch):
             module.activation = "gelu"
     elif change == "aiter":
         aiter = {**aiter, "attention": options.Switch.REQUIRED}
-    elif change == "padding":
-        further = {"attention_mask": torch.ones(1, 1)}
+    elif change == "mask":
+        further = {"attention_mask": torch.ones(1, 3)}
     elif change == "packed":
         further = {"seq_idx": None, "cu_seq_lens_q": torch.tensor([0, 1])}
     elif change == "subclass":
         cache.__class__ = Subclass
-    elif change == "no states":
-        cache = DynamicCache(config=prepared.config)
-    elif change == "several":
-        x = x.repeat(1, 2, 1)
-    elif change == "none":
-        cache = None
     copy = deepcopy(cache)
     with torch.set_grad_enabled(gradients), options.override(aiter=aiter), ops.recording() as routes:
         assert outcome(layer, x, cache, further) == outcome(stock_layer, x, copy, further)
     assert reason in noted(layer)
-    assert not [route for route in routes if route.operation == "gated_delta_step"]
+    assert not [route for route in routes if route.operation.startswith("gated_delta")]
 
 
 @served

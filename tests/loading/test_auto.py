@@ -96,7 +96,7 @@ def test_it_is_undone_completely(llama):
     assert not is_prepared(transformers.AutoModel.from_pretrained(llama))
 
 
-def test_hf_rocms_own_loader_prepares_once_and_keeps_its_arguments(llama, prepares, monkeypatch):
+def test_hf_rocms_loader_prepares_once_and_keeps_its_arguments(llama, prepares, monkeypatch):
     from hf_rocm.loading import pretrained
 
     monkeypatch.setattr(pretrained, "prepare", lambda model, **arguments: (prepares.append("loader"), model)[1])
@@ -195,7 +195,7 @@ def test_text_encoders_of_a_diffusion_pipeline_stay_stock_by_default(diffusers, 
     assert is_prepared(diffusers.DiffusionPipeline.from_pretrained(bert).text_encoder)
 
 
-def test_another_librarys_wrapper_stays_and_is_reported(llama, caplog):
+def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
     result = PreTrainedModel.__dict__["from_pretrained"]
     hf_rocm.auto_prepare(force=True)
     wrapper = PreTrainedModel.__dict__["from_pretrained"].__func__

@@ -165,6 +165,30 @@ def test_prepare_takes_models_only(llama):
         hf_rocm.prepare("llama", force=True)
 
 
+@pytest.mark.parametrize("name", ["force", "graphs"])
+def test_switches_are_true_false_or_none(llama, name):
+    for wrong in ("yes", 1):
+        with pytest.raises(OptionError, match=f"{name}={wrong!r} is not valid"):
+            hf_rocm.from_pretrained(llama, **{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        hf_rocm.prepare,
+        hf_rocm.verify,
+        hf_rocm.compile,
+        hf_rocm.route_linear,
+        lambda model, force: hf_rocm.quantize(model, "int8", force=force),
+        lambda model, force: hf_rocm.auto_prepare(force=force),
+        lambda model, force: hf_rocm.routed_linear(force=force).__enter__(),
+    ],
+)
+def test_every_function_checks_force(call):
+    with pytest.raises(OptionError, match="force='yes' is not valid"):
+        call(torch.nn.Linear(2, 2).eval(), force="yes")
+
+
 def test_hf_rocms_arguments_are_not_passed_to_transformers(llama):
     model = hf_rocm.from_pretrained(llama, force=True, preshuffle="off", budget="25%", linear_backend="auto")
     report = model.__dict__[REPORT]

@@ -19,7 +19,7 @@ from tests import eight_bit
 from tests.weights import models
 from tests.weights.stored_checkpoints import SIZES
 
-KINDS = ["fp8", "int8", "int4", "int4-g64", "int4-g32"]
+KINDS = ["fp8", "int8", "int4", "int4-g64", "int4-g32", "mxfp4"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
 
@@ -40,8 +40,8 @@ def checked():
     eight_bit.check_all()
 
 
-def quantized(kind, *, prepare=True, exclude=(), **changes):
-    model = models.build(**{**SIZES, **changes})
+def quantized(kind, *, prepare=True, exclude=(), dtype=torch.float32, **changes):
+    model = models.build(**{**SIZES, **changes}).to(dtype)
     if prepare:
         hf_rocm.prepare(model, force=True)
     return hf_rocm.quantize(model, kind, force=True, exclude=exclude)
@@ -89,7 +89,9 @@ def test_the_files_have_packed_weights(kind, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     prefix = "model.layers.0.self_attn.q_proj."
     names = {name.removeprefix(prefix): tensors[name].dtype for name in tensors if name.startswith(prefix)}
-    if kind.startswith("int4"):
+    if kind == "mxfp4":
+        expected = {"weight_packed": torch.uint8, "weight_scale": torch.uint8}
+    elif kind.startswith("int4"):
         expected = {"weight_packed": torch.int32, "weight_scale": torch.bfloat16, "weight_shape": torch.int64}
     else:
         number = torch.int8 if kind == "int8" else torch.float8_e4m3fn
@@ -103,7 +105,8 @@ def test_the_files_have_packed_weights(kind, tmp_path):
 @pytest.mark.skipif(not LIBRARY, reason="not run: needs compressed-tensors")
 @each_kind
 def test_stock_transformers_reads_it(kind, tmp_path):
-    model = quantized(kind, attention_bias=True)
+    # compressed-tensors decompresses MXFP4 to bf16 only
+    model = quantized(kind, attention_bias=True, dtype=torch.bfloat16 if kind == "mxfp4" else torch.float32)
     hf_rocm.save_quantized(model, tmp_path / "saved")
     command = [sys.executable, "-c", STOCK, str(tmp_path / "saved"), str(tmp_path / "read")]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
@@ -112,9 +115,13 @@ def test_stock_transformers_reads_it(kind, tmp_path):
     assert len(weights) == 7 * models.LAYERS
     for name, weight in weights.items():
         torch.testing.assert_close(weight, ordinary.get_submodule(name).weight, rtol=2**-8, atol=0)
+    expected = logits(ordinary, torch.tensor([[3, 1, 4, 1, 5]]))
     if kind.startswith("int4"):  # with 8 bits, stock rounds the activations, too
-        expected = logits(ordinary, torch.tensor([[3, 1, 4, 1, 5]]))
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
+    if kind == "mxfp4":
+        assert all(torch.equal(weight, ordinary.get_submodule(name).weight) for name, weight in weights.items())
+        exact = logits(ordinary.double(), torch.tensor([[3, 1, 4, 1, 5]]))
+        assert (actual - exact).norm() <= 2 * (expected - exact).norm()
 
 
 def test_fnuz_numbers_are_stored_in_fn(tmp_path, monkeypatch):

@@ -211,7 +211,7 @@ def test_weights_that_are_not_in_safetensors(folder, caplog):
 
 
 def test_stock_without_the_force_option(folder, monkeypatch):
-    """If the model stays stock, `stored_checkpoints.load` must not be called. The test replaces it by None."""
+    """If the model stays stock, `stored_checkpoints.load` must not be called. The test replaces it with None."""
     monkeypatch.setattr(stored_checkpoints, "load", None)
     path = folder()
     assert outcome(lambda: hf_rocm.from_pretrained(path)) == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
@@ -232,7 +232,7 @@ def test_an_unquantised_checkpoint(tmp_path):
     assert not layers(model) and getattr(model, "hf_quantizer", None) is None
 
 
-def test_nothing_stands_in_for_a_folder_without_a_quantiser(folder, tmp_path, monkeypatch):
+def test_nothing_is_replaced_for_a_folder_without_a_quantiser(folder, tmp_path, monkeypatch):
     plain, entered = tmp_path / "plain", []
     checkpoints.build().save_pretrained(plain)
     entering = stored_checkpoints._standing_in

@@ -10,9 +10,9 @@ import torch
 from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.ops import registry
-from hf_rocm.ops.attention import AttentionSpec
-from hf_rocm.ops.decode import DecodeSpec, seen_keys
+from hf_rocm.ops.decode import seen_keys
 from hf_rocm.ops.mask_patterns import CacheRows, recognise
+from hf_rocm.ops.specs.attention import AttentionSpec, DecodeSpec
 from hf_rocm.ops.triton import decode, tiles
 from tests.ops.test_attention import reference, tensors
 from tests.tolerance import assert_as_good_as_eager

@@ -7,6 +7,7 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.ops.eight_bit import BLOCK, FP8, INT8, dequantize_blocks, largest, quantize_blocks
+from hf_rocm.ops.specs import quantized
 from tests.eight_bit import rounding_error
 from tests.tolerance import assert_as_good_as_eager
 
@@ -58,11 +59,10 @@ def test_the_tiers_of_pytorch(m, tier, name, dtype):
 
 def test_large_weights_are_dequantised_in_parts(monkeypatch):
     """Every part ends at a block boundary."""
-    from hf_rocm.ops import quantized_torch
 
     data, scale = quantize_blocks(random(700, 130), FP8)
     x = random(3, 130)
     expected = ops.quantized_linear(x, data, scale)
     for most in (1, 200 * 130, 300 * 130):
-        monkeypatch.setattr(quantized_torch, "_AT_ONCE", most)
+        monkeypatch.setattr(quantized, "_AT_ONCE", most)
         torch.testing.assert_close(ops.quantized_linear(x, data, scale), expected)

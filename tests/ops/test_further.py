@@ -48,6 +48,44 @@ def test_varlen_attention(tier, dtype, window):
     assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
 
+@each_dtype
+@each_tier
+def test_log_sum_exp_of_packed_sequences(tier, dtype):
+    """The result is −inf for queries without keys, and for those after the last sequence."""
+    query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
+    ends, key_ends = torch.tensor([0, 3, 4, 6], dtype=torch.int32), torch.tensor([0, 9, 9, 14], dtype=torch.int32)
+    how = {"longest_query": 3, "longest_key": 9, "scale": 0.3, "causal": True, "window": 4, "lse": True}
+    output, actual = routed("attention", tier, "varlen_attention", query, key, key, ends, key_ends, **how)
+    _, eager = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, **how)
+    expected = torch.full((9, 4), -torch.inf, dtype=torch.float64)
+    for first, last, a, b in ((0, 3, 0, 9), (4, 6, 9, 14)):
+        for i in range(first, last):
+            end = b - (last - 1 - i)
+            seen = key[max(a, end - 4) : end].double().repeat_interleave(2, 1)
+            expected[i] = (query[i].double() * seen).sum(-1).mul(0.3).logsumexp(0)
+    assert actual.dtype == torch.float32 and torch.equal(actual.isinf(), expected.isinf())
+    assert torch.equal(output[3:4], output[6:7]) and (output[3:4] == 0).all()
+    some = ~expected.isinf()
+    assert_as_good_as_eager(actual[some], eager[some], expected[some])
+
+
+@each_tier
+def test_attention_to_parts_of_the_keys_is_combined_by_their_log_sum_exp(tier):
+    query, key = random(5, 4, 8, dtype=torch.float32), random(12, 2, 8, dtype=torch.float32, seed=1)
+    value = random(12, 2, 8, dtype=torch.float32, seed=2)
+
+    def attend(begin, end):
+        ends = torch.tensor([0, 5]), torch.tensor([0, end - begin])
+        how = {"longest_query": 5, "longest_key": end - begin, "scale": 0.3, "lse": True}
+        return routed("attention", tier, "varlen_attention", query, key[begin:end], value[begin:end], *ends, **how)
+
+    whole, total = attend(0, 12)
+    parts = [attend(0, 7), attend(7, 12)]
+    combined = sum(output * (lse - total).exp()[..., None] for output, lse in parts)
+    torch.testing.assert_close(combined, whole)
+    torch.testing.assert_close(torch.logaddexp(*(lse for _, lse in parts)), total)
+
+
 def test_softcap_of_packed_sequences_runs_in_eager():
     query, ends = random(4, 2, 8, dtype=torch.float32), torch.tensor([0, 4], dtype=torch.int32)
     how = {"longest_query": 4, "longest_key": 4, "scale": 1.0, "softcap": 2.0}
@@ -116,6 +154,59 @@ def test_norm_add(tier, dtype, one_plus, shape):
         assert torch.equal(normed, ops.rms_norm(total, second, eps=1e-5, one_plus=one_plus))
         none, alone = ops.norm_add(x, residual, norms[0])
     assert none is None and torch.equal(alone, total)
+
+
+@each_dtype
+@each_tier
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("keep_sum", [True, False])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
+def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
+    """The torch tier equals separate layers bitwise, and both tiers equal float64 within the tolerance."""
+    sizes = [shape, shape, shape[-1:], shape[-1:]]
+    x, residual, weight, bias = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
+    bias = bias if biased else None
+    given = {"eps": 1e-5, "keep_sum": keep_sum}
+    normed, total = routed("rms_norm", tier, "add_layer_norm", x, residual, weight, bias, **given)
+    assert torch.equal(total, x + residual) if keep_sum else total is None
+    stock = torch.nn.functional.layer_norm(x + residual, shape[-1:], weight, bias, 1e-5)
+    if tier == "torch":
+        assert torch.equal(normed, stock)
+    if x.numel():
+        wide = [None if one is None else one.double() for one in (x + residual, weight, bias)]
+        assert_as_good_as_eager(normed, stock, torch.nn.functional.layer_norm(wide[0], shape[-1:], *wide[1:], 1e-5))
+
+
+@each_dtype
+@each_tier
+@pytest.mark.parametrize(("name", "module"), [("quick_gelu", "QuickGELUActivation"), ("gelu_new", "NewGELUActivation")])
+def test_act(name, module, tier, dtype):
+    """The torch tier is bitwise equal to transformers' modules, with its gradient."""
+    from transformers import activations
+
+    stock = getattr(activations, module)()
+    x = (random(3, 21, dtype=dtype) * 4).requires_grad_()
+    output = routed("act_and_mul", tier, "act", x, activation=name)
+    expected, measure = stock(x.double()), stock(x)
+    assert_as_good_as_eager(output, measure, expected)
+    if tier == "torch":
+        assert torch.equal(output, measure)
+        gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (output, measure)]
+        assert torch.equal(*gradients)
+    with pytest.raises(OptionError, match="no activation 'relu'"):
+        ops.act(x, activation="relu")
+
+
+def test_add_layer_norm_has_gradients_in_pytorchs_tiers():
+    x, residual, weight, bias = (random(*size, dtype=torch.float32) for size in ((3, 8), (3, 8), (8,), (8,)))
+    found = []
+    for run in (
+        lambda *terms: ops.add_layer_norm(*terms, eps=1e-5)[0],
+        lambda x, residual, *terms: torch.nn.functional.layer_norm(x + residual, (8,), *terms, 1e-5),
+    ):
+        terms = [one.clone().requires_grad_() for one in (x, residual, weight, bias)]
+        found.append(torch.autograd.grad(run(*terms).square().sum(), terms))
+    assert all(map(torch.equal, *found))
 
 
 def test_norm_add_refuses_norms_of_two_kinds():

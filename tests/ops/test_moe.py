@@ -10,6 +10,7 @@ from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops import moe, moe_torch, probe, probe_cases, registry
 from hf_rocm.ops.moe_shuffled import PLAIN
+from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 from tests.tolerance import assert_as_good_as_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -82,7 +83,7 @@ def arguments_of(tensors, keywords):
     """Returns the arguments of the same call as an implementation receives them."""
     keywords = dict(keywords)
     biases = keywords.pop("gate_up_bias", None), keywords.pop("down_bias", None)
-    return moe_torch.ExpertsCall(*tensors, *biases, PLAIN._replace(**keywords))
+    return ExpertsCall(*tensors, *biases, PLAIN._replace(**keywords))
 
 
 @each_dtype
@@ -163,7 +164,7 @@ def test_gradients(name, layout):
             else keyword
             for keyword in arguments_of(tensors, keywords)[:-1]
         ]
-        output = function(moe_torch.ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
+        output = function(ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
         ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
         wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
         return torch.autograd.grad((output * ramp).sum(), wanted)
@@ -177,7 +178,7 @@ def test_gradients(name, layout):
 
 
 def test_with_gradients_no_weights_are_gathered():
-    spec = moe.ExpertsSpec(*key_of("one token"))._replace(grad=True)
+    spec = ExpertsSpec(*key_of("one token"))._replace(grad=True)
     assert "gradients" in moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
 
 
@@ -189,7 +190,7 @@ def key_of(shape, dtype=torch.bfloat16):
 @pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
 def test_few_tokens_are_distinguished(tokens, bound):
     tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
-    spec = moe.ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
+    spec = ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
     assert spec.pairs == bound
     reason = moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
     assert (reason is None) is (bound == 32)
@@ -204,8 +205,8 @@ def test_kernels_are_preferred_to_copies():
 
 @pytest.mark.parametrize(("size", "smaller"), [(48, 48), (512, 512), (2880, 832), (2048, 512), (5120, 512)])
 def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
-    spec = moe.ExpertsSpec(*key_of("odd"))._replace(hidden=size)
-    assert moe.ExpertsSpec(*probe_cases.kind("experts", spec)).hidden == smaller
+    spec = ExpertsSpec(*key_of("odd"))._replace(hidden=size)
+    assert ExpertsSpec(*probe_cases.kind("experts", spec)).hidden == smaller
 
 
 @needs_grouped_mm
@@ -268,7 +269,7 @@ def test_shuffled_weights():
 
 
 def test_the_probe_finds_a_wrong_implementation(monkeypatch):
-    spec = probe_cases.kind("experts", moe.ExpertsSpec(*key_of("odd")))
+    spec = probe_cases.kind("experts", ExpertsSpec(*key_of("odd")))
     assert probe_cases.check("experts", "torch", "sorted tokens, loop", spec) is None
     operation = registry.operations()["experts"]
     broken = registry.Implementation("torch", "broken", lambda *_: None, lambda call: moe_torch.eager(call) * 1.1)
@@ -282,7 +283,7 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
     """The gradient of a bias sums hundreds of rows. The clamp's gradient jumps, so rounding must not affect it."""
-    spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
+    spec = ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
     spec = spec._replace(bias=layout.pop("biases", False), **layout)
     assert probe_cases.check("experts", "torch", "grouped_mm", probe_cases.kind("experts", spec)) is None
@@ -290,7 +291,7 @@ def test_grouped_mm_passes_its_check(layout, grad, dtype):
 
 @needs_grouped_mm
 def test_the_check_of_gradients_clamps_some_values_and_not_others():
-    spec = moe.ExpertsSpec(*key_of("odd"))._replace(activation="clamped_swiglu", bias=True, grad=True)
+    spec = ExpertsSpec(*key_of("odd"))._replace(activation="clamped_swiglu", bias=True, grad=True)
     for case in moe.cases(moe.kind(spec)):
         x, gate_up, _, _, _, bias, _ = (tensor if tensor is None else tensor.double() for tensor in case.tensors)
         values = torch.einsum("th,enh->ten", x, gate_up) + bias
@@ -305,9 +306,9 @@ def test_a_failed_check_affects_only_calls_with_its_terms(monkeypatch):
     operation = registry.operations()["experts"]
     check = probe_cases.check
     monkeypatch.setattr(
-        probe_cases, "check", lambda *call: "it is wrong" if moe.ExpertsSpec(*call[3]).grad else check(*call)
+        probe_cases, "check", lambda *call: "it is wrong" if ExpertsSpec(*call[3]).grad else check(*call)
     )
-    spec = moe.ExpertsSpec(*key_of("odd"))._replace(dtype=torch.float16, weight_dtype=torch.float16)
+    spec = ExpertsSpec(*key_of("odd"))._replace(dtype=torch.float16, weight_dtype=torch.float16)
     probe.forget()
     operation.forget()
     try:

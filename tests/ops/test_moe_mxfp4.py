@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
+from hf_rocm.errors import OptionError
 from hf_rocm.ops.mxfp4 import dequantize
 from tests.tolerance import assert_as_good_as_eager
 
@@ -39,13 +40,21 @@ def drawn(shape, dtype, seed=0):
     return (random(tokens, hidden), *gate_up, *down, ids, weights), {"limit": 0.5, "alpha": 1.7}
 
 
+def unbiased(tensors, activation="silu"):
+    """The same call without biases, with another gate."""
+    return tuple(None if place in (3, 6) else tensor for place, tensor in enumerate(tensors)), {
+        "activation": activation
+    }
+
+
 def eager(tensors, keywords):
     with options.override(tiers={"experts": "eager"}):
         return ops.mxfp4_experts(*tensors, **keywords)
 
 
 def reference(tensors, keywords):
-    return eager([tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors], keywords)
+    wide = [tensor.double() if tensor is not None and tensor.is_floating_point() else tensor for tensor in tensors]
+    return eager(wide, keywords)
 
 
 @each_dtype
@@ -56,6 +65,28 @@ def test_the_torch_tier(dtype, shape):
         output = ops.mxfp4_experts(*tensors, **keywords)
     assert [(route.operation, route.tier) for route in routes] == [("mxfp4_experts", "torch")]
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_other_gates_without_biases(activation, dtype):
+    tensors, keywords = unbiased(drawn((9, 5, 3, 96, 64), dtype)[0], activation)
+    with options.override(tiers={"experts": "torch"}):
+        output = ops.mxfp4_experts(*tensors, **keywords)
+    assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
+    x, first, first_scales, _, second, second_scales, _, ids, weights = tensors
+    wide = [dequantize(first, first_scales, torch.float64), dequantize(second, second_scales, torch.float64)]
+    with options.override(tiers={"experts": "eager"}):
+        expected = ops.experts(x.double(), *wide, ids, weights.double(), activation=activation, interleaved=True)
+    assert torch.equal(reference(tensors, keywords), expected)
+
+
+def test_arguments_that_are_refused():
+    (x, *first, second, scales, bias, ids, weights), _ = drawn((2, 4, 2, 32, 32), torch.float32)
+    with pytest.raises(OptionError, match="no activation 'relu'"):
+        ops.mxfp4_experts(x, *first, second, scales, bias, ids, weights, activation="relu")
+    with pytest.raises(OptionError, match="both biases or neither"):
+        ops.mxfp4_experts(x, *first, second, scales, None, ids, weights)
 
 
 @each_shape

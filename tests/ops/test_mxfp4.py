@@ -1,11 +1,13 @@
-"""Check decoded MXFP4 numbers against the specification of the format."""
+"""Check rounded and decoded MXFP4 numbers against the specification of the format."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from hf_rocm.ops.mxfp4 import dequantize, powers
+from hf_rocm.ops.mxfp4 import BLOCK, dequantize, pack, powers, quantize
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -36,3 +38,54 @@ def test_a_block_of_a_nan_scale():
     scales = torch.tensor([[127, 255]], dtype=torch.uint8)
     values = dequantize(torch.zeros(1, 2, 16, dtype=torch.uint8), scales, torch.bfloat16)
     assert values.shape == (1, 64) and values[:, 32:].isnan().all() and (values[:, :32] == 0).all()
+
+
+def nearest(value):
+    """The code of the nearest number, the even one of two, computed in float64."""
+    return min(range(8), key=lambda code: (abs(number(code) - abs(value)), code & 1)) | (value < 0) << 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rounding(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 8 * BLOCK, generator=generator) * 2.0 ** torch.randint(-9, 5, (3, 1), generator=generator)
+    weight[:, -8:] = 7.9 * weight.abs().amax()  # saturates: 7.9 is more than 6
+    weight = weight.to(dtype)
+    codes, scales = quantize(weight)
+    for row, row_codes, row_scales in zip(weight.double(), codes, scales, strict=True):
+        for block, block_codes, scale in zip(row.view(-1, BLOCK), row_codes.view(-1, BLOCK), row_scales, strict=True):
+            step = 2.0 ** (math.floor(math.log2(block.abs().max())) - 2)
+            assert 2.0 ** (scale.item() - 127) == step
+            assert block_codes.tolist() == [nearest(value / step) for value in block.tolist()]
+    back = dequantize(pack(codes), scales, torch.float64)
+    size = powers(scales).double().repeat_interleave(BLOCK, 1)
+    inside = weight.double().abs() <= 6 * size
+    # half of the largest step, from 4 to 6
+    assert ((back - weight.double()).abs() <= torch.where(inside, size, 2 * size)).all() and not inside.all()
+
+
+def test_ties_go_to_even_codes():
+    """The midpoints between adjacent codes, and 4, which fixes the scale."""
+    middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
+    weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
+    codes, scales = quantize(weight)
+    assert scales.item() == 127 and codes[:14].tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 10, 10, 12, 12, 14, 14]
+
+
+@pytest.mark.parametrize("exponent", [-149, -130, -126, -125, -3, 0, 126, 127])
+def test_every_magnitude_has_a_scale(exponent):
+    """Below 2⁻¹²⁵, the scale is the smallest one."""
+    weight = torch.zeros(BLOCK).double()
+    weight[3] = -(2.0**exponent)
+    codes, scales = quantize(weight.float())
+    assert scales.item() == max(exponent - 2, -127) + 127
+    assert codes[3] == nearest(-(2.0 ** (exponent + 127 - scales.item()))) and not codes[:3].any()
+
+
+def test_zeros_and_special_values():
+    weight = torch.ones(4 * BLOCK)
+    weight[:BLOCK], weight[BLOCK + 3], weight[2 * BLOCK] = 0, torch.nan, -torch.inf
+    codes, scales = quantize(weight)
+    assert scales.tolist()[1:] == [255, 255, 125] and not codes[:BLOCK].any()
+    back = dequantize(pack(codes), scales, torch.float32)
+    assert (back[:BLOCK] == 0).all() and back[BLOCK : 3 * BLOCK].isnan().all() and (back[3 * BLOCK :] == 1).all()

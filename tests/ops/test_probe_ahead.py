@@ -11,7 +11,7 @@ import torch
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.ops import probe, probe_child, probe_worker, registry
-from hf_rocm.ops.pointwise import NormSpec
+from hf_rocm.ops.specs.pointwise import NormSpec
 from tests.generation.conftest import make
 
 

@@ -21,7 +21,7 @@ import torch
 from hf_rocm import architectures, options
 from hf_rocm.device import Device
 from hf_rocm.ops import probe, probe_cache, probe_child, probe_lock, probe_worker
-from hf_rocm.ops.pointwise import NormSpec
+from hf_rocm.ops.specs.pointwise import NormSpec
 
 CPU = Device("cpu", rocm=False)
 SPEC = NormSpec(

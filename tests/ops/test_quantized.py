@@ -22,7 +22,8 @@ from hf_rocm.ops.eight_bit import (
     shuffle_rows,
     unshuffle_rows,
 )
-from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec, eager_linear
+from hf_rocm.ops.quantized_torch import eager_linear
+from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
 
@@ -299,7 +300,7 @@ def test_refusals_of_the_torch_tier(refuses, changes, sentence):
 def test_an_old_nvidia_gpu_has_no_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = Device("cuda", rocm=False)
-    assert PLAIN(SPEC, device) == "fp8 products need compute capability 8.9 or newer, got 8.0"
+    assert PLAIN(SPEC, device) == "fp8 GEMMs need compute capability 8.9 or newer, got 8.0"
     assert WHOLE(SPEC._replace(format=INT8), device) is None
 
 

@@ -122,7 +122,9 @@ def test_recording_is_limited_to_its_block():
 CALLS = {  # a call, and the shapes that it records, which are not always those of its first arguments
     "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
     "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
+    "add_layer_norm": (lambda: ops.add_layer_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
     "norm_add": (lambda: ops.norm_add(ONES(2, 4), ONES(2, 4), ops.Norm(ONES(4), 0.1)), ((2, 4), (4,))),
+    "act": (lambda: ops.act(ONES(2, 4), activation="quick_gelu"), ((2, 4),)),
     "act_and_mul": (lambda: ops.act_and_mul(ONES(2, 4), activation="silu"), ((2, 4),)),
     "rope": (lambda: ops.rope(*HEADS[:2], *ANGLES), ((1, 4, 1, 8), (1, 2, 1, 8))),
     "rope_into_cache": (

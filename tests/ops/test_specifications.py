@@ -16,13 +16,16 @@ from hf_rocm.ops import registry
 assert hf_rocm.ops  # registers every operation
 
 BUILDERS = {  # operation → the function that builds its specification
+    "act": "act._specification",
     "act_and_mul": "pointwise._activation_specification",
+    "add_layer_norm": "layer_norm.add_layer_norm",
     "add_rms_norm": "pointwise.add_rms_norm",
     "attention": "attention._specification",
     "choose_experts": "routing.specification",
     "decode_attention": "decode.decode_attention",
     "experts": "moe.specification",
     "fused_linear": "linear.fused_linear",
+    "gated_delta_prefill": "delta_prefill.specification",
     "gated_delta_step": "delta.specification",
     "linear": "linear.specification",
     "mxfp4_experts": "moe_mxfp4.specification",

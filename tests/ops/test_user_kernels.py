@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops import moe_torch, probe, registry
-from hf_rocm.ops.moe_torch import ExpertsCall
+from hf_rocm.ops.specs.experts import ExpertsCall
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_its_refusal_is_traced(register):
         (lambda x, w: x, "it raised TypeError"),
     ],
 )
-def test_a_wrong_one_is_off_with_one_warning(register, call, reason):
+def test_a_wrong_implementation_is_disabled_with_one_warning(register, call, reason):
     register(call=call)
     with pytest.warns(RuntimeWarning, match="linear won't use user's mine for float32 in this process") as caught:
         output, route = linear()
@@ -69,7 +69,7 @@ def test_a_wrong_one_is_off_with_one_warning(register, call, reason):
     assert linear(16)[1] == ("torch", "F.linear")  # it is disabled for every size
 
 
-def test_one_that_is_wrong_in_one_dtype_still_serves_others(register):
+def test_an_implementation_that_is_wrong_in_one_dtype_serves_the_others(register):
     register(call=lambda x, w, b: F.linear(x, w, b) * (1.01 if x.dtype == torch.float32 else 1))
     with pytest.warns(RuntimeWarning, match="user's mine for float32 in this process"):
         assert linear()[1] == ("torch", "F.linear")

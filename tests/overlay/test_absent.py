@@ -21,7 +21,7 @@ from hf_rocm.overlay.scan import left_out, survey
 from hf_rocm.overlay.state import Installed, Match
 from tests.overlay.conftest import MODELS, Site, fingerprint
 
-REASON = "its attention has another form there"
+REASON = "its attention has a different form there"
 Here = Callable[..., Catalog]
 
 

@@ -116,7 +116,7 @@ def test_only_the_stock_part_of_an_installed_file_is_checked(forced: None, point
     install(["llama"], transformers_path=pointed_at.path)
     assert activate("llama") == ["llama"]
     pointed_at.model("llama").write_bytes(pointed_at.model("llama").read_bytes() + b"x = 1\n")
-    with pytest.raises(OverlayError, match="was edited"):
+    with pytest.raises(OverlayError, match="has been edited"):
         activate("llama")
 
 
@@ -149,7 +149,7 @@ def test_an_overlay_that_fails_leaves_nothing_bound(
 
 
 def test_a_wrapped_binding_is_recognised_by_its_source(forced: None) -> None:
-    """A profiler or a counter replaces the bound function by a wrapper with other globals."""
+    """A profiler or a counter replaces the bound function with a wrapper that has other globals."""
     activate("llama")
     binding = llama_bindings()["LlamaMLP"]
     space: dict[str, object] = {"inner": binding.replacement, "calls": []}
@@ -172,3 +172,18 @@ def test_a_function_wrapped_before_binding_belongs_to_its_source(forced: None) -
     exec("@replaces(cls)\n@wrap\ndef mlp(self, stock):\n    return None", text)
     assert llama_bindings()["LlamaMLP"].home is text
     assert is_active("llama")
+
+
+@pytest.mark.parametrize("force", ["0", "1"])
+def test_names_without_an_overlay_are_refused_on_every_machine(monkeypatch: pytest.MonkeyPatch, force: str) -> None:
+    monkeypatch.setenv("HF_ROCM_FORCE", force)
+    for wrong in ("lama", 3):
+        with pytest.raises(OverlayError, match=f"hf-rocm has no overlay for {wrong!r}"):
+            activate("llama", wrong)  # type: ignore[arg-type]
+        with pytest.raises(OverlayError, match=f"hf-rocm has no overlay for {wrong!r}"):
+            deactivate("llama", wrong)  # type: ignore[arg-type]
+    assert not llama_bindings()
+
+
+def test_deactivating_a_known_model_that_is_not_bound_returns_nothing() -> None:
+    assert deactivate("llama") == []

@@ -285,4 +285,4 @@ def test_refusals(script: ModuleType, overlays: Path, tmp_path: Path, capsys: py
     shown = capsys.readouterr()
     assert "left to you: DemoExperts" in shown.err and shown.out.endswith("modeling_demo.py\n")
     assert script.main(["demo", "--directory", DIRECTORY, *arguments]) == 1
-    assert "this overlay is there already" in capsys.readouterr().err
+    assert "this overlay already exists" in capsys.readouterr().err

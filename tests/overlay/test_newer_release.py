@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_rocm.cli import main
+from hf_rocm import check_version
+from hf_rocm.cli import main, output
 from hf_rocm.errors import DigestMismatch, OverlayError
+from hf_rocm.overlay import newer_release, plan, state
 from hf_rocm.overlay.activate import activate, deactivate
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.commands import install
@@ -95,7 +97,7 @@ def test_the_change_is_shown_against_a_cached_release(
     assert name in shown and len(added) <= 2 and known.is_dir()
 
 
-def test_a_path_without_transformers_can_not_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
+def test_a_path_without_transformers_cannot_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "other.whl").write_bytes(b"")
     for path in (tmp_path / "other.whl", tmp_path / "nothing", tmp_path):
         with pytest.raises(OverlayError, match="no such file of transformers"):
@@ -120,6 +122,55 @@ def test_all_or_none_unless_changed_models_are_skipped(newer: Site, capsys: pyte
     }
     assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
     assert set(json.loads(capsys.readouterr().out)["left_out"]["stock"]) == set(EDITS)
+
+
+def test_many_changed_files_are_one_error_with_the_release_to_install(
+    newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--transformers-path", str(newer.path)]
+    newest = states(newer, catalog)["llama"].newest_checked  # None if a newer release than this one was checked
+    monkeypatch.setenv("COLUMNS", "120")
+    for module in (plan, newer_release, state, output, check_version):
+        monkeypatch.setattr(module, "LISTED", 2)
+    for command in (["install-overlays"], ["install-overlays", "--json"]):
+        assert main([*command, *place]) == 1
+        shown = capsys.readouterr()
+        assert shown.err.count("error: ") == 1 and "3 of 4 files" in shown.err
+        assert f"hint: {f'pip install transformers=={newest}; or' if newest else 'reinstall'} " in shown.err
+    assert len(json.loads(shown.out)["refused"]) == 3, "the data lists every file"
+    assert main(["install-overlays", "--all", *place]) == 1
+    assert capsys.readouterr().err.count("error: ") == 3
+    assert main(["status", *place]) == 0
+    shown = capsys.readouterr()
+    assert "no         changed  gemma, llama and 1 more" in shown.out
+    instead = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
+    assert shown.out.splitlines()[-1] == f"next: {instead}, or hf-rocm install-overlays --skip-changed (the other 1)"
+    assert main(["status", "--all", *place]) == 0
+    assert "LlamaMLP differs" in capsys.readouterr().out
+    assert main(["install-overlays", "--skip-changed", "--dry-run", *place]) == 0
+    assert "gemma, llama and 1 more stay stock: upstream changed it\n" in capsys.readouterr().out
+
+
+def test_many_changed_files_are_counted_by_check_version(
+    newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer.release("5.99.0")
+    place = ["--transformers-path", str(newer.path)]
+    for module in (newer_release, check_version):
+        monkeypatch.setattr(module, "LISTED", 2)
+    assert check_version.main(place) == 1
+    shown = capsys.readouterr()
+    assert "models: stop (--all lists" in shown.out and "upstream changed" not in shown.out
+    assert f"pip install transformers=={states(newer, catalog)['llama'].newest_checked}" in shown.err
+    assert check_version.main([*place, "--all"]) == 1
+    assert "llama: stop; upstream changed Llama" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_hint_names_a_checked_release_if_this_one_is_newer(newer: Site, catalog: Catalog) -> None:
+    error, newest = states(newer, catalog)["llama"].mismatch(), states(newer, catalog)["llama"].newest_checked
+    assert error is not None and error.hint is not None
+    assert (f"pip install transformers=={newest}," in error.hint) == (newest is not None)
+    assert ("--force-reinstall" in error.hint) == (newest is None)
 
 
 @pytest.mark.parametrize("needed", [True, False])

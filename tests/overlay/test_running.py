@@ -117,14 +117,14 @@ for name in checkpoints:
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(3, 21).view(2, 9))
     config = model.config
-    attended = [each for each in routes if each.operation == "attention"]
+    attended = [route for route in routes if route.operation == "attention"]
     facts[name] = {
         "layers": config.num_hidden_layers,
         "calls": len(attended),
-        "heads": sorted({each.shapes[0][1] for each in attended}),
-        "kv_heads": sorted({shape[1] for each in attended for shape in each.shapes[1:]}),
+        "heads": sorted({route.shapes[0][1] for route in attended}),
+        "kv_heads": sorted({shape[1] for route in attended for shape in route.shapes[1:]}),
         "expected": [config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)],
-        "norms": sum(each.operation == "rms_norm" for each in routes),
+        "norms": sum(route.operation == "rms_norm" for route in routes),
     }
 facts["active"] = [name for name in sys.modules if name.startswith("hf_rocm._active")]
 """

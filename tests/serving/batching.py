@@ -26,7 +26,7 @@ EAGER = "eager_paged" if RELEASE.major == 4 else "paged|eager"
 HAS_BATCHING = RELEASE.release >= (4, 56)
 
 needs_batching = pytest.mark.skipif(
-    not HAS_BATCHING, reason="not run: continuous batching before 4.56 is an experiment with another interface"
+    not HAS_BATCHING, reason="not run: continuous batching before 4.56 is experimental and has a different interface"
 )
 
 
@@ -76,7 +76,7 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
     asked = [list(prompt) for prompt in prompts]
     results = model.generate_batch(asked, generation_config=config, **arguments).values()
     assert len(results) == len(asked), f"{len(results)} of {len(asked)} requests came back"
-    # 5.0 returns them in another order
+    # 5.0 returns them in a different order
     tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     return [tokens[tuple(prompt)] for prompt in asked]
 

@@ -37,7 +37,7 @@ def test_both_servers_answer_alike_and_are_measured(batching, chatty_checkpoint,
     assert ("--continuous-batching" in served["command"]) is batching
     assert [(case["side"], case["title"]) for case in served["cases"]] == [
         (side, title)
-        for title in ("closed loop, 3 clients", "open loop, 20 requests a second")
+        for title in ("closed loop, 3 clients", "open loop, 20 requests per second")
         for side in ("stock", "hf_rocm")
     ]
     for case in served["cases"]:

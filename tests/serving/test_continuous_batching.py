@@ -139,7 +139,7 @@ def test_the_first_step_waits_for_what_the_default_stream_still_does(monkeypatch
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():
-    """Continuous batching replaces eager by a paged implementation. Only some releases restore eager themselves."""
+    """Continuous batching replaces eager with a paged implementation. Only some releases restore eager themselves."""
     stock = make("llama", attn_implementation="eager")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = one_by_one(stock, prompts())

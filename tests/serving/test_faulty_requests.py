@@ -54,7 +54,7 @@ def collect(manager, count):
 
 
 def answered(model, prompt=None, **arguments):
-    """Send a request, wait until it was answered or failed, and send a second one. Returns both answers."""
+    """Send a request, wait until it has been answered or has failed, and send a second one. Returns both answers."""
     manager = begin(model)
     try:
         manager.add_request(prompt or prompts()[2], request_id="first", eos_token_id=-1, **arguments)

@@ -16,7 +16,9 @@ from hf_rocm import ops, patches
 from hf_rocm.errors import OptionError
 from hf_rocm.generation import flash_provider
 from hf_rocm.layers import flash_functions
+from hf_rocm.layers.fallback_reasons import noted
 from tests.generation.conftest import make
+from tests.serving import batching
 from tests.serving.batching import NEW, RELEASE, needs_batching, one_by_one, prompts
 
 NAME = flash_provider.NAME
@@ -27,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
 served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
+
+newer = pytest.mark.skipif(RELEASE.release < (5, 19), reason="not run: batches of this release lack these settings")
 
 KINDS = {  # models whose tokens reveal a wrong window, softcap or sink
     "llama": {},
@@ -45,11 +49,11 @@ def batch(model, **settings):
     from transformers.generation import ContinuousBatchingConfig
 
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
-    batching = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, **settings)
+    settings = ContinuousBatchingConfig(**{"num_blocks": 16, "max_batch_tokens": 32, **settings})
     results = model.generate_batch(
         [list(prompt) for prompt in prompts()],
         generation_config=config,
-        continuous_batching_config=batching,
+        continuous_batching_config=settings,
         progress_bar=False,
     ).values()
     tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
@@ -74,19 +78,59 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
     with ops.recording() as routes:
         assert batch(model) == expected
     assert ran(routes) == {"varlen_attention"}
+    layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    assert {noted(layer) for layer in layers} == {None}  # all but attention itself runs in the overlay
+    assert kind == "gpt_oss" or "rope" in {route.operation for route in routes}
     assert model.config._attn_implementation == own
     assert f"continuous batching runs {NAME!r}, computed by hf_rocm" in hf_rocm.explain(model).details()
 
 
 @served
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_steps_of_single_tokens_run_over_pages(kind, page_tables_on_cpu):
-    model = make(kind)
+@pytest.mark.parametrize("page_size", [256, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):
+    """Sliding layers have a window of 8: a part of a page, or two pages, of which the second is never full."""
+    model = make(kind, **KINDS[kind])
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
+    if flash_provider.batches_refused(model) is not None:
+        return
     with ops.recording() as routes:
-        assert batch(model) == expected
+        assert batch(model, page_size=page_size, num_blocks=4096 // page_size) == expected
     assert ran(routes) == {"varlen_attention", "paged_attention"}
+
+
+@newer
+@pytest.mark.parametrize(
+    ("longest", "given", "columns"),
+    [(8192, {}, 32), (20000, {}, 80), (131072, {}, 128), (131072, {"max_blocks_per_request": 8}, 8)],
+)
+def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu):
+    """transformers' default is 32 pages, however long the requests of a model may be."""
+    from transformers.generation import ContinuousBatchingConfig
+
+    model = hf_rocm.prepare(make("llama", max_position_embeddings=longest), force=True)
+    config = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32, **given)
+    manager = model.init_continuous_batching(continuous_batching_config=config)
+    manager.start()
+    try:
+        assert manager.continuous_batching_config.max_blocks_per_request == columns
+    finally:
+        manager.stop(block=True)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@newer
+def test_explain_after_a_batch():
+    """Over flash attention the attention layers run in their overlays, and over sdpa they run their stock forward."""
+    model = hf_rocm.prepare(make("llama"), force=True)
+    stayed = "last call stock × 2: the call has a cache in pages (continuous batching)"
+    batch(model)
+    assert "last call stock" not in hf_rocm.explain(model).details()
+    batching.batch(model, prompts())
+    assert stayed in hf_rocm.explain(model).details()
+    one_by_one(model, prompts()[:1])
+    assert "last call stock" not in hf_rocm.explain(model).details()
 
 
 @served
@@ -171,6 +215,21 @@ def test_from_pretrained_with_the_name(tiny_checkpoint):
     assert one_by_one(model, prompts()) == expected
     with pytest.raises(ImportError, match="FlashAttention2"):
         hf_rocm.from_pretrained(tiny_checkpoint, force=False, attn_implementation=NAME)
+
+
+@served
+def test_auto_prepare_with_the_name(tiny_checkpoint):
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    expected = one_by_one(load(tiny_checkpoint), prompts())
+    hf_rocm.auto_prepare(force=True)
+    try:
+        model, info = load(tiny_checkpoint, attn_implementation=NAME, output_loading_info=True)
+    finally:
+        hf_rocm.auto_prepare(False)
+    assert model.config._attn_implementation == NAME and not list(info["missing_keys"])
+    assert one_by_one(model, prompts()) == expected
+    with pytest.raises(ImportError, match="FlashAttention2"):
+        load(tiny_checkpoint, attn_implementation=NAME)
 
 
 @pytest.mark.skipif(HAS_INTERFACE, reason="not run: this release has the interface")

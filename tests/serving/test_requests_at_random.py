@@ -67,7 +67,7 @@ def forgotten():
 class Walk:
     """Random requests to one manager. forks: answers per request. All but the first are forked from the first."""
 
-    def __init__(self, kind, forks, seed):
+    def __init__(self, kind, forks, seed, **settings):
         from transformers.generation import ContinuousBatchingConfig
 
         self.chance, self.forks = random.Random(seed), forks
@@ -76,7 +76,7 @@ class Walk:
         config = transformers.GenerationConfig(
             max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
         )  # top_k=1 selects the most likely token; transformers forks only requests that sample
-        batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {})})
+        batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {}), **settings})
         self.manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
         self.manager.start()
 
@@ -142,12 +142,18 @@ def test_each_request_has_the_tokens_of_a_separate_run(kind, forks):
     assert walk(kind, forks) == {"varlen_attention"}
 
 
-def test_over_page_tables_too(page_tables_on_cpu):
-    """Requests with more than four pages don't use page tables, and neither do other requests in their batch."""
-    assert walk("llama", 1) == {"varlen_attention", "paged_attention"}
+@pytest.mark.parametrize("forks", [1, 2], ids=["", "forked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_page_tables_too(kind, forks, page_tables_on_cpu):
+    """Requests with more than four pages don't use page tables, and neither do other requests in their batch.
+
+    A ring of a sliding layer has two pages of 5 keys for 8 keys.
+    """
+    pages = {"page_size": 5, "num_blocks": 22, "max_blocks_per_request": 4}
+    assert walk(kind, forks, **pages) == {"varlen_attention", "paged_attention"}
 
 
-def walk(kind, forks):
+def walk(kind, forks, **settings):
     """Run random requests on a model. Returns the attention operations that ran."""
     model, alone = prepared(kind)
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
@@ -157,7 +163,7 @@ def walk(kind, forks):
     try:
         with ops.recording() as routes:
             for seed in range(3):
-                requests = Walk(kind, forks, seed)
+                requests = Walk(kind, forks, seed, **settings)
                 requests.run(steps=40)
                 requests.check()
                 assert len(requests.cancelled) > 3 and len(requests.due()) > 10

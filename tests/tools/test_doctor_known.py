@@ -108,11 +108,11 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
     assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]  # no version
-    wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a product of 8 rows is off by 1"}}))
+    wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)
     assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
-    assert "GPU 1 (gfx942): a product of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
-    crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit product on GPU 0"))
+    assert "GPU 1 (gfx942): a GEMM of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
+    crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit GEMM on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
     assert any("older than 0.50" in finding.what for finding in packages(facts))  # without results, the version decides
 

@@ -128,7 +128,7 @@ def test_a_torch_that_is_missing_old_or_wrong(good: Facts) -> None:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
-    device = {**good.devices[0], "product": "a 64 × 64 product is wrong by up to 3"}
+    device = {**good.devices[0], "product": "a 64 × 64 GEMM is wrong by up to 3"}
     wrong = replace(good.torch_answer, facts={**good.torch_answer.facts, "devices": [device]})
     result = {finding.check: finding for finding in torch(replace(good, torch_answer=wrong))}
     assert result["torch-gpu"].level.value == "problem" and "wrong by up to 3" in result["torch-gpu"].what
@@ -181,7 +181,7 @@ def test_aiter_on_unsupported_cards(good: Facts) -> None:
     [
         ("ModuleNotFoundError: No module named 'pandas'", "pip install pandas"),
         ("ImportError: x.so: undefined symbol: _ZN5torch", "rm -rf /venv/aiter/jit/module_*.so"),
-        ("RuntimeError: ROCm version file not found", "fix the line on tools"),
+        ("RuntimeError: ROCm version file not found", "fix the problem with the tools"),
         ("KeyError: 'gfx1151'", "python -c 'import aiter' shows the whole error"),
     ],
 )
@@ -221,7 +221,7 @@ def test_an_allocator_that_was_not_tested_or_failed(good: Facts) -> None:
     assert finding.level.value == "problem" and "fails with max_split_size_mb:128: ArithmeticError" in finding.what
 
 
-def test_an_override_for_a_card_that_torch_does_not_know(good: Facts) -> None:
+def test_an_override_for_a_card_that_torch_does_not_support(good: Facts) -> None:
     laptop = with_environment(radeon(good, "gfx1103"), HSA_OVERRIDE_GFX_VERSION="11.0.0")
     (finding,) = override(laptop)
     assert finding.level.value == "warning" and "hf-rocm verify" in finding.fix
@@ -271,13 +271,16 @@ def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
     (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line about valid variables: none is set
-    assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or name it HF_ROCM_FORCE"
+    assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or rename it to HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
 
 
 def test_a_transformers_newer_than_the_last_checked_release(good: Facts) -> None:
-    for verdict, level in (("go on: every overlay can be used", "ok"), ("don't go on: none can be used", "warning")):
+    for verdict, level in (
+        ("proceed: every overlay can be used", "ok"),
+        ("do not proceed: none can be used", "warning"),
+    ):
         newer = replace(good.transformers, version="5.99.0", outlook=verdict)
         first = next(transformers(replace(good, transformers=newer)))
         assert (first.level.value, first.check) == (level, "transformers") and "5.99.0 is newer" in first.what
@@ -289,7 +292,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     (tmp_path / "model-00001.safetensors").write_bytes(b"\0" * 3000)
     (tmp_path / "model-00002.safetensors").write_bytes(b"\0" * 1000)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)  # the same weights in another format
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)  # the same weights in a different format
     return tmp_path
 
 
@@ -352,7 +355,7 @@ def test_the_range_of_kernels_is_read_from_transformers_table(tmp_path: Path) ->
     assert required(table, "absent") is None and required(tmp_path / "none.py", "kernels") is None
 
 
-def test_a_missing_transformers_or_one_that_can_not_be_patched(good: Facts) -> None:
+def test_a_missing_transformers_or_one_that_cannot_be_patched(good: Facts) -> None:
     absent = TransformersFacts(refused="transformers is not installed", hint="pip install transformers")
     (match,) = transformers(replace(good, transformers=absent))
     assert (match.level.value, match.fix) == ("problem", "pip install transformers")

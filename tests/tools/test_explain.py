@@ -15,7 +15,7 @@ from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
-from hf_rocm.tools.explain import Explanation, Kernel
+from hf_rocm.tools.explain_text import Explanation, Kernel
 from tests.parity import models
 from tests.parity.models import tokens
 
@@ -129,9 +129,35 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
     assert reasons["StableLmModel"] == "has no weights of its own"
 
 
-def test_a_stock_attention_without_weights_of_its_own():
+def test_a_model_without_an_overlay_is_named_before_it_is_prepared(monkeypatch):
+    monkeypatch.setattr("hf_rocm.options.force_requested", lambda: False)
     config = transformers.MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1)
-    assert stock_reasons(transformers.MptForCausalLM(config).eval())["MptAttention"] == "has no weights of its own"
+    model = transformers.MptForCausalLM(config).eval()
+    reasons = stock_reasons(model)
+    assert reasons["MptAttention"] == reasons["MptMLP"] == "hf_rocm has no overlay for mpt"
+    explanation = hf_rocm.explain(model)
+    assert explanation.without_overlay == {"mpt": "hf_rocm has no overlay for this model"}
+    text = " ".join(str(explanation).split())
+    assert text.count("has no overlay") == 1 and "next: hf_rocm.route_linear(model)" in text
+
+
+def test_a_model_that_is_stock_because_there_is_no_rocm_names_the_next_step(monkeypatch):
+    monkeypatch.setattr("hf_rocm.options.force_requested", lambda: False)
+    config = transformers.StableLmConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    hf_rocm.deactivate("stablelm")
+    explanation = hf_rocm.explain(transformers.StableLmForCausalLM(config).eval())
+    assert not explanation.without_overlay and "next: hf-rocm doctor" in str(explanation)
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
+def test_counts_stay_with_their_class(llama, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = str(hf_rocm.explain(llama)).splitlines()
+    assert any(" × " in line for line in lines)
+    assert not any(line.lstrip().startswith("×") or line.rstrip().endswith("×") for line in lines)
 
 
 def test_every_module_is_counted_once(llama):
@@ -182,6 +208,20 @@ def test_an_object_that_is_not_a_model_is_an_error(name):
     assert caught.value.facts["found"] == "str" and "from_pretrained" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("from_pretrained", 3, "takes the name of a model"),
+        ("from_pretrained", torch.nn.Identity(), "takes the name of a model"),
+        ("auto_prepare", torch.nn.Identity(), "takes True or False"),
+    ],
+)
+def test_other_arguments_of_a_wrong_type_are_errors(name, argument, message):
+    with pytest.raises(OptionError, match=f"{name} {message}") as caught:
+        getattr(hf_rocm, name)(argument)
+    assert caught.value.facts["found"] == type(argument).__name__ and "hf_rocm.prepare" in caught.value.hint
+
+
 def test_gradients_are_distinguished_from_reasons_against_fusing(llama):
     attention = part(llama, "LlamaAttention")
     assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
@@ -219,7 +259,7 @@ def test_every_refusal_names_the_selected_tier(llama):
     with torch.no_grad(), options.override(tier="eager"):
         kernels = hf_rocm.explain(llama).kernels
         assert {kernel.tier for kernel in kernels} == {"eager"}
-        assert all("the eager tier was named" in dict(kernel.refused).values() for kernel in kernels)
+        assert all("the eager tier was requested" in dict(kernel.refused).values() for kernel in kernels)
     with torch.no_grad(), options.override(tier="triton"):
         kernels = hf_rocm.explain(llama).kernels
         assert {kernel.tier for kernel in kernels} == {"none"}

@@ -1,4 +1,4 @@
-"""act_and_mul in the Triton kernel, compared with float64, and with the rounding of the torch tier."""
+"""act and act_and_mul in the Triton kernels, compared with float64, and with the rounding of the torch tier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.act import ACTIVATIONS as FORMULAS
+from hf_rocm.ops.act import eager_act, torch_act
 from hf_rocm.ops.pointwise import ACTIVATIONS, CLAMPED, eager_act_and_mul, torch_act_and_mul
+from hf_rocm.ops.specs.experts import ExpertsCall, Form
 from hf_rocm.ops.triton import activation as wrapper
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
@@ -101,11 +104,42 @@ def test_experts_include_the_activation(name):
     gate_up = random(experts, 2 * inner, hidden, dtype=torch.bfloat16, seed=1)
     down = random(experts, hidden, inner, dtype=torch.bfloat16, seed=2)
     ids, weights = torch.tensor([[0, 3], [1, 2], [3, 1]]), torch.full((tokens, 2), 0.5, dtype=torch.bfloat16)
-    form = moe_torch.Form(CLAMPED, transposed=False, interleaved=True, weigh_input=False, limit=2.0, alpha=1.702)
-    call = moe_torch.ExpertsCall(x, gate_up, down, ids, weights, None, None, form)
+    form = Form(CLAMPED, transposed=False, interleaved=True, weigh_input=False, limit=2.0, alpha=1.702)
+    call = ExpertsCall(x, gate_up, down, ids, weights, None, None, form)
     results = {}
     for tier in ("triton", "torch"):
         with options.override(tiers={"act_and_mul": tier}), ops.recording() as routes, torch.no_grad():
             results[tier] = getattr(moe_torch, name)(call)
         assert [route.operation for route in routes] == (["act_and_mul"] if tier == "triton" else [])
     torch.testing.assert_close(results["triton"], results["torch"])
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("shape", [(1,), (3, 63), (2, 2, 600)], ids=str)
+def test_act(shape, activation, dtype):
+    for scale in (3, 60):  # 60 makes the exponential of some values overflow
+        x = random(*shape, dtype=dtype) * scale
+        output = routed("act", x, activation=activation)
+        expected = eager_act(x.double(), activation)
+        assert_as_good_as_eager(output, torch_act(x, activation), expected)
+    for first in range(3):  # a NaN affects only its own element
+        lost = (torch.arange(x.numel()) % 3 == first).view(shape)
+        apart = routed("act", x.masked_fill(lost, torch.nan), activation=activation)
+        assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+
+
+def test_act_of_views_and_of_nothing():
+    x = random(6, 40, dtype=torch.bfloat16)
+    for view in (x.t(), x[:, ::2], x[:0]):
+        output = routed("act", view, activation="quick_gelu")
+        assert output.is_contiguous()
+        assert torch.equal(output, routed("act", view.contiguous(), activation="quick_gelu"))
+
+
+def test_act_refuses_gradients_and_is_one_op_of_a_compiled_graph():
+    with pytest.raises(TierUnavailable, match="gradient"):
+        routed("act", torch.ones(2, 4, requires_grad=True), activation="gelu_new")
+    x = random(2, 16, dtype=torch.float32)
+    nodes = compiled_once(lambda x: ops.act(x, activation="gelu_new") * 2, x)
+    assert "hf_rocm.triton_act.default" in nodes

@@ -57,7 +57,9 @@ def attend(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     query = random(b, h, s_q, d, dtype=dtype)
     key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
-    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[..., :d]  # other strides than the keys
+    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[
+        ..., :d
+    ]  # strides that differ from those of the keys
     how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
     further = {} if suite.arch() in TILED else {"config": dict(_TILE)}
     output = flash_attn_func(

@@ -11,10 +11,10 @@ import torch
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import probe_cases
-from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.attention_eager import attention as eager_attention
-from hf_rocm.ops.decode import DecodeSpec, eager_decode, seen_keys
+from hf_rocm.ops.decode import eager_decode, seen_keys
 from hf_rocm.ops.mask_patterns import CacheRows, recognise
+from hf_rocm.ops.specs.attention import AttentionSpec, DecodeSpec
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager

@@ -8,6 +8,7 @@ import torch
 from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import delta as operation
+from hf_rocm.ops.specs.delta import DeltaCall, DeltaSpec
 from hf_rocm.ops.triton import delta as triton
 from tests.amdgcn import suite
 from tests.ops.test_delta import DTYPES, check, converted, drawn, eager
@@ -39,7 +40,7 @@ def test_a_head_of_qwen3_next():
 
 
 def test_states_of_wider_buffers():
-    """The states are views of wider buffers, of which nothing else changes."""
+    """The states are views of wider buffers, and the rest of the buffers does not change."""
     inputs, keywords = drawn(torch.bfloat16)
     expected = converted(keywords)
     right = step(*inputs, **expected)
@@ -83,7 +84,7 @@ def test_no_sequences():
 
 def specification(**changes):
     inputs, keywords = drawn(torch.bfloat16)
-    return operation.DeltaSpec(*operation.specification(operation.DeltaCall(*inputs, **keywords)))._replace(**changes)
+    return DeltaSpec(*operation.specification(DeltaCall(*inputs, **keywords)))._replace(**changes)
 
 
 def test_refusals():

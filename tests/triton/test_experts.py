@@ -12,6 +12,7 @@ from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import moe, moe_torch, probe
+from hf_rocm.ops.specs.experts import ExpertsSpec
 from hf_rocm.ops.triton import experts
 from tests.amdgcn import suite
 from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
@@ -246,6 +247,6 @@ def apart_from_others(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
     return (x, gate_up, down, ids, *rest), (x, *lost, ids, *rest)
 
 
-def spec(**change: Any) -> moe.ExpertsSpec:
+def spec(**change: Any) -> ExpertsSpec:
     tensors, _ = drawn((1, 8, 2, 32, 16), BF16, {})
-    return moe.ExpertsSpec(*moe.specification(arguments_of(tensors, {})))._replace(**change)
+    return ExpertsSpec(*moe.specification(arguments_of(tensors, {})))._replace(**change)

@@ -14,10 +14,11 @@ from hf_rocm.device import Device
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import moe, moe_mxfp4, moe_torch
 from hf_rocm.ops.mxfp4 import dequantize
+from hf_rocm.ops.specs.experts import ExpertsSpec, Mxfp4Call
 from hf_rocm.ops.triton import experts_mxfp4 as experts
 from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
 from tests.amdgcn import suite
-from tests.ops.test_moe_mxfp4 import drawn, eager, reference
+from tests.ops.test_moe_mxfp4 import drawn, eager, reference, unbiased
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, here, routed
 
@@ -46,6 +47,14 @@ def test_experts(tokens, dtype):
 @pytest.mark.parametrize("top", [1, 2, 3, 4, 6, 8])
 def test_every_number_of_experts(top):
     check(*drawn((2, 8, top, 32, 64), BF16))
+
+
+@each_dtype
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_other_gates_without_biases(activation, dtype):
+    for further in LONGER:
+        check(*unbiased(drawn((3, 5, 2, 96 + further, 64), dtype)[0], activation))
+        check(*unbiased(drawn((1, 5, 3, 64, 96 + further), dtype)[0], activation))
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (64, 224)], ids=str)
@@ -179,7 +188,9 @@ def test_it_is_one_op_of_a_compiled_graph():
 def test_the_custom_op_passes_opcheck():
     tensors, _ = drawn((2, 4, 2, 32, 32), torch.float32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hf_rocm.triton_mxfp4_experts.default, (*tensors, 7.0, 1.0), test_utils=checks)
+    for arguments in (tensors, "clamped_swiglu", 7.0, 1.0), (unbiased(tensors)[0], "silu", 0.0, 0.0):
+        flat = (*arguments[0], *arguments[1:])
+        torch.library.opcheck(torch.ops.hf_rocm.triton_mxfp4_experts.default, flat, test_utils=checks)
 
 
 @pytest.mark.parametrize("at_once", [2, 7])
@@ -244,7 +255,7 @@ def test_it_raises_if_the_tier_was_named():
         ops.mxfp4_experts(x, *rest)
 
 
-def spec(**change: Any) -> moe.ExpertsSpec:
+def spec(**change: Any) -> ExpertsSpec:
     tensors, _ = drawn((1, 8, 2, 32, 32), BF16)
-    call = moe_mxfp4.Mxfp4Call(*tensors, 7.0, 1.0)  # type: ignore[arg-type]
-    return moe.ExpertsSpec(*moe_mxfp4.specification(call))._replace(**change)  # type: ignore[arg-type]
+    call = Mxfp4Call(*tensors, "clamped_swiglu", 7.0, 1.0)  # type: ignore[arg-type]
+    return ExpertsSpec(*moe_mxfp4.specification(call))._replace(**change)  # type: ignore[arg-type]

@@ -13,11 +13,11 @@ import torch
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import probe_cases
-from hf_rocm.ops.attention import AttentionSpec
 from hf_rocm.ops.attention_eager import attention as eager_attention
+from hf_rocm.ops.specs.attention import AttentionSpec, VarlenSpec
 from hf_rocm.ops.triton import flash
 from hf_rocm.ops.triton.tiles import FlashTile, flash_tile
-from hf_rocm.ops.varlen import VarlenSpec, eager_varlen
+from hf_rocm.ops.varlen import eager_varlen
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, here, random, roomy, routed
@@ -36,7 +36,7 @@ LONGER = 20 if suite.gpu() is None else 290
 
 @pytest.fixture(autouse=True)
 def several_tiles(request, monkeypatch):
-    """In the interpreter, use such small tiles that short sequences have several."""
+    """In the interpreter, use tiles so small that even short sequences span several."""
     if suite.gpu() is None:
         monkeypatch.setattr(flash, "flash_tile", lambda dim, size, arch: FlashTile(16, 16, 4, 2))
 
@@ -54,7 +54,9 @@ def check(heads, dims, queries, keys, **terms):
     return output
 
 
-def check_once(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None):
+def check_once(
+    heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None, lse=False
+):
     """Compare packed sequences with these numbers of queries and keys, and unused rows after the last sequence."""
     (h, kv_heads), (d, value_dim) = heads, dims
     query = random(sum(queries) + 3, h, d, dtype=dtype)
@@ -63,11 +65,18 @@ def check_once(heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=T
     ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
     sink = random(h, dtype=dtype, seed=3) if sinks else None
     how = {"longest_query": max(queries), "longest_key": max(keys), "scale": d**-0.5}
-    how |= {"causal": causal, "window": window, "softcap": softcap}
+    how |= {"causal": causal, "window": window, "softcap": softcap, "lse": lse}
     real = query[: sum(queries)]
     eager = eager_varlen(real, key, value, *ends, sinks=sink, **how)
     expected = eager_varlen(*wide(real, key, value), *ends, sinks=None if sink is None else sink.double(), **how)
     output = routed("varlen_attention", query, key, value, *ends, sinks=sink, **how)
+    if lse:
+        (output, sums), (eager, eager_sums), (expected, oracle) = output, eager, expected
+        assert sums.shape == (len(query), h) and sums.dtype == torch.float32 and sums.is_contiguous()
+        assert (sums[len(real) :] == -torch.inf).all() and torch.equal(sums[: len(real)].isinf(), oracle.isinf())
+        assert_as_good_as_eager(
+            *(part.masked_fill(oracle.isinf(), 0) for part in (sums[: len(real)], eager_sums, oracle))
+        )
     assert output.shape == (len(query), h, value_dim) and output.is_contiguous()
     assert torch.equal(output[len(real) :], torch.zeros_like(output[len(real) :]))
     assert_as_good_as_eager(output[: len(real)], eager, expected)
@@ -111,6 +120,17 @@ def test_windows(window, causal):
 )
 def test_softcap_and_sinks(terms, dtype):
     check((4, 2), (64, 64), [37, 2], [37, 40], dtype=dtype, **terms)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "terms",
+    [{}, {"sinks": True}, {"causal": False, "softcap": 2.0}, {"softcap": 3.0, "sinks": True, "window": 20}],
+    ids=str,
+)
+def test_log_sum_exp(terms, dtype):
+    """Some queries of the second sequence see no keys. The third sequence has no keys."""
+    check((4, 2), (64, 64), [37, 8, 3, 2], [37, 5, 0, 40], dtype=dtype, lse=True, **terms)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -200,8 +220,9 @@ PACK = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False,
         ("attention", DENSE._replace(softcap=True)),
         ("varlen_attention", PACK),
         ("varlen_attention", PACK._replace(sinks=True, window=5, value_dim=12)),
+        ("varlen_attention", PACK._replace(lse=True)),
     ],
-    ids=["dense", "packed", "packed, all terms"],
+    ids=["dense", "packed", "packed, all terms", "packed, log-sum-exp"],
 )
 def test_first_use_checks_pass_and_find_a_wrong_result(operation, spec, monkeypatch):
     assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None

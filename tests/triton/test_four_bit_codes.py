@@ -1,4 +1,4 @@
-"""4-bit weights in nf4 and fp4 in the Triton kernels: GEMMs compared with float64, and dequantised weights bitwise."""
+"""4-bit weights with a code in the Triton kernels: GEMMs compared with float64, and dequantised weights bitwise."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_norm_gate_and_residual(m, form, double):
     product(random(1, m, k, dtype=BF16), n, k, 64, "fp4", double=double, **more)
 
 
-@each_code
+@pytest.mark.parametrize("code", [*CODES, "mxfp4"])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_number_at_every_position(m, dtype, code):
@@ -89,6 +89,8 @@ def test_every_number_at_every_position(m, dtype, code):
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
+    if code == "mxfp4":  # converts bits instead of reading the table
+        code, scale = four_bit.E2M1, torch.full((16, 4), 127, dtype=torch.uint8)
     weight = torch.tensor(CODES[code])[levels].to(dtype)
     columns = torch.randperm(128, generator=torch.Generator().manual_seed(1)).view(-1, m)
     for places in columns[:16] if suite.gpu() is None else columns:
@@ -122,6 +124,33 @@ def test_dequantised(k, group, dtype, double, code):
         torch.testing.assert_close(output, expected, rtol=2.01 * torch.finfo(dtype).eps, atol=0)
     else:
         same(output, expected)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("m", [1, 5, 17, 64])
+def test_scales_that_are_powers_of_two(m, form):
+    """MXFP4, with one block of NaN."""
+    n, k = 38, 640 if suite.gpu() is None or m > 1 else 4736
+    words, _ = drawn(n, k, 32)
+    scale = torch.randint(118, 126, (n, k // 32), generator=torch.Generator().manual_seed(m)).to(torch.uint8)
+    scale[0, 3], scale[1] = 255, 0
+    x = random(m, k, dtype=BF16)
+    more: dict[str, Any] = {"activation": form.get("activation")}
+    if "residual" in form:
+        more["residual"] = random(m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
+    output = routed("quantized_linear", x, words, scale, code="e2m1", **more)
+    assert output[:, 0].isnan().all() and torch.isfinite(output[:, 1:]).all()
+    scale[0, 3] = 120
+    check(x, words, scale, None, code="e2m1", **more)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
+@pytest.mark.parametrize("k", [128, 640, 4608])
+def test_dequantised_with_every_power_of_two(k, dtype):
+    words, _ = drawn(16, k, 32)
+    scale = (torch.arange(16 * k // 32) % 255).to(torch.uint8).view(16, -1)
+    output = quantized._dequantized(words, scale, dtype, None, "e2m1", None, None)
+    same(output, dequantize_groups(words, scale, dtype, code="e2m1"))
 
 
 def test_it_compiles_into_one_graph():

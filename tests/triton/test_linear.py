@@ -11,7 +11,8 @@ import torch
 from hf_rocm import ops, options
 from hf_rocm.device import Device
 from hf_rocm.errors import OptionError, TierUnavailable
-from hf_rocm.ops.linear import FusedLinearSpec, LinearSpec, composed, eager_fused_linear, eager_linear
+from hf_rocm.ops.linear import composed, eager_fused_linear, eager_linear
+from hf_rocm.ops.specs.linear import FusedLinearSpec, LinearSpec
 from hf_rocm.ops.triton import linear
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager

@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm in the Triton kernel, compared with float64 and with transformers' layers."""
+"""Norms and residual sums in the Triton kernels, compared with float64 and with transformers' and PyTorch's layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops
+from hf_rocm.ops.layer_norm import eager_add_layer_norm
 from hf_rocm.ops.pointwise import eager_rms_norm
 from hf_rocm.ops.triton import norm
 from tests.tolerance import assert_as_good_as_eager
@@ -80,6 +81,67 @@ def test_norm_add(shape, one_plus, dtype):
     assert torch.equal(total.isnan(), lost.expand(shape))
 
 
+@each_dtype
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "norm"])
+@pytest.mark.parametrize(
+    ("shape", "programs"), [((1, 8), 256), ((3, 63), 256), ((2, 3, 1000), 256), ((7, 1), 1), ((37, 128), 1)], ids=str
+)
+def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
+    """Rows with a mean that is larger than their deviation, of which some are so small that eps has an effect."""
+    monkeypatch.setattr(norm, "PROGRAMS", programs)
+    x, residual = random(*shape, dtype=dtype) + 1.5, random(*shape, dtype=dtype, seed=1)
+    small = 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)
+    x, residual = x * small, residual * small
+    weight, bias = random(shape[-1], dtype=dtype, seed=2), random(shape[-1], dtype=dtype, seed=3) if biased else None
+
+    def run(x=x, residual=residual, weight=weight, bias=bias):
+        output, total = routed("add_layer_norm", x, residual, weight, bias, eps=1e-5, keep_sum=keep_sum)
+        if keep_sum:
+            torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
+        return output if keep_sum or total is None else None
+
+    output = run()
+    exact = [None if one is None else one.double() for one in (x + residual, 0 * residual, weight, bias)]
+    expected = eager_add_layer_norm(*exact, 1e-5, False)[0]
+    assert_as_good_as_eager(output, eager_add_layer_norm(x, residual, weight, bias, 1e-5, False)[0], expected)
+    for first in (0, 1):  # NaN in a term affects only its row
+        lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
+        for apart in (
+            run(x=x.masked_fill(lost[..., None], torch.nan)),
+            run(residual=residual.masked_fill(lost[..., None], torch.nan)),
+        ):
+            assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+    for first in range(3):  # NaN in weight or bias affects only its column
+        lost = torch.arange(shape[-1]) % 3 == first
+        damaged = [run(weight=weight.masked_fill(lost, torch.nan))]
+        damaged += [run(bias=bias.masked_fill(lost, torch.nan))] if biased else []
+        for apart in damaged:
+            assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
+
+
+@each_dtype
+def test_a_layer_norm_rounds_like_pytorch(dtype):
+    """PyTorch adds up in a different order, which moves a few values across a rounding boundary."""
+    x, residual = random(64, 96, dtype=dtype), random(64, 96, dtype=dtype, seed=1)
+    weight, bias = random(96, dtype=dtype, seed=2), random(96, dtype=dtype, seed=3)
+    output, _ = routed("add_layer_norm", x, residual, weight, bias, eps=1e-12, keep_sum=True)
+    stock = torch.nn.functional.layer_norm(x + residual, (96,), weight, bias, 1e-12)
+    torch.testing.assert_close(output, stock, rtol=2 * torch.finfo(dtype).eps, atol=2e-6)
+    if dtype is not torch.float32:
+        assert (output != stock).float().mean() < 5e-3
+
+
+def test_strided_terms_of_a_layer_norm_are_copied():
+    wide, residual = random(5, 3, 32, dtype=torch.bfloat16), random(3, 16, 5, dtype=torch.bfloat16, seed=1)
+    x, residual = wide[..., :16].transpose(0, 1), residual.transpose(1, 2)
+    weight, bias = random(32, dtype=torch.bfloat16, seed=2)[::2], random(16, dtype=torch.bfloat16, seed=3)
+    output, _ = routed("add_layer_norm", x, residual, weight, bias, eps=1e-5)
+    packed = [one.contiguous() for one in (x, residual, weight, bias)]
+    assert torch.equal(output, routed("add_layer_norm", *packed, eps=1e-5)[0])
+    assert torch.equal(output, routed("add_layer_norm", *packed, eps=1e-5, keep_sum=True)[0])
+
+
 def test_it_rounds_like_transformers():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -142,6 +204,7 @@ def test_nothing_is_launched_for_empty_inputs(shape):
     x, weight = torch.empty(shape), torch.ones(shape[-1])
     assert routed("rms_norm", x, weight, eps=1e-6).shape == x.shape
     assert routed("add_rms_norm", x, x, weight, eps=1e-6)[1].shape == x.shape
+    assert routed("add_layer_norm", x, x, weight, eps=1e-6, keep_sum=True)[1].shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -159,6 +222,8 @@ def test_refusals(x, weight, word):
 
     with pytest.raises(TierUnavailable, match=word):
         routed("rms_norm", x, weight, eps=1e-6)
+    with pytest.raises(TierUnavailable, match=word):
+        routed("add_layer_norm", x, x, weight, eps=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
@@ -172,3 +237,13 @@ def test_it_is_one_op_of_a_compiled_graph():
     weight = torch.ones(16)
     nodes = compiled_once(lambda x: ops.rms_norm(x, weight, eps=1e-6) * 2, random(2, 16, dtype=torch.float32))
     assert "hf_rocm.triton_rms_norm.default" in nodes
+
+
+def test_a_layer_norm_is_one_op_of_a_compiled_graph():
+    weight, bias, residual = torch.ones(16), torch.zeros(16), random(2, 16, dtype=torch.float32, seed=1)
+    for keep_sum in (False, True):
+        nodes = compiled_once(
+            lambda x, keep_sum=keep_sum: ops.add_layer_norm(x, residual, weight, bias, eps=1e-6, keep_sum=keep_sum)[0],
+            random(2, 16, dtype=torch.float32),
+        )
+        assert "hf_rocm.triton_add_layer_norm.default" in nodes

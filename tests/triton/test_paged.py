@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_rocm.ops import probe_cases
-from hf_rocm.ops.paged import PagedSpec, eager_paged
+from hf_rocm.ops.paged import eager_paged
+from hf_rocm.ops.specs.attention import PagedSpec
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
@@ -52,12 +53,17 @@ def check(lengths, *, page, columns=4, **terms):
         decode._work.cache_clear()
 
 
-def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, **terms):
-    """lengths: numbers of keys without the queries' own keys. None stands for a row without a request."""
+def check_once(
+    lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, full=False, **terms
+):
+    """lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
+
+    full: the pages contain a key in the slot behind them too.
+    """
     h, kv_heads = heads
     b = len(lengths)
     total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
-    kept = [0 if length is None else length + (0 if new else s_q) for length in lengths]
+    kept = [0 if length is None else length + (0 if new and not full else s_q) for length in lengths]
     if s_q > 1:  # enough pages for the last query
         columns += 1
     table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)
@@ -71,7 +77,10 @@ def check_once(lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL
         for seed, dim in enumerate(dims, 5)
     ]
     sinks = random(h, dtype=dtype, seed=3) if terms.pop("sinks", False) else None
-    how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, **terms}
+    slots = terms.pop("slots", None)
+    if slots is not None:  # a new key replaces another one, in every second element of a tensor
+        slots = torch.tensor([slots, [-9] * b], dtype=torch.int32).T.contiguous()[:, 0]
+    how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, "slots": slots, **terms}
 
     def run(function, convert, sink):
         copies = [convert(tensor) if tensor is not None else None for tensor in (query, *pages, *kv)]
@@ -113,6 +122,19 @@ def test_shapes(heads, dims):
     check([17, 40], page=16, heads=heads, dims=dims)
 
 
+@pytest.mark.parametrize("terms", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
+def test_the_new_key_takes_the_place_of_another(terms):
+    """This happens in the full ring of a sliding layer. The last key of such a row is already in its pages."""
+    lengths = [33, 16, None, 63]
+    check(
+        [length if length is None else length - 1 for length in lengths],
+        page=16,
+        slots=[5, 15, 3, 0],
+        full=True,
+        **terms,
+    )
+
+
 def test_one_program_per_head(monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: 1)
     decode._work.cache_clear()
@@ -127,7 +149,9 @@ def test_one_request_uses_its_own_length():
 SPEC = PagedSpec(USUAL, torch.device("cpu"), 4, 2, 16, 16, 16, softcap=False, sinks=False)
 
 
-@pytest.mark.parametrize("spec", [SPEC, SPEC._replace(softcap=True, sinks=True, window=5, new=False)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [SPEC, SPEC._replace(softcap=True, sinks=True, window=5, new=False), SPEC._replace(slots=True)], ids=str
+)
 def test_first_use_checks_pass_and_find_a_key_too_many(spec, monkeypatch):
     assert probe_cases.check("paged_attention", "triton", "decode_kernel, pages", tuple(spec)) is None
     stock = decode._traced

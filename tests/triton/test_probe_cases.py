@@ -14,19 +14,25 @@ KINDS = {
     "rms_norm": (BF16, BF16, CPU, 48, False, False),
     "add_rms_norm": (BF16, BF16, CPU, 48, True, False),
     "norm_add": (BF16, BF16, CPU, 48, False, True, False),
+    "add_layer_norm": (BF16, BF16, CPU, 48, True, True, False),
+    "act": (BF16, CPU, "quick_gelu", False),
     "act_and_mul": (BF16, CPU, 24, "clamped_swiglu", False, True),
     "rope": (BF16, BF16, CPU, 16, 8, True, False, False),
     "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False, None, False, False),
     "choose_experts": (BF16, torch.float32, CPU, 16, 3, "sigmoid", True, 4, 2, 2, True, False),
+    "gated_delta_prefill": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "gated_delta_step": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
     "mxfp4_experts": (BF16, torch.uint8, CPU, 4, 32, 32, 1, "clamped_swiglu", *PLAIN_AND_INTERLEAVED),
 }
 NAMES = {
+    "act": "act_kernel",
+    "add_layer_norm": "layer_norm_kernel",
     "act_and_mul": "act_and_mul_kernel",
     "rope": "rope_kernel",
     "rope_into_cache": "rope_kernel",
     "choose_experts": "routing_kernel",
+    "gated_delta_prefill": "recurrence_kernel",
     "gated_delta_step": "delta_step_kernel",
     "experts": "chosen_experts",
     "mxfp4_experts": "chosen_experts",
@@ -45,6 +51,26 @@ def test_they_pass(operation):
 def test_a_single_token_passes_too(further):
     kind = (BF16, BF16, CPU, 16, 16, 12, False, True, True, True, *further, False)
     assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
+
+
+def test_experts_in_mxfp4_without_biases_pass_too():
+    further = (False, *PLAIN_AND_INTERLEAVED[1:])
+    kind = (BF16, torch.uint8, CPU, 4, 32, 32, 1, "silu", *further)
+    assert probe_cases.check("mxfp4_experts", "triton", "chosen_experts", kind) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("norm_add", (BF16, BF16, CPU, 48, False, False, False)),
+        ("add_layer_norm", (BF16, BF16, CPU, 48, True, False, False)),
+        ("add_layer_norm", (BF16, BF16, CPU, 48, False, False, False)),
+    ],
+    ids=str,
+)
+def test_calls_without_one_of_the_outputs_pass_too(operation, kind):
+    name = NAMES.get(operation, "rms_norm_kernel")
+    assert probe_cases.check(operation, "triton", name, kind) is None
 
 
 @pytest.mark.parametrize("operation", KINDS)

@@ -14,7 +14,7 @@ from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
 from hf_rocm.ops.linear import eager_fused_linear
 from hf_rocm.ops.quantized import keeps_input
-from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
+from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager

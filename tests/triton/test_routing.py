@@ -8,6 +8,7 @@ import torch
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import routing, routing_torch
+from hf_rocm.ops.specs.experts import RoutingSpec
 from hf_rocm.ops.triton import routing as triton
 from tests.amdgcn import suite
 from tests.ops.test_routing import FORMS, check, drawn, eager
@@ -99,7 +100,7 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     ids=str,
 )
 def test_refusals(change, reason):
-    spec = routing_torch.RoutingSpec(*routing.specification_for(torch.zeros(1, 64), experts=64, wide=False, top=8))
+    spec = RoutingSpec(*routing.specification_for(torch.zeros(1, 64), experts=64, wide=False, top=8))
     assert triton.refuses(spec, here()) is None
     assert reason in str(triton.refuses(spec._replace(**change), here()))
 

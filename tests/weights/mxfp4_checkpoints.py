@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from tests.weights import stored_checkpoints as checkpoints
+from tests.weights.mxfp4_rounding import rounded
 
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 6, 64, 96
-MAGNITUDES = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def build(**changes: Any) -> Any:
@@ -43,21 +42,6 @@ def build(**changes: Any) -> Any:
             if "norm" not in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 * parameter.shape[-1] ** -0.5)
     return model
-
-
-def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a weight [..., K]. Returns (blocks, scales, the weight that they represent in float64)."""
-    values = weight.double().numpy().reshape(*weight.shape[:-1], -1, 32)
-    top = numpy.abs(values).max(-1)
-    exponent = numpy.clip(numpy.floor(numpy.log2(numpy.where(top == 0, 1, top))) - 2, -127, 127)
-    scaled = numpy.abs(values) / numpy.exp2(exponent)[..., None]
-    codes = numpy.abs(scaled[..., None] - MAGNITUDES).argmin(-1)
-    signs = (values < 0).astype(numpy.int64)
-    numbers = codes + 8 * signs
-    blocks = (numbers[..., 0::2] + 16 * numbers[..., 1::2]).astype(numpy.uint8)
-    exact = MAGNITUDES[codes] * (1 - 2 * signs) * numpy.exp2(exponent)[..., None]
-    scales = (exponent + 127).astype(numpy.uint8)
-    return torch.from_numpy(blocks), torch.from_numpy(scales), torch.from_numpy(exact.reshape(weight.shape))
 
 
 def write(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

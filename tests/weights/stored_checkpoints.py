@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_rocm.weights.stored import parsers
+from tests.weights import mxfp4_rounding
 from tests.weights.models import build
 
 Layer = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -78,6 +79,16 @@ def compressed(group: int, dtype: torch.dtype = torch.bfloat16, *, symmetric: bo
     strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, **strategy}
     return Case(f"pack-quantized {group} {symmetric}", write, config("pack-quantized", weights))
+
+
+def mxfp4() -> Case:
+    def write(weight: torch.Tensor) -> Layer:
+        blocks, scales, exact = mxfp4_rounding.rounded(weight)
+        return {"weight_packed": blocks.flatten(1), "weight_scale": scales}, exact
+
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    return Case("mxfp4-pack-quantized", write, config("mxfp4-pack-quantized", weights))
 
 
 def awq(group: int) -> Case:
@@ -274,10 +285,11 @@ BITSANDBYTES = [
     bitsandbytes("fp4", 128, double=True),
     bitsandbytes("nf4", 128),
 ]
-FOUR_BITS = [*COMPRESSED, *AWQ, *GPTQ, *BITSANDBYTES]
+MXFP4 = mxfp4()
+FOUR_BITS = [*COMPRESSED, MXFP4, *AWQ, *GPTQ, *BITSANDBYTES]
 CASES = [*FOUR_BITS, *EIGHT_BITS, *FINEGRAINED]
 FEW = [COMPRESSED[4], COMPRESSED[3], AWQ[0], GPTQ[4], GPTQ[7], EIGHT_BITS[1], EIGHT_BITS[3], FINEGRAINED[0]]
-FEW += BITSANDBYTES[1:3]
+FEW += [*BITSANDBYTES[1:3], MXFP4]
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:

@@ -116,7 +116,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
         (".absmax", lambda tensor: tensor.float(), "float32"),
         ("", lambda tensor: tensor[:-1], "uint8"),
         (".nested_absmax", lambda tensor: None, "no such tensor"),
-        (".quant_map", lambda tensor: tensor.flip(0), "other numbers"),
+        (".quant_map", lambda tensor: tensor.flip(0), "numbers that differ"),
         (".quant_state.bitsandbytes__nf4", lambda tensor: tensor[:-1], "nested_offset"),
     ],
     ids=str,

@@ -119,8 +119,8 @@ def _odd(group):
 REASONS = [
     (_no_such_layer, "there is no b"),
     (_quantised_layer, "b is a tests.weights.test_eligible.Int8Linear, not a plain nn.Linear"),
-    (_quantised_weight, "b has a weight that is a Quantised, not a plain Parameter"),
-    (_plain_tensor, "b has a weight that is a Tensor, not a plain Parameter"),
+    (_quantised_weight, "b has a weight that is of type Quantised, not Parameter"),
+    (_plain_tensor, "b has a weight that is of type Tensor, not Parameter"),
     (_hooked, "b has a forward hook"),
     (_own_forward, "b has a forward of its own"),
     (_meta, "b has a weight that is on the meta device"),

@@ -299,7 +299,7 @@ def test_preparing_again_and_explain():
     model, _ = served()
     hf_rocm.prepare(model, force=True)
     assert patch_embeddings.in_force(model) == ["proj"]
-    assert "as a product, not a convolution: proj" in hf_rocm.explain(model).linears
+    assert "as a GEMM instead of a convolution: proj" in hf_rocm.explain(model).linears
     hf_rocm.restore(model)
     assert patch_embeddings.in_force(model) == []
     model.proj.forward = lambda x: x

@@ -33,7 +33,7 @@ def four_bits():
 
 
 LIBRARIES = [
-    pytest.param(torchao, "q_proj has a weight that is a Int8Tensor, not a plain Parameter", marks=needs("torchao")),
+    pytest.param(torchao, "q_proj has a weight that is of type Int8Tensor, not Parameter", marks=needs("torchao")),
     pytest.param(
         eight_bits,
         "q_proj is a bitsandbytes.nn.modules.Linear8bitLt, not a plain nn.Linear",

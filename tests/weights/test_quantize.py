@@ -194,8 +194,8 @@ def test_routers_and_experts_are_not_quantised():
     assert [path for path, _ in quantizing.layers(model)] == ["layers.0.shared_expert"]
     assert model.__dict__[quantizing.REPORT]["left"] == {
         "layers.0.gate": "it is a router",
-        "layers.0.experts.0": "experts are not quantised",
-        "layers.1": "experts are not quantised",
+        "layers.0.experts.0": "lists of experts are not quantised",
+        "layers.1": "stacked experts are quantised in mxfp4 only",
     }
 
 

@@ -12,6 +12,8 @@ from packaging.version import Version
 from torch import nn
 
 from hf_rocm.device import Device
+from hf_rocm.ops.mxfp4 import pack as mxfp4_bytes
+from hf_rocm.ops.mxfp4 import powers, quantize
 from hf_rocm.weights import eight_bit
 from hf_rocm.weights.encode_stored import encode
 from hf_rocm.weights.kinds import import_all
@@ -98,7 +100,8 @@ def test_any_bits_come_back(case):
 
 
 ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name and " block " not in case.name]
-ROW_SCALES = [case for case in ROW_SCALES if case not in checkpoints.BITSANDBYTES]  # numbers are at most 1 there
+# numbers are at most 1 in bitsandbytes, and MXFP4 has no zero among its scales (tests/triton/test_four_bit_codes.py)
+ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBYTES, checkpoints.MXFP4)]
 
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
@@ -121,7 +124,9 @@ def test_zero_nan_and_extreme_scales(case):
 
 @pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="not run: needs compressed-tensors")
 @pytest.mark.parametrize(
-    "case", [*checkpoints.COMPRESSED, *checkpoints.EIGHT_BITS[:1], checkpoints.EIGHT_BITS[3]], ids=str
+    "case",
+    [*checkpoints.COMPRESSED, checkpoints.MXFP4, *checkpoints.EIGHT_BITS[:1], checkpoints.EIGHT_BITS[3]],
+    ids=str,
 )
 def test_the_library_that_defines_the_format(case):
     """The library's compressor writes the same tensors, and its numbers equal those of hf_rocm."""
@@ -132,7 +137,8 @@ def test_the_library_that_defines_the_format(case):
     layer_tensors, _ = case.write(weight)
     scheme = QuantizationScheme.model_validate(case.config["config_groups"]["group_0"])
     compressor = BaseCompressor.get_value_from_registry(case.config["format"])
-    given = {"weight": weight, "weight_scale": layer_tensors["weight_scale"]}
+    scale = layer_tensors["weight_scale"]
+    given = {"weight": weight, "weight_scale": powers(scale) if scale.dtype == torch.uint8 else scale}
     if "weight_zero_point" in layer_tensors:
         group = scheme.weights.group_size or -1
         zero = checkpoints.rounded(weight, group, torch.bfloat16, symmetric=False)[2]
@@ -140,6 +146,10 @@ def test_the_library_that_defines_the_format(case):
     compressed = compressor.compress(given, scheme)
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in compressed.items()}
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
+    if case is checkpoints.MXFP4:  # ties, which the checkpoint rounds away from zero, are rare
+        assert (compressed["weight_packed"] != layer_tensors["weight_packed"]).float().mean() < 0.01
+        assert torch.equal(mxfp4_bytes(quantize(weight)[0]).flatten(1), compressed["weight_packed"])
+        assert torch.equal(quantize(weight)[1], compressed["weight_scale"])
     values = layer_of(case, compressed, 48, 256).dequantized(torch.float32)
     assert torch.equal(values.bfloat16(), compressor.decompress(dict(compressed), scheme)["weight"].bfloat16())
 
@@ -171,7 +181,7 @@ def test_blocks_are_joined_on_their_borders():
 
 
 @pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
-def test_only_weights_whose_products_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
+def test_only_weights_whose_gemms_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
     """aiter's GEMM rounds x. hf_rocm's kernels for few rows read the plain order."""
     monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
     monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)

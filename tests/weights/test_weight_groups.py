@@ -51,7 +51,7 @@ class Example(NamedTuple):
     nbytes: Callable[[Any], int] = lambda stock: sum(parameter.nbytes for parameter in stock.parameters())
     extra: Callable[[Any], int] = lambda stock: 0
     exact: bool = True  # nothing is rounded except the GEMM's result
-    copies: bool = True  # a copy of the module has a group, too, at its first call at the latest
+    copies: bool = True  # a copy of the module also has a group, from its first call on
 
 
 def linears() -> Group:

@@ -15,7 +15,7 @@ from hf_rocm.ops.fakes import half
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.pointwise import ActivationSpec
+    from hf_rocm.ops.specs.pointwise import ActivationSpec
 
 
 def refuses(spec: ActivationSpec, device: Device) -> str | None:

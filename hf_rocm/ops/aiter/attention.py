@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-    from hf_rocm.ops.attention_terms import AttentionTerms
-    from hf_rocm.ops.decode import DecodeSpec
-    from hf_rocm.ops.varlen import VarlenSpec
+    from hf_rocm.ops.specs.attention import AttentionSpec, AttentionTerms, DecodeSpec, VarlenSpec
 
 LARGEST_HEAD = 256
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}

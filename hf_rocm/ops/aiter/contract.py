@@ -1,8 +1,8 @@
 """Calls by keyword, checked against the declarations of the installed release.
 
 aiter has inserted arguments in the middle of its signatures more than once, some of them required. So nothing is passed
-by position, and a call is bound once: every argument that hf_rocm passes must exist, and hf_rocm must know every
-argument that is required.
+by position, and a call is bound once: every argument that hf_rocm passes must exist, and hf_rocm must support
+every argument that is required.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _bind(
     others = [argument.name for argument in declared.arguments if argument.required and argument.name not in gives]
     unknown = [other for other in others if other not in neutral]
     if unknown:
-        return f"{name} of {release.name} requires {_listed(unknown)}, which hf_rocm doesn't know"
+        return f"{name} of {release.name} requires {_listed(unknown)}, which hf_rocm doesn't support"
     return partial(declared.call, **{other: neutral[other] for other in others}) if others else declared.call
 
 

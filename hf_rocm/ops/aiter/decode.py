@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention_terms import DecodeTerms
-    from hf_rocm.ops.decode import DecodeSpec
+    from hf_rocm.ops.specs.attention import DecodeSpec, DecodeTerms
 
 
 def refuses(spec: DecodeSpec, device: Device) -> str | None:

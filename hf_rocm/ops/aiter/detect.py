@@ -97,7 +97,7 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
 
 
 def _named() -> bool:
-    """Whether the user named aiter for any operation."""
+    """Whether the user requested aiter for any operation."""
     current = options.current()
     return "aiter" in current.tiers.values() or options.Switch.REQUIRED in current.aiter.values()
 

@@ -28,7 +28,7 @@ def aligned(x: Tensor) -> Tensor:
 def shuffle_tiles(matrix: Tensor, run: int) -> Tensor:
     """Copy [N, K] into the order that the preshuffled GEMMs read; N % 16 = K % 32 = 0.
 
-    Tiles of 16 rows by 32 columns are stored one after the other. A tile is stored as runs of `run` columns (16 bytes):
+    Tiles of 16 rows by 32 columns are stored one after another. A tile is stored as runs of `run` columns (16 bytes):
     the first run of all 16 rows, then the second one, and so on.
     """
     n, k = matrix.shape

@@ -15,7 +15,7 @@ from hf_rocm.ops.custom_op import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.linear import LinearSpec
+    from hf_rocm.ops.specs.linear import LinearSpec
 
 # Up to 0.1.7.post2 the assembly kernels ignore a bias.
 KEEPS_BIAS = "0.1.7.post3"
@@ -41,7 +41,7 @@ def refuses(spec: LinearSpec, device: Device) -> str | None:
 
 
 def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
-    """Why no kernel of aiter can serve a product with a shuffled weight, or None."""
+    """Why no kernel of aiter can serve a GEMM with a shuffled weight, or None."""
     reason = refuses(spec, device)
     if reason is not None:
         return reason

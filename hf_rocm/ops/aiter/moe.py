@@ -18,8 +18,7 @@ from hf_rocm.ops.fakes import like
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.moe import ExpertsSpec
-    from hf_rocm.ops.moe_torch import ExpertsCall
+    from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 
 NAME = "fused_moe:fused_moe"
 ARCHITECTURES = ("gfx942", "gfx950")  # by which aiter looks up its kernels

@@ -15,7 +15,7 @@ from hf_rocm.ops.fakes import like, two_like
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.pointwise import NormSpec
+    from hf_rocm.ops.specs.pointwise import NormSpec
 
 
 # Above this size aiter uses another kernel, which has no (1 + w) form.

@@ -19,7 +19,7 @@ from hf_rocm.ops.eight_bit import INT8, fp8_of
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
+    from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
 # Its tiles have up to 256 rows and are not padded. Only a few rarely used kernels support K below 512.
 TILE, SHORTEST = 256, 512

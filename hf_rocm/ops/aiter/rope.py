@@ -13,7 +13,7 @@ from hf_rocm.ops.custom_op import opaque
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.pointwise import RopeSpec
+    from hf_rocm.ops.specs.pointwise import RopeSpec
 
 
 def refuses(spec: RopeSpec, device: Device) -> str | None:

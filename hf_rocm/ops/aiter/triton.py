@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-    from hf_rocm.ops.attention_terms import AttentionTerms
+    from hf_rocm.ops.specs.attention import AttentionSpec, AttentionTerms
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
 

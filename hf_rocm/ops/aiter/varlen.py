@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-    from hf_rocm.ops.attention_terms import AttentionTerms, VarlenTerms
-    from hf_rocm.ops.varlen import VarlenSpec
+    from hf_rocm.ops.specs.attention import AttentionSpec, AttentionTerms, VarlenSpec, VarlenTerms
 
 # In earlier releases, calls with a softcap may run assembly kernels that ignore it.
 KEEPS_SOFTCAP = "0.1.7.post3"
@@ -38,7 +36,10 @@ def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def packed_refuses(spec: VarlenSpec, device: Device) -> str | None:
-    return detect.unavailable(device) or limits(spec) or _refuses(spec, device)
+    reason = detect.unavailable(device) or limits(spec)
+    if reason is None and spec.lse:
+        return "our call of flash_attn_varlen_func does not return the log-sum-exp"
+    return reason or _refuses(spec, device)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
@@ -61,6 +62,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTe
         window=terms["window"],
         softcap=terms["softcap"],
         sinks=None,
+        lse=False,
     )
     return output.view(b, s_q, h, value.shape[3]), None
 

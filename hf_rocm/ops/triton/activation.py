@@ -1,4 +1,4 @@
-"""The gate of a gated MLP through hf_rocm's kernel."""
+"""Activations, alone or as the gate of a gated MLP, through hf_rocm's kernels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
-from hf_rocm.ops.fakes import half
+from hf_rocm.ops.fakes import half, like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import alike, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.pointwise import ActivationSpec
+    from hf_rocm.ops.specs.pointwise import ActivationSpec, ActSpec
 
 
-def refuses(spec: ActivationSpec, device: Device) -> str | None:
+def refuses(spec: ActivationSpec | ActSpec, device: Device) -> str | None:
     """Why the kernel can't serve this activation, or None."""
     if spec.grad:
         return "our activation kernel has no gradient"
@@ -26,8 +26,14 @@ def refuses(spec: ActivationSpec, device: Device) -> str | None:
     return detect.unavailable(device)
 
 
+def act(x: Tensor, activation: str) -> Tensor:
+    """See `hf_rocm.ops.act`. Rounds once, where separate operations round several times."""
+    result: Tensor = _traced_act(x, activation)
+    return result
+
+
 def act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    """See `hf_rocm.ops.act_and_mul`. Rounds the activation before the product, as the unfused layers do."""
+    """See `hf_rocm.ops.act_and_mul`. Rounds the activation before the multiplication, as the unfused layers do."""
     result: Tensor = _traced(x, activation, interleaved, limit, alpha)
     return result
 
@@ -59,6 +65,25 @@ def _forward(x: Tensor, activation: str, interleaved: bool, limit: float, alpha:
     return out
 
 
+def _act_forward(x: Tensor, activation: str) -> Tensor:
+    out = like(x)
+    if out.numel():
+        from hf_rocm.ops.triton.kernels.activation import act_kernel
+
+        x, size = x.contiguous(), out.numel()
+        block, threads = tile(1, size)
+        launch(
+            act_kernel,
+            (-(-size // block),),
+            (x, out, size),
+            {"ACTIVATION": activation, "BLOCK": block},
+            num_warps=warps(threads, x.device),
+            forms=(alike(x, out), form(size)),
+        )
+    return out
+
+
+_traced_act = opaque("triton_act(Tensor x, str activation) -> Tensor", _act_forward, like)
 _traced = opaque(
     "triton_act_and_mul(Tensor x, str activation, bool interleaved, float limit, float alpha) -> Tensor",
     _forward,

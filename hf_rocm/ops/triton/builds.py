@@ -2,7 +2,7 @@
 
 Every module of `kernels` lists its `BUILDS`: the most common shapes and types. `scripts/build-kernels` compiles them
 for every architecture in `ARCHITECTURES`, and fails on problems that would be silent on an AMD GPU: spilled registers,
-more local memory than the GPU has, and products without matrix instructions.
+more local memory than the GPU has, and GEMMs without matrix instructions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Build:
     kernel: the `@triton.jit` function. signature: the type of every argument that is not a constant, such as `*bf16`,
     `i32` or `fp32`. constants: the value of every other argument, `None` for an absent tensor. threads: given instead
     of num_warps if the number of threads is fixed and the number of warps depends on the wave size. divisible: integer
-    arguments that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its products
+    arguments that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its GEMMs
     must become matrix instructions (MFMA, WMMA). options: other launch options such as `waves_per_eu`. architectures:
     the architectures that it is built for.
     """

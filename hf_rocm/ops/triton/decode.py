@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-    from hf_rocm.ops.attention_terms import AttentionTerms, DecodeTerms, PagedTerms
-    from hf_rocm.ops.decode import DecodeSpec
-    from hf_rocm.ops.paged import PagedSpec
+    from hf_rocm.ops.specs.attention import (
+        AttentionSpec,
+        AttentionTerms,
+        DecodeSpec,
+        DecodeTerms,
+        PagedSpec,
+        PagedTerms,
+    )
 
 LARGEST_HEAD = 256
 
@@ -90,7 +94,7 @@ def paged_attention(
     lengths = lengths.contiguous()
     key_pages, value_pages = key_pages.transpose(1, 2), value_pages.transpose(1, 2)
     if key is not None and value is not None:
-        _traced_write(key_pages, value_pages, key, value, table, lengths)
+        _traced_write(key_pages, value_pages, key, value, table, lengths, terms["slots"])
     scale, softcap, sinks = terms["scale"], terms["softcap"], terms["sinks"]
     result: Tensor = _traced(
         *(query, key_pages, value_pages, lengths, None, None, sinks, table, scale, softcap, terms["window"], True)
@@ -120,7 +124,7 @@ def _limits(spec: DecodeSpec | AttentionSpec | PagedSpec, device: Device) -> str
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel comes first, unless the triton tier was named."""
+    """Why PyTorch's own kernel is preferred, unless the triton tier was requested."""
     restricted = spec.mask is not None or spec.window is not None or spec.softcap or spec.sinks
     if device.kind == "cpu" or device.rocm or not spec.one_query or restricted:
         return None
@@ -294,7 +298,15 @@ _traced = opaque(
 )
 
 
-def _write(key_pages: Tensor, value_pages: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor) -> None:
+def _write(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    slots: Tensor | None,
+) -> None:
     """Write new keys and values [B, Hkv, S_q, D] into pages [P, Hkv, PAGE, D]."""
     from hf_rocm.ops.triton.kernels.decode import page_kernel
 
@@ -307,7 +319,10 @@ def _write(key_pages: Tensor, value_pages: Tensor, key: Tensor, value: Tensor, t
     launch(
         page_kernel,
         (b * queries, kv_heads),
-        (key, value, key_pages, value_pages, table, lengths, queries, *strides, table.stride(0)),
+        (
+            *(key, value, key_pages, value_pages, table, lengths, slots, queries, *strides, table.stride(0)),
+            None if slots is None else slots.stride(0),
+        ),
         {
             "DIM": dim,
             "VALUE_DIM": value_dim,
@@ -325,7 +340,7 @@ def _nothing(*_: object) -> None:
 
 _traced_write = opaque(
     "triton_write_pages(Tensor(a!) key_pages, Tensor(b!) value_pages, Tensor key, Tensor value, Tensor table, "
-    "Tensor lengths) -> ()",
+    "Tensor lengths, Tensor? slots) -> ()",
     _write,
     _nothing,
 )

@@ -14,7 +14,7 @@ from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.delta import DeltaCall, DeltaSpec
+    from hf_rocm.ops.specs.delta import DeltaCall, DeltaSpec
 
 NAME = "delta_step_kernel"
 

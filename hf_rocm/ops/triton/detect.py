@@ -35,7 +35,7 @@ def unavailable(device: Device) -> str | None:
     if device.kind == "cpu" and not interpreted:
         return "Triton's kernels need a GPU, and this is the CPU (TRITON_INTERPRET=1 runs them there, for tests)"
     if device.kind not in ("cpu", "cuda"):
-        return f"Triton's kernels need an AMD or NVIDIA GPU, and this is a {device.kind} device"
+        return f"Triton's kernels need an AMD or NVIDIA GPU, and this device is of type {device.kind}"
     loaded = load()
     if isinstance(loaded, str):
         return loaded

@@ -1,7 +1,7 @@
 """Routed experts for few pairs of a token and an expert, as in decoding, through hf_rocm's kernels.
 
 They read the chosen experts' weights in place. With more than `PAIRS` pairs, several tokens share an expert, and
-products over all tokens of an expert read less memory.
+GEMMs over all tokens of an expert read less memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.moe import ExpertsSpec
-    from hf_rocm.ops.moe_torch import ExpertsCall
+    from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 
 NAME = "chosen_experts"
 
@@ -53,7 +52,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
 
 
 def _gain(spec: ExpertsSpec) -> str | None:
-    """Why products over all tokens of an expert come first, unless the triton tier was named."""
+    """Why GEMMs over all tokens of an expert are preferred, unless the triton tier was requested."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
     return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"

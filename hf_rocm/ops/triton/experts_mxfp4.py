@@ -23,8 +23,7 @@ from hf_rocm.ops.triton.tiles import mxfp4_down_tile, mxfp4_gate_up_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.moe import ExpertsSpec
-    from hf_rocm.ops.moe_mxfp4 import Mxfp4Call
+    from hf_rocm.ops.specs.experts import ExpertsSpec, Mxfp4Call
 
 NAME = "chosen_experts"
 
@@ -33,8 +32,8 @@ NAME = "chosen_experts"
 PAIRS = 256
 
 ARGUMENTS = (
-    "Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor gate_up_bias, Tensor down, Tensor down_scales, "
-    "Tensor down_bias, Tensor ids, Tensor weights, float limit, float alpha"
+    "Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor? gate_up_bias, Tensor down, Tensor down_scales, "
+    "Tensor? down_bias, Tensor ids, Tensor weights, str activation, float limit, float alpha"
 )
 
 _BLOCK, _THREADS = 1024, 128  # numbers and threads of a program that dequantises
@@ -78,12 +77,13 @@ def _forward(
     x: Tensor,
     gate_up: Tensor,
     gate_up_scales: Tensor,
-    gate_up_bias: Tensor,
+    gate_up_bias: Tensor | None,
     down: Tensor,
     down_scales: Tensor,
-    down_bias: Tensor,
+    down_bias: Tensor | None,
     ids: Tensor,
     weights: Tensor,
+    activation: str,
     limit: float,
     alpha: float,
 ) -> Tensor:
@@ -106,7 +106,7 @@ def _forward(
             spread,
             _words(gate_up),
             gate_up_scales,
-            gate_up_bias.contiguous(),
+            None if gate_up_bias is None else gate_up_bias.contiguous(),
             ids,
             between,
             h_blocks,
@@ -114,7 +114,7 @@ def _forward(
             float(limit),
             float(alpha),
         ),
-        {"TOP": top, "ACTIVATION": "clamped_swiglu", **tile.constants()},
+        {"TOP": top, "ACTIVATION": activation, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
@@ -126,7 +126,7 @@ def _forward(
             between,
             _words(down),
             down_scales,
-            down_bias.contiguous(),
+            None if down_bias is None else down_bias.contiguous(),
             ids,
             weights,
             out,

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hf_rocm.device import Device
-    from hf_rocm.ops.attention import AttentionSpec
-    from hf_rocm.ops.attention_terms import AttentionTerms, VarlenTerms
-    from hf_rocm.ops.varlen import VarlenSpec
+    from hf_rocm.ops.specs.attention import AttentionSpec, AttentionTerms, VarlenSpec, VarlenTerms
 
 
 def refuses(spec: VarlenSpec, device: Device) -> str | None:
@@ -47,19 +45,21 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, **terms: Unpack[VarlenTerms]
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `hf_rocm.ops.varlen_attention`."""
     batch = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    result: Tensor = _traced(
-        *batch, query_ends, key_ends, terms["sinks"], terms["scale"], terms["softcap"], terms["window"], terms["causal"]
-    )
-    return result[0]
+    lse = None
+    if terms["lse"]:
+        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+    how = terms["sinks"], terms["scale"], terms["softcap"], terms["window"], terms["causal"]
+    result: Tensor = _traced(*batch, query_ends, key_ends, lse, *how)
+    return result[0] if lse is None else (result[0], lse)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """See `hf_rocm.ops.attention`."""
     sinks, scale, softcap, window = terms["sinks"], terms["scale"], terms["softcap"], terms["window"]
-    return _traced(query, key, value, None, None, sinks, scale, softcap, window, terms["causal"]), None
+    return _traced(query, key, value, None, None, None, sinks, scale, softcap, window, terms["causal"]), None
 
 
 def _limits(spec: VarlenSpec | AttentionSpec, device: Device) -> str | None:
@@ -78,7 +78,7 @@ def _limits(spec: VarlenSpec | AttentionSpec, device: Device) -> str | None:
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel comes first, unless the triton tier was named."""
+    """Why PyTorch's own kernel is preferred, unless the triton tier was requested."""
     restricted = spec.window is not None or spec.softcap or spec.sinks or (spec.causal and not spec.square)
     radeon = device.rocm and not (device.arch or "").startswith("gfx9")
     if device.kind == "cpu" or radeon or restricted or options.current().tier("attention") == "triton":
@@ -92,6 +92,7 @@ def _forward(
     value: Tensor,
     query_ends: Tensor | None,
     key_ends: Tensor | None,
+    lse: Tensor | None,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -121,7 +122,7 @@ def _forward(
         flash_kernel,
         (tiles, kv_heads, b),
         (
-            *(query, key, value, output, query_ends, key_ends, sinks, scale, softcap),
+            *(query, key, value, output, lse, query_ends, key_ends, sinks, scale, softcap),
             *(sequences, span, queries, keys, window, *strides),
         ),
         {
@@ -143,8 +144,8 @@ def _forward(
 
 
 _traced = opaque(
-    "triton_flash(Tensor query, Tensor key, Tensor value, Tensor? query_ends, Tensor? key_ends, Tensor? sinks, "
-    "float scale, float? softcap, int? window, bool causal) -> Tensor",
+    "triton_flash(Tensor query, Tensor key, Tensor value, Tensor? query_ends, Tensor? key_ends, Tensor(a!)? lse, "
+    "Tensor? sinks, float scale, float? softcap, int? window, bool causal) -> Tensor",
     _forward,
     attended,
 )

@@ -1,4 +1,4 @@
-"""Products of few rows through hf_rocm's kernels, alone or with norm, gate and residual sum.
+"""GEMMs with few rows through hf_rocm's kernels, alone or with norm, gate and residual sum.
 
 `tiles` chooses one of two kernels and its tiles, which were measured on one NVIDIA GPU and estimated for AMD GPUs.
 """
@@ -19,29 +19,29 @@ from hf_rocm.ops.triton.tiles import ROWS, linear_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.linear import FusedLinearSpec, LinearSpec
-    from hf_rocm.ops.quantized_torch import QuantizedSpec
+    from hf_rocm.ops.specs.linear import FusedLinearSpec, LinearSpec
+    from hf_rocm.ops.specs.quantized import QuantizedSpec
 
 NAME = "few_rows"
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEWEST = 16  # the smallest number of columns, and K; smaller products don't matter for performance
+FEWEST = 16  # the smallest number of columns, and K; smaller GEMMs don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels can't serve this product, or are not known to be faster, or None."""
+    """Why the kernels can't serve this GEMM, or are not known to be faster, or None."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec.rows)
 
 
 def fused_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
-    """The same for a fused product."""
+    """The same for a fused GEMM."""
     if spec.activation is not None and spec.rows != 1 and spec.k % 16 and (device.arch or "").startswith("gfx11"):
         return f"on RDNA 3, a wait is missing from the code of our kernel with a gate, unless 16 divides K: {spec.k}"
     return refuses(spec, device) or parts_refuse(spec)
 
 
 def parts_refuse(spec: FusedLinearSpec | QuantizedSpec) -> str | None:
-    """Why norm or gate can't be part of a product of few rows, or None."""
+    """Why norm or gate can't be part of a GEMM with few rows, or None."""
     if spec.activation is not None and spec.n % 2:
         return f"a gate needs an even N, got {spec.n}"
     if spec.norm_dtype is not None and not spec.one_plus and spec.norm_dtype != spec.dtype:
@@ -68,7 +68,7 @@ def _limits(spec: LinearSpec | FusedLinearSpec) -> str | None:
 
 
 def _gain(rows: int) -> str | None:
-    """Why the vendor's BLAS library comes first, unless the triton tier was named."""
+    """Why the vendor's BLAS library is preferred, unless the triton tier was requested."""
     if rows or options.current().tier("linear") == "triton":
         return None
     return "M > 16 is left to the vendor's BLAS library"
@@ -99,7 +99,7 @@ def _forward(
         residual = residual.contiguous()
     from hf_rocm.ops.triton.kernels import linear as kernels
 
-    if norm_weight is not None:  # a separate kernel is faster than the norm in every program of the product
+    if norm_weight is not None:  # a separate kernel is faster than the norm in every program of the GEMM
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     device = describe(x.device)
     tile = linear_tile(m, n, k, activation is not None, rocm=device.rocm, arch=device.arch)
@@ -115,7 +115,7 @@ def _forward(
 
 
 def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """A tensor of the product's shape. rest: the operator's other arguments, of which the last is the activation."""
+    """A tensor of the GEMM's shape. rest: the operator's other arguments, of which the last is the activation."""
     activation = rest[-1]
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n if activation is None else n // 2))

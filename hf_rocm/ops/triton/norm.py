@@ -1,4 +1,4 @@
-"""RMSNorm through hf_rocm's kernel: a program normalises one wide row or several narrow rows."""
+"""RMSNorm and LayerNorm through hf_rocm's kernels: a program normalises one wide row or several narrow rows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.norm_add import NormAddSpec
-    from hf_rocm.ops.pointwise import NormSpec
+    from hf_rocm.ops.specs.pointwise import LayerNormSpec, NormAddSpec, NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # a row must fit into the registers of one workgroup
+PROGRAMS = 256  # a program takes several rows of a LayerNorm only if there are at least this many programs
 
 
 def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:
     """Why the kernel can't serve this norm, or None; the same with the residual sum."""
+    return _limits(spec, one_dtype=not spec.one_plus) or detect.unavailable(device)
+
+
+def layer_refuses(spec: LayerNormSpec, device: Device) -> str | None:
+    """The same for the LayerNorm of a residual sum."""
+    return _limits(spec, one_dtype=True) or detect.unavailable(device)
+
+
+def _limits(spec: NormSpec | NormAddSpec | LayerNormSpec, *, one_dtype: bool) -> str | None:
     if spec.grad:
         return "our norm kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
         return f"our norm kernel supports fp32, bf16 and fp16, not {spec.dtype} with a weight of {spec.weight_dtype}"
-    if not spec.one_plus and spec.weight_dtype != spec.dtype:
+    if one_dtype and spec.weight_dtype != spec.dtype:
         return f"our norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
     if spec.dim > WIDEST:
         return f"our norm kernel takes rows of at most {WIDEST}, got {spec.dim}"
-    return detect.unavailable(device)
+    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
-    """See `hf_rocm.ops.rms_norm`. Rounds like transformers' layers: without (1 + w), also before the product with w."""
+    """See `hf_rocm.ops.rms_norm`. Rounds like transformers' layers: without (1 + w), also before w is applied."""
     result: Tensor = _traced(x, weight, eps, one_plus)
     return result
 
@@ -57,6 +66,14 @@ def norm_add(
 ) -> tuple[Tensor, Tensor]:
     """See `hf_rocm.ops.norm_add`. Without a second norm, the first result is empty."""
     result: tuple[Tensor, Tensor] = _traced_norm_add(x, residual, weight, then_weight, eps, then_eps, one_plus)
+    return result
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep_sum: bool
+) -> tuple[Tensor, Tensor]:
+    """See `hf_rocm.ops.add_layer_norm`. Without keep_sum, the second result is empty."""
+    result: tuple[Tensor, Tensor] = _traced_layer(x, residual, weight, bias, eps, keep_sum)
     return result
 
 
@@ -104,6 +121,36 @@ def _normed_sum(
     x: Tensor, residual: Tensor, weight: Tensor, then_weight: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor]:
     return (x.new_empty(0) if then_weight is None else like(x)), like(x)
+
+
+def _layer_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep_sum: bool
+) -> tuple[Tensor, Tensor]:
+    out, total = _layer_and_sum(x, residual, weight, bias, eps, keep_sum)
+    if out.numel():
+        from hf_rocm.ops.triton.kernels.norm import layer_norm_kernel
+
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        dim = x.shape[-1]
+        rows = x.numel() // dim
+        many, block, threads = tile(rows // PROGRAMS, dim)
+        every = x, residual, weight, bias, out, total if keep_sum else None
+        launch(
+            layer_norm_kernel,
+            (-(-rows // many),),
+            (*every, rows, float(eps)),
+            {"DIM": dim, "ROWS": many, "BLOCK": block},
+            num_warps=warps(threads, x.device),
+            forms=(alike(*(one for one in every if one is not None)), bias is None, keep_sum, form(rows)),
+        )
+    return out, total
+
+
+def _layer_and_sum(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep_sum: bool
+) -> tuple[Tensor, Tensor]:
+    return like(x), like(x) if keep_sum else x.new_empty(0)
 
 
 def _launch(
@@ -166,4 +213,10 @@ _traced_norm_add = opaque(
     "bool one_plus) -> (Tensor, Tensor)",
     _norm_add_forward,
     _normed_sum,
+)
+_traced_layer = opaque(
+    "triton_add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool keep_sum) -> "
+    "(Tensor, Tensor)",
+    _layer_forward,
+    _layer_and_sum,
 )

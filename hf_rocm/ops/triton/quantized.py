@@ -1,4 +1,4 @@
-"""Products with weights of 8 or 4 bits; x is not rounded.
+"""GEMMs with 8- or 4-bit weights; x is not rounded.
 
 For few rows, the weight is converted in registers. For more, it is dequantised in one pass into a temporary tensor,
 which the BLAS library multiplies. The tiles are estimated from kernels of the same form that were measured on one
@@ -16,25 +16,25 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
-from hf_rocm.ops.four_bit import INT4, PER_WORD, kernel_groups, run_length, table
+from hf_rocm.ops.four_bit import E2M1, INT4, PER_WORD, kernel_groups, run_length, table
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, warps
 from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.quantized_torch import QuantizedCall, QuantizedSpec
+    from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
 NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
 _LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into local memory
-_ONE = 0x3F800000  # the bits of 1.0
+_PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
 
 
 def refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    """Why the kernels can't serve this product, or None."""
+    """Why the kernels can't serve this GEMM, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
@@ -63,7 +63,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    """Why the kernels that dequantise can't serve this product, or None."""
+    """Why the kernels that dequantise can't serve this GEMM, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
@@ -71,7 +71,7 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return "the call rounds x"
     if spec.rows:
         return "M ≤ 64 is left to the kernels for few rows"
-    if spec.dtype not in linear.DTYPES:  # fp32 products of the BLAS library differ by more than the check allows
+    if spec.dtype not in linear.DTYPES:  # fp32 GEMMs of the BLAS library differ by more than the check allows
         return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
         return "our kernels read weights in their plain order, and this one is shuffled"
@@ -141,11 +141,13 @@ def _forward(
         tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, the numbers are multiplied in fp32
-        numbers = None if code is None else table(code, x.dtype if tile.matrix else torch.float32, x.device)
-        rest = (zeros, numbers, nested_code, nested_factors, *rest, k // PER_WORD, _ONE)
+        numbers = _numbers(code, scale, x.dtype if tile.matrix else torch.float32)
+        rest = (zeros, numbers, nested_code, nested_factors, *rest, k // PER_WORD, _PATTERNS[device.rocm])
         group, step = kernel_groups(k, group)
         even = k % (PER_WORD * run * tile.blocks) == 0
         constants: dict[str, Any] = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
+        if not tile.matrix:
+            constants["BYTES"] = device.rocm
     else:
         from hf_rocm.ops.triton.kernels import linear as kernels
 
@@ -174,7 +176,7 @@ _traced = opaque(
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:
-    """The product and the bias of `hf_rocm.ops.quantized_linear`."""
+    """The GEMM and the bias of `hf_rocm.ops.quantized_linear`."""
     x, bias = call.x, call.bias
     weight = _dequantized(call.weight, call.scale, x.dtype, call.zeros, call.code, *(call.nested or (None, None)))
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -201,7 +203,7 @@ def _dequantize(
     size, threads = dequantize_tile(k, run)
     tables: tuple[Tensor | None, ...] = ()
     if four:
-        numbers = None if code is None else table(code, torch.float32, weight.device)
+        numbers = _numbers(code, scale, torch.float32)
         tables = (zeros, numbers, nested_code, nested_factors)
         group, step = kernel_groups(k, group)
         constants = {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
@@ -216,6 +218,13 @@ def _dequantize(
         num_warps=warps(threads, weight.device),
     )
     return out
+
+
+def _numbers(code: str | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The argument `code` of the kernels for 4 bits, which need no table for e2m1: any tensor of uint8 then."""
+    if code is None:
+        return None
+    return scale if code == E2M1 and scale.dtype == torch.uint8 else table(code, dtype, scale.device)
 
 
 def _block(scale: Tensor) -> int:

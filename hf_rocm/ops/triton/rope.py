@@ -14,8 +14,7 @@ from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.pointwise import RopeSpec
-    from hf_rocm.ops.rope_into_cache import RopeIntoCacheSpec
+    from hf_rocm.ops.specs.pointwise import RopeIntoCacheSpec, RopeSpec
 
 WIDEST = 1024
 

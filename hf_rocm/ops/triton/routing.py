@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
-from hf_rocm.ops.routing_torch import RoutingCall
+from hf_rocm.ops.specs.experts import RoutingCall, RoutingSpec
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import launch, power_of_two
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.routing_torch import RoutingSpec
 
 NAME = "routing_kernel"
 
@@ -52,7 +51,7 @@ def _groups(spec: RoutingSpec) -> str | None:
     if size & (size - 1) or spec.groups & (spec.groups - 1):
         return f"the number of groups and their size must be powers of two, got {spec.groups} of {size}"
     if spec.best not in (1, 2) or size < spec.best:
-        return f"our routing kernel judges groups by their best one or two experts, not {spec.best}"
+        return f"our routing kernel ranks groups by their best one or two experts, not {spec.best}"
     if spec.chosen_groups * size < spec.top:
         return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top} experts"
     return None

@@ -17,7 +17,7 @@ LONG = 64  # blocks of keys
 
 
 class LinearTile(NamedTuple):
-    """The tile of a product. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
+    """The tile of a GEMM. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
     at a time, k in each of `splits`. m: rows of x in a program with matrix instructions."""
 
     matrix: bool
@@ -73,7 +73,7 @@ def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
 
 
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
-    """The tile for a weight of 8 bits: as many bytes as in `linear_tile`, with twice the numbers.
+    """The tile for an 8-bit weight: as many bytes as in `linear_tile`, with twice the numbers.
 
     Without ROCm, these are the fastest tiles of `scripts/bench-quantized --tiles` on one NVIDIA H200, for fp8 and M = 1
     and 8. Tiles for more rows, and all tiles for ROCm, are estimated from kernels of the same form.
@@ -95,7 +95,7 @@ def row_block(rows: int, *, rocm: bool) -> int:
 
 
 class FourBitTile(NamedTuple):
-    """The tile of a product with a weight of 4 bits. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
+    """The tile of a GEMM with a 4-bit weight. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
     eight runs that a program processes at a time. unrolled: whether all values of a block are requested before the
     first product."""
 
@@ -115,20 +115,20 @@ class FourBitTile(NamedTuple):
 
 
 def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
-    """The tile for a weight of 4 bits in runs of this length. Measured and estimated like the tile for 8 bits.
+    """The tile for a 4-bit weight in runs of this length. Measured and estimated like the tile for 8 bits.
 
     Without matrix instructions a thread reads four words and the four values of x of every run at a time.
     """
     if rows == 1:
-        threads = 64
-        columns = (2 if gated else 4) if rocm else 8 if n > NARROW and not gated else 4
+        threads = 64 if rocm or not gated else 32
+        columns = 2 if gated else 4 if rocm or n <= NARROW else 8
         return FourBitTile(False, columns, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
-    if rocm:  # if unrolled, AMD's compiler would keep all values of a block in registers
-        return FourBitTile(True, 16, 2, 128, 2, m)
+    if rocm:  # if unrolled, AMD's compiler would keep all values of a block in registers, as with two short runs
+        return FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
     if m > ROWS:
         return FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
-    return FourBitTile(True, 64, 1, 128, 3, m, True)
+    return FourBitTile(True, 64, 1, 128, 3, m, True) if gated else FourBitTile(True, 16, 4, 128, 2, m, True)
 
 
 def dequantize_tile(k: int, run: int) -> tuple[int, int]:
@@ -143,8 +143,8 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
 
 
 class ExpertsTile(NamedTuple):
-    """The tile of a product. n, k: the block of an expert's weight that a program processes at a time; n columns of the
-    result, each with a gate and an up column in the first product. experts: how many at a time, in the second."""
+    """The tile of a GEMM. n, k: the block of an expert's weight that a program processes at a time; n columns of the
+    result, each with a gate and an up column in the first GEMM. experts: how many at a time, in the second."""
 
     n: int
     k: int
@@ -159,17 +159,17 @@ class ExpertsTile(NamedTuple):
 
 
 # Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B, OLMoE and,
-# transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch's products.
-SOME = 4  # with up to this many tokens, programs of the second product must be small so that there are enough of them
+# transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch's GEMMs.
+SOME = 4  # with up to this many tokens, programs of the second GEMM must be small so that there are enough of them
 
 
 def gate_up_tile(transposed: bool) -> ExpertsTile:
-    """The tile of the first product. Lanes run along K, or along the columns if these are contiguous."""
+    """The tile of the first GEMM. Lanes run along K, or along the columns if these are contiguous."""
     return ExpertsTile(32, 64, 256, 2) if transposed else ExpertsTile(2, 512, 64, 2)
 
 
 def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) -> ExpertsTile:
-    """The tile of the second product, for this number of tokens and of experts per token."""
+    """The tile of the second GEMM, for this number of tokens and of experts per token."""
     experts = gcd(top, 4)
     if not transposed:
         return ExpertsTile(2, 256, 64, 2, experts)
@@ -181,7 +181,7 @@ def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) ->
 
 
 class Mxfp4Tile(NamedTuple):
-    """The tile of a product of experts in MXFP4. n: columns of the result; blocks: how many blocks of 32 numbers along
+    """The tile of a GEMM of experts in MXFP4. n: columns of the result; blocks: how many blocks of 32 numbers along
     K are read at a time; experts: as in `ExpertsTile`. A thread reads one block of every row."""
 
     n: int
@@ -197,13 +197,13 @@ class Mxfp4Tile(NamedTuple):
 
 
 def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the first product, for rows of this number of blocks. It is an estimate."""
+    """The tile of the first GEMM, for rows of this number of blocks. It is an estimate."""
     wave = 64 if rocm else 32
     return Mxfp4Tile(2 if rocm else 4, min(wave, power_of_two(blocks)), wave, 2)
 
 
 def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the second product. Every expert has a warp."""
+    """The tile of the second GEMM. Every expert has a warp."""
     wave, experts = 64 if rocm else 32, gcd(top, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
 

@@ -27,7 +27,7 @@ class Case(NamedTuple):
     @property
     def unit(self) -> str:
         """The unit in which the tables give times."""
-        return {"decode": "ms a token", "prefill": "ms", "encode": "ms"}[self.kind]
+        return {"decode": "ms per token", "prefill": "ms", "encode": "ms"}[self.kind]
 
     def rate(self, milliseconds: float) -> float:
         """Return tokens per second over the whole batch (samples per second for an encoder)."""

@@ -118,7 +118,7 @@ def serving_panels(group: Sequence[dict[str, Any]]) -> list[Panel]:
     """Return the panels of one load: the time per token over all requests, and the times in `figures.TIMES`."""
     rates = [Bar(case["side"], case["side"], *[1000 / case["rate"]] * 3) for case in group if case["rate"]]
     title = group[0]["title"]
-    panels = [Panel(title, "ms a token, all requests together", "rate", None, tuple(rates))]
+    panels = [Panel(title, "ms per token, all requests together", "rate", None, tuple(rates))]
     for name, label in TIMES.items():
         times = [(case["side"], values) for case in group if (values := case["times"][name]) is not None]
         bars = tuple(Bar(side, side, values["median"], values["median"], values["p95"]) for side, values in times)
@@ -167,7 +167,7 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
     return bottom + 14
 
 
-_END_TO_END = "ms a token, end to end through generate"
+_END_TO_END = "ms per token, end to end through generate"
 
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
@@ -197,11 +197,11 @@ def _notes(segments: Sequence[Segment]) -> list[str]:
     commits = sorted({segment.commit for segment in segments if segment.commit})
     forced = [] if "ROCm" in machine else ["hf_rocm forced: not an AMD GPU"]
     where = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
-    faster = "×: how many times faster than stock."
+    faster = "×: how many times as fast as stock."
     rates = [segment.rates for segment in segments if segment.rates is not None]
     if rates:
         copy, matmul = (_both_ends([getattr(rate, name) for rate in rates]) for name in ("copy", "matmul"))
-        floor = f"Floor: the time of a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
+        floor = f"Floor: the time for a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
         faster = f"{floor}and {matmul}FLOP/s (matmul). {faster}"
     notes = [", ".join(where), faster]
     columns = int((WIDTH - 2 * MARGIN) / (CHARACTER * NOTE))

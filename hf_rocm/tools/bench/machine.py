@@ -53,7 +53,8 @@ def note(facts: dict[str, str]) -> str:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU {platform.processor() or platform.machine()}, {threads} thread{'s' * (threads != 1)}"
 
 
 def _version(name: str) -> str | None:

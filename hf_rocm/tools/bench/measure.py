@@ -67,11 +67,11 @@ class Measurement(NamedTuple):
 
 
 class Mismatch(HfRocmError):
-    """hf_rocm's numbers are wrong, so nothing is timed."""
+    """hf_rocm's results are wrong, so nothing is timed."""
 
 
 def measure(run: Measurement, case: Case) -> Result:
-    """Time one case. Raises `Mismatch` if hf_rocm's numbers are wrong; other sides with wrong numbers are left out."""
+    """Time one case. Raises `Mismatch` if hf_rocm's results are wrong; other sides with wrong results are left out."""
     left_out: dict[str, str] = {}
     samples: dict[str, _Samples] = {}
     for side in run.sides:
@@ -155,7 +155,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
     if side.name not in (PREPARED, UNCAPTURED):
         return str(parity.refusal)
     raise Mismatch(
-        f"{side.name} returns wrong numbers, so nothing is timed",
+        f"{side.name} returns wrong results, so nothing is timed",
         facts={
             "case": case.title,
             "error": f"{parity.error:.4g}",

@@ -102,7 +102,7 @@ def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) ->
     try:
         (key,) = operation.choices
     except ValueError:
-        raise OptionError(f"{case.operation} was not routed once for {case.title}") from None
+        raise OptionError(f"{case.operation} was never routed for {case.title}") from None
     return key
 
 

@@ -19,6 +19,7 @@ OPERATIONS = (
     "decode_attention",
     "rms_norm",
     "add_rms_norm",
+    "add_layer_norm",
     "act_and_mul",
     "rope",
     "experts",
@@ -190,6 +191,19 @@ def _add_rms_norm(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase("add_rms_norm", f"{m} × {width}", inputs, call, sizes.item * (4 * m + 1) * width)
 
 
+def _add_layer_norm(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
+    for m, width in _elementwise(dims, sizes):
+
+        def inputs(generator: torch.Generator, m: int = m, width: int = width) -> tuple[Tensor, ...]:
+            rows = sizes.draw(generator, m, width), sizes.draw(generator, m, width)
+            return *rows, sizes.draw(generator, width), sizes.draw(generator, width)
+
+        def call(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return ops.add_layer_norm(x, residual, weight, bias, eps=1e-5)[0]
+
+        yield OpCase("add_layer_norm", f"{m} × {width}", inputs, call, sizes.item * (3 * m + 2) * width)
+
+
 def _act_and_mul(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     for m, width in _elementwise(dims, sizes, wide=dims.intermediate):
 
@@ -261,6 +275,7 @@ _CASES: dict[str, Callable[[_Dims, Sizes], Iterator[OpCase]]] = {
     "decode_attention": _decode,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "add_layer_norm": _add_layer_norm,
     "act_and_mul": _act_and_mul,
     "rope": _rope,
     "experts": _experts,

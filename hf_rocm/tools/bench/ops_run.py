@@ -33,7 +33,7 @@ def compare_ops(
     assert subject.shape is not None
     named = shape(subject.shape)
     if named.encoder:
-        raise OptionError(f"{subject.shape} is an encoder", hint="name a decoder with --config")
+        raise OptionError(f"{subject.shape} is an encoder", hint="select a decoder with --config")
     dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
     progress("measuring copy bandwidth and matmul rate")
     rates = machine_rates.measure(subject.device, dtype)

@@ -173,7 +173,7 @@ class _Rank:
             taken[side.name].parity = parity
             if parity.refusal is not None:
                 raise Mismatch(
-                    f"{side.name} returns wrong numbers over {self.question.world} ranks, so nothing is timed",
+                    f"{side.name} returns wrong results over {self.question.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
                     hint="`hf-rocm bench` without --tp shows whether one device is wrong too; please report this",
                 )

@@ -54,7 +54,7 @@ def bench_ranks(
     """Measure every case on every side, over `ranks` ranks on this machine with one GPU each (or all on the CPU).
 
     Raises `OptionError` before anything is started if that is impossible, `RankError` with the cause if a rank failed,
-    and `Mismatch` if numbers are wrong.
+    and `Mismatch` if results are wrong.
     """
     check(subject, names, ranks)
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
@@ -95,13 +95,13 @@ def bench_ranks(
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
     """Raise `OptionError` or `RankError` if the model can't be sharded over this many ranks. Starts no process."""
     if subject.encoder:
-        raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; leave it out")
+        raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; omit it")
     others = [name for name in names if name not in SIDES]
     if others:
         raise OptionError(
             f"the side {others[0]!r} is not compared over several ranks",
             facts={"known": ", ".join(SIDES)},
-            hint="name others with --sides",
+            hint="select others with --sides",
         )
     if subject.device.type == "cuda":
         there = torch.cuda.device_count()
@@ -109,13 +109,13 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
             raise OptionError(
                 "--tp takes the first GPUs of this machine",
                 facts={"--device": subject.device},
-                hint="leave --device out, and choose with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
+                hint="omit --device, and select GPUs with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
             )
         if there < ranks:
             raise OptionError(
                 f"--tp {ranks} needs {ranks} GPUs",
                 facts={"found": there},
-                hint=f"--tp {there}, or --device cpu to see that it works" if there > 1 else "leave --tp out",
+                hint=f"--tp {there}, or --device cpu to see that it works" if there > 1 else "omit --tp",
             )
     heads.check(_config(subject), ranks, {"tp_plan": "auto"})
 

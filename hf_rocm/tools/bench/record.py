@@ -95,7 +95,7 @@ def load(file: Path) -> list[Segment]:
         raise RecordError(
             f"{file.name} is not a file of measurements",
             facts={"file": file, "problem": f"{type(error).__name__}: {error}"},
-            hint="name a file that `hf-rocm bench --save` wrote, or a new one",
+            hint="specify a file that `hf-rocm bench --save` wrote, or a new one",
         ) from error
 
 

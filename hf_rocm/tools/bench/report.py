@@ -45,7 +45,7 @@ def parallel(segment: Segment) -> list[str]:
     apart = setup.get("apart")
     ways = "" if apart is None else "; the GPUs reach each other" if not apart else f"; {', '.join(apart)} do not"
     return [
-        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large sums each rank sends "
+        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large all-reduces each rank sends "
         f"{large(setup['wire'])}B/s. Matrices, floor and peak are those of one rank"
     ]
 
@@ -55,11 +55,11 @@ def exchange(segment: Segment, result: Result) -> list[str]:
     for record in (segment.parallel or {}).get("exchanges", ()):
         if record["case"] == result.case.title:
             unit = "step" if result.case.kind == "decode" else "prompt"
-            gathered = f" and {large(record['gathered'])}B of logits" if record["gathered"] else ""
+            gathered = f" and gathers {large(record['gathered'])}B of logits" if record["gathered"] else ""
             return [
-                f"a {unit} exchanges {record['sums']} sums of {large(record['message'])}B{gathered}; each rank sends "
-                f"{large(record['sent'])}B ({large(record['sent_per_token'])}B a token, computed). "
-                f"One such sum, of ten consecutive ones without other work, took {record['sum_microseconds']:.1f} µs"
+                f"a {unit} performs {record['sums']} all-reduces of {large(record['message'])}B{gathered}; each rank "
+                f"sends {large(record['sent'])}B ({large(record['sent_per_token'])}B per token, computed). One such "
+                f"all-reduce, timed over ten in a row without other work, took {record['sum_microseconds']:.1f} µs"
             ]
     return []
 
@@ -71,17 +71,19 @@ def title(result: Result) -> str:
     return f"{result.case.title}: floor {milliseconds(floor.milliseconds)} {result.case.unit} ({bound})"
 
 
-def header(result: Result) -> Row:
+def table(result: Result) -> tuple[Row, list[Row]]:
+    """Return the header and one row per side, in the order of the run. Columns without a value are left out."""
     rate = "samples/s" if result.case.kind == "encode" else "tokens/s"
-    share = "of copy rate" if result.floor.by == "memory" else "of matmul rate"
-    row = ("side", result.case.unit, rate, "× stock", "× floor", share)
-    return (*row, "first token, ms", "warm-up, s", "peak, GB") if result.case.kind == "decode" else (*row, "peak, GB")
-
-
-def rows(result: Result) -> list[Row]:
-    """Return one row per side, in the order of the run."""
+    decode = ("TTFT, ms", "warm-up, s") if result.case.kind == "decode" else ()
+    header = ("side", result.case.unit, rate, "× stock", "× floor", *decode, "peak, GB")
     stock = _median(result, STOCK)
-    return [_row(result, timing, stock) for timing in result.timings]
+    rows = [_row(result, timing, stock) for timing in result.timings]
+    filled = [any(cells) for cells in zip(*rows, strict=True)]
+    return _cells(header, filled), [_cells(row, filled) for row in rows]
+
+
+def _cells(row: Row, filled: Sequence[bool]) -> Row:
+    return tuple(cell for cell, wanted in zip(row, filled, strict=True) if wanted)
 
 
 def reasons(result: Result, missing: dict[str, str]) -> list[str]:
@@ -207,7 +209,6 @@ def _row(result: Result, timing: Timing, stock: float | None) -> Row:
         f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}",
         "" if stock is None else f"{stock / median:.2f}",
         f"{median / result.floor.milliseconds:.2f}",
-        f"{100 * result.floor.milliseconds / median:.0f} %",
     )
     peak = "" if timing.peak is None else f"{timing.peak / 1e9:.2f}"
     if case.kind != "decode":

@@ -62,7 +62,7 @@ def bench(
     progress: Progress,
     parity: bool = True,
 ) -> Segment:
-    """Measure every case on all sides in interleaved rounds. Raises `Mismatch` if hf_rocm's numbers are wrong."""
+    """Measure every case on all sides in interleaved rounds. Raises `Mismatch` if hf_rocm's results are wrong."""
     progress(f"{subject.name}: building the model")
     model = subject.load()
     reference = Reference(model) if parity else None
@@ -82,7 +82,7 @@ def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[S
     """Return the sides of a loaded model, and the reason for every side that is not available here."""
     made, missing = sides(model, list(names), encoder=subject.encoder)
     if not made:
-        raise OptionError("none of these sides is available here", facts=missing, hint="name others with --sides")
+        raise OptionError("none of these sides is available here", facts=missing, hint="select others with --sides")
     return made, missing
 
 

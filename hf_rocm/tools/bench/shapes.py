@@ -38,7 +38,9 @@ def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tu
     named = shape(name)
     cls, config_cls = getattr(transformers, named.model, None), getattr(transformers, named.config, None)
     if cls is None or config_cls is None:
-        raise OptionError(f"transformers {transformers.__version__} has no {named.model}", hint="name another --config")
+        raise OptionError(
+            f"transformers {transformers.__version__} has no {named.model}", hint="select another --config"
+        )
     depth = {} if layers is None else {"num_hidden_layers": layers}
     return cls, config_cls(**{**named.settings, **depth, **settings})
 

@@ -192,7 +192,7 @@ def _liger(name: str, model: Any, encoder: bool) -> Side:
     kind = getattr(copied.config, "model_type", "")
     apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
     if apply is None:
-        raise OptionError(f"Liger-Kernel has nothing for {kind}", hint="leave the side liger out")
+        raise OptionError(f"Liger-Kernel does not support {kind}", hint="omit the side liger")
     module = importlib.import_module(type(copied).__module__)
     before = dict(vars(module))
     apply(model=copied, cross_entropy=False, fused_linear_cross_entropy=False)

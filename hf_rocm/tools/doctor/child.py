@@ -31,7 +31,7 @@ FLAGS = (
 
 
 class Diary:
-    """A file with the facts that were collected so far."""
+    """A file with the facts that have been collected so far."""
 
     def __init__(self, file: Path) -> None:
         self.facts: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def examine_torch(diary: Diary) -> None:
             return
         facts["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
     for index, device in enumerate(facts["devices"]):
-        with diary.stage(f"a product on GPU {index} ({device['arch']})"):
+        with diary.stage(f"a GEMM on GPU {index} ({device['arch']})"):
             device["product"] = _error_of(partial(_product, torch, index))
         with diary.stage(f"flash attention on GPU {index} ({device['arch']})"):
             device["flash"] = _flash(torch, index)
@@ -88,7 +88,7 @@ def examine_torch(diary: Diary) -> None:
             ]
             nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
             facts["collectives"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
-    with diary.stage("the library for collectives") as facts:
+    with diary.stage("the collectives library") as facts:
         facts["collectives_loaded"] = _loaded_collectives(Path("/proc/self/maps"))
 
 
@@ -97,7 +97,7 @@ def examine_aiter(diary: Diary) -> None:
         import aiter
     with diary.stage("import of aiter.tuned_gemm"):
         import aiter.tuned_gemm
-    with diary.stage("what it has") as facts:
+    with diary.stage("contents of aiter") as facts:
         facts["missing"] = [name for name in AITER_NAMES if not callable(getattr(aiter, name, None))]
 
 
@@ -106,7 +106,7 @@ def examine_bitsandbytes(diary: Diary) -> None:
         import bitsandbytes
         import torch
     for index in range(torch.cuda.device_count()):
-        with diary.stage(f"a 4-bit product on GPU {index}") as facts:
+        with diary.stage(f"a 4-bit GEMM on GPU {index}") as facts:
             why = kernels.four_bit_product(torch, bitsandbytes, f"cuda:{index}")
             facts.setdefault("products", {})[str(index)] = why
 
@@ -159,11 +159,11 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 def _product(torch: Any, index: int) -> None:
     left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
     right = left.t().contiguous()
-    # products of small integers are exact in bf16 with fp32 accumulation, so the results must be equal
+    # GEMMs of small integers are exact in bf16 with fp32 accumulation, so the results must be equal
     actual = (left.bfloat16() @ right.bfloat16()).float().cpu()
     expected = (left.cpu() @ right.cpu()).bfloat16().float()
     if not torch.equal(actual, expected):
-        raise ArithmeticError(f"a 64 × 64 product is wrong by up to {(actual - expected).abs().max().item():g}")
+        raise ArithmeticError(f"a 64 × 64 GEMM is wrong by up to {(actual - expected).abs().max().item():g}")
 
 
 def _flash(torch: Any, index: int) -> str | None:

@@ -14,9 +14,9 @@ PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of
 def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     """Test bitsandbytes' NF4 weights on a device. Returns a description of the numerical error, or None.
 
-    The unpacked weights are compared with the original ones. Products with 1 row and with 8 rows, which use different
-    kernels, are compared with the exact products of the unpacked weights. The allowed error is twice that of PyTorch's
-    bf16 product, plus a rounding step.
+    The unpacked weights are compared with the original ones. GEMMs with 1 row and with 8 rows, which use different
+    kernels, are compared with exact GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
+    bf16 GEMM, plus a rounding step.
     """
     from hf_rocm.tolerance import allowed_error  # it imports torch, whose failure the child reports in another stage
 
@@ -34,7 +34,7 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
         plain = _relative(x @ unpacked.t(), exact)
         error = _relative(bitsandbytes.matmul_4bit(x, packed.t(), quant_state=state), exact)
         if not error <= allowed_error(plain, torch.bfloat16):
-            return f"a product of {rows} row{'s' * (rows > 1)} is off by {error:.2g} (PyTorch's: {plain:.2g})"
+            return f"a GEMM of {rows} row{'s' * (rows > 1)} is off by {error:.2g} (PyTorch's: {plain:.2g})"
     return None
 
 

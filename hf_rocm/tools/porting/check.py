@@ -67,13 +67,13 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
     """
     top = Path(path)
     if not top.exists():
-        raise HfRocmError("this path does not exist", facts={"path": top}, hint="give a file or a folder")
+        raise HfRocmError("this path does not exist", facts={"path": top}, hint="pass a file or a folder")
     sources = collect(top)
     if not sources.files:
         raise HfRocmError(
             "port-check reads no file here",
             facts={"path": top, "reads": f"*.py, *.ipynb, *.sh, and {', '.join(KINDS[2:])}"},
-            hint="give the folder of your model's code",
+            hint="pass the folder of your model's code",
         )
     findings: list[Finding] = []
     unread: dict[str, str] = {}

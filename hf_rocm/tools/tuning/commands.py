@@ -190,7 +190,7 @@ def _obstacle(job: Tuning, *, named: bool) -> str | None:
     if (missing := no_gpu()) is not None or job.gpu is None:
         return missing or "there is no AMD GPU under ROCm here"
     if named and (machine.gpu(), machine.installed()) != (job.gpu, job.release):
-        return "the named GPU or release is not the one of this machine"
+        return "the specified GPU or release is not that of this machine"
     if job.engine == TUNABLE:
         return None
     if job.release.folder is None:

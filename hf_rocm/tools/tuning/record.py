@@ -58,13 +58,13 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
         raise LoadError(
             f"no config could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="check the name or the path; a folder needs its config.json",
+            hint="check the name or the path; the folder must contain its config.json",
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise TuningError(
             "this checkpoint is quantised, and quantised GEMMs are not tuned here",
             facts={"model": model},
-            hint="tune the original checkpoint, if you run that",
+            hint="tune the original checkpoint, if that is what you run",
         )
     named = _named(dtype) if dtype else _dtype_of(config)
     cls = _class_for(model, config)
@@ -96,7 +96,7 @@ def loaded(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
 def _named(dtype: str) -> torch.dtype:
     named = getattr(torch, dtype, None)
     if not isinstance(named, torch.dtype):
-        raise TuningError(f"there is no dtype {dtype!r}", hint="name bfloat16 or float16")
+        raise TuningError(f"there is no dtype {dtype!r}", hint="use bfloat16 or float16")
     return named
 
 

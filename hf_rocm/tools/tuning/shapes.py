@@ -87,7 +87,7 @@ def fusable(group: tuple[Any, ...]) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a text that identifies the linear layers and their dtypes. Loading and fusing do not change it."""
+    """Return text that identifies the linear layers and their dtypes. Loading and fusing do not change it."""
     linears = sorted(
         f"{path} {module.out_features}x{module.in_features} {module.weight.dtype} {module.bias is not None}"
         for path, module in model.named_modules()
@@ -134,14 +134,12 @@ def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Ge
     flags = {"true": True, "false": False}
     bias, shuffled = (flags.get(values.get(name, "False").lower()) for name in ("bias", "bpreshuffle"))
     if len(fields) != len(header):
-        raise _wrong(path, line, f"{len(fields)} fields, and the header has {len(header)}")
+        raise _wrong(path, line, f"{len(fields)} fields, but the header has {len(header)}")
     numbers = [values[name] for name in ("M", "N", "K")]
     if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
-        raise _wrong(
-            path, line, f"M, N and K are {', '.join(ascii(number[:20]) for number in numbers)}, not whole numbers"
-        )
+        raise _wrong(path, line, f"M, N and K are {', '.join(ascii(number[:20]) for number in numbers)}, not integers")
     if values["dtype"] not in DTYPES or bias is None or shuffled is None:
-        raise _wrong(path, line, "dtype must be such as torch.bfloat16, bias and bpreshuffle True or False")
+        raise _wrong(path, line, "dtype must be a name such as torch.bfloat16, and bias and bpreshuffle True or False")
     m, n, k = map(int, numbers)
     return Gemm(m, n, k, values["dtype"], bias, shuffled)
 

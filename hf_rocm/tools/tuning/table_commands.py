@@ -107,11 +107,11 @@ def merge(
     if here is None and output is None:
         raise TuningError(
             "without an AMD GPU there is no default folder for the table",
-            hint="name the GPU (--gpu gfx942:304) or an output file (--output FILE)",
+            hint="specify the GPU (--gpu gfx942:304) or an output file (--output FILE)",
         )
     merged = active.combined(here, meant, named, shipped=shipped)
     if not merged.shares:
-        raise TuningError("there is nothing to merge", hint="name files, or tune a model first: hf-rocm tune MODEL")
+        raise TuningError("there is nothing to merge", hint="specify files, or tune a model first: hf-rocm tune MODEL")
     if output is None:
         assert here is not None
         path = store.merged(here, meant, merged.digest)

@@ -88,7 +88,7 @@ class Case:
 
 
 def cases(subject: Subject, ids: Tensor, *, quick: bool) -> dict[str, Case | str]:
-    """Return name → case, or a sentence why the case isn't run. ids: [S] tokens of a text."""
+    """Return name → case, or why the case isn't run, as a sentence. ids: [S] tokens of a text."""
     length = min(32 if quick else 64, max(8, len(ids) // 2))
     named: dict[str, Case | str] = {PROMPT: _prompt(subject, ids, length), PADDED: _padded(subject, ids, length)}
     if subject.kind != DECODER:

@@ -90,8 +90,8 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
         best = exact[first].topk(2).values
         numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
         note = (
-            f"the first {first} of {len(text)} are {whose}; there the reference's two best logits are "
-            f"{numbers['margin']:.2e} apart, and that of hf_rocm is {numbers['behind']:.2e} behind the best"
+            f"the first {first} of {len(text)} are {whose}; there the reference's two largest logits are "
+            f"{numbers['margin']:.2e} apart, and hf_rocm's token is {numbers['behind']:.2e} below the largest"
         )
     # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
     # is compared

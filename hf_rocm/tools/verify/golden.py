@@ -73,7 +73,7 @@ def check(file: Path) -> None:
 def _unwritable(file: Path, error: Exception) -> GoldenError:
     because = getattr(error, "strerror", None) or error
     return GoldenError(
-        f"{file} can't be written", facts={"because": because}, hint="name a file in a folder that you can write to"
+        f"{file} can't be written", facts={"because": because}, hint="specify a file in a writable folder"
     )
 
 

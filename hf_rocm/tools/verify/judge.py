@@ -43,7 +43,7 @@ def judge(
 def bounds_of(subject: Subject, reference: Reference) -> Bounds:
     """Return the bounds by layer and point: from the eager run's error there, but at least the median over all layers.
 
-    The error of the eager run in a single layer may be small by chance, and larger with another order of summation.
+    The error of the eager run in a single layer may be small by chance, and larger with a different order of summation.
     """
     errors: dict[tuple[str, str], list[Difference]] = {}
     for eager, wide in zip(reference.eager.points, reference.local.points, strict=True):

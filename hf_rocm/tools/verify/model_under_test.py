@@ -62,7 +62,7 @@ class Subject:
 
     @contextmanager
     def stock(self, *, plain: bool = True) -> Iterator[None]:
-        """Run stock's forwards within the block. plain: with eager attention and experts instead of the configured."""
+        """Run stock's forwards within the block. plain: replace configured attention and experts with eager ones."""
         report = self.model.__dict__.get(REPORT) or {}
         if _replaced(report):
             restore(self.model)
@@ -137,7 +137,7 @@ def _outside(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Mod
 def _kind(model: nn.Module) -> str:
     if "input_ids" not in _parameters(model.forward):
         raise VerifyError(
-            f"{type(model).__name__} takes no input_ids, and verify needs a model of text",
+            f"{type(model).__name__} takes no input_ids, and verify needs a text model",
             hint="verify the language model inside it, for example hf_rocm.verify(model.model.language_model)",
         )
     config: Any = model.config

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
 
 from hf_rocm.tools.drawing import Box, Curve, Dot, Line, Part, Picture, Words
 from hf_rocm.tools.verify.check import LayerError
-from hf_rocm.tools.verify.text import verdict
-
-if TYPE_CHECKING:
-    from hf_rocm.tools.verify.report import Verification
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 900, 434, 84, 98, 24, 92
 _OURS, _STOCK, _ALLOWED, _INK, _GRID = "#c8102e", "#5b6770", "#d98e04", "#1d2329", "#dfe3e6"
@@ -19,15 +14,17 @@ _OURS, _STOCK, _ALLOWED, _INK, _GRID = "#c8102e", "#5b6770", "#d98e04", "#1d2329
 _VERDICT = {True: "#2f855a", False: _OURS}
 
 
-def picture(result: Verification) -> Picture:
+def picture(
+    model: str, machine: Mapping[str, str], errors: Iterable[LayerError], verdict: str, *, passed: bool
+) -> Picture:
     """Return the chart. Curves show the error end to end up to a layer; dots show a layer alone, on stock's input."""
-    layers = [layer for layer in result.layers if math.isfinite(layer.stock_travelled)]
-    scale, title = _Scale(layers), f"{result.model}: error by layer"
+    layers = [layer for layer in errors if math.isfinite(layer.stock_travelled)]
+    scale, title = _Scale(layers), f"{model}: error by layer"
     parts: list[Part] = [
         Box(0, 0, _WIDTH, _HEIGHT, "#ffffff"),
         Words(_LEFT, 26, title, size=16, colour=_INK),
-        Words(_LEFT, 44, verdict(result), size=13, colour=_VERDICT[result.passed], bold=True),
-        Words(_LEFT, 62, _subtitle(result), size=12, colour=_STOCK),
+        Words(_LEFT, 44, verdict, size=13, colour=_VERDICT[passed], bold=True),
+        Words(_LEFT, 62, _subtitle(machine), size=12, colour=_STOCK),
         Words(_LEFT - 60, 84, "relative error of the worst position", size=12, colour=_INK),
         *scale.grid(),
         scale.curve([layer.stock_travelled for layer in layers], _STOCK, "stock, end to end"),
@@ -90,8 +87,8 @@ def _legend() -> Iterator[Part]:
     marks: dict[str, tuple[str, float]] = {  # label → (colour, radius); radius 0 means a line
         "hf_rocm, end to end": (_OURS, 0),
         "stock, end to end": (_STOCK, 0),
-        "hf_rocm, layer by itself": (_OURS, 3.5),
-        "stock, layer by itself": (_STOCK, 3),
+        "hf_rocm, layer alone": (_OURS, 3.5),
+        "stock, layer alone": (_STOCK, 3),
         "allowed for a layer": (_ALLOWED, 0),
     }
     for place, (words, (colour, radius)) in enumerate(marks.items()):
@@ -100,6 +97,5 @@ def _legend() -> Iterator[Part]:
         yield Words(x + 28, y + 4, words, colour=_INK)
 
 
-def _subtitle(result: Verification) -> str:
-    machine = result.machine
-    return f"{machine['dtype']} beside {machine['reference']} on {machine['device']}, {machine['versions']}"
+def _subtitle(machine: Mapping[str, str]) -> str:
+    return f"{machine['dtype']} compared with {machine['reference']} on {machine['device']}, {machine['versions']}"

@@ -28,7 +28,7 @@ class Recorder:
 
     Names are paths relative to the layer. keeps: [B, S] masks for the current call, one for each length that its
     tensors may have. inside: the layers whose inner points are recorded; of other layers, only the output is recorded.
-    forced: layer → the input to use instead of its own.
+    forced: layer → the input that replaces the computed one.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import __version__, options
-from hf_rocm.arguments import require_module
+from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import describe, is_rocm
 from hf_rocm.errors import VerifyError
 from hf_rocm.loading.prepare import REPORT, prepare
@@ -56,6 +56,7 @@ def verify(
     verify, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "verify")
+    require_switches(force=force)
     began = time.monotonic()
     subject = Subject(model)
     found_prepared = model.__dict__.get(REPORT)

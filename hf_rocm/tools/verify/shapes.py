@@ -42,7 +42,7 @@ def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise OptionError(f"there is no dtype {dtype!r}", hint="name one such as bfloat16, float16 or float32")
+        raise OptionError(f"there is no dtype {dtype!r}", hint="use one such as bfloat16, float16 or float32")
     settings = _config(config)
     if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and settings.model_type not in ("bert", "roberta"):
         loader: Any = transformers.AutoModelForCausalLM
@@ -73,7 +73,7 @@ def _config(config: str) -> Any:
         raise OptionError(
             f"no config could be read from {config!r}",
             facts={"transformers error": " ".join(str(error).split())[:200]},
-            hint=f"give a config.json, a folder with one, or one of {', '.join(sorted(SHAPES))}",
+            hint=f"pass a config.json, a folder with one, or one of {', '.join(sorted(SHAPES))}",
         ) from error
 
 

@@ -53,7 +53,9 @@ def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
         return f"wrong in stock, without padding: attention by {name!r} is not plain attention (are sinks dropped?)"
     if not together.finite:
         return f"not finite in stock, with padding only: rows that see no key, attention by {name!r}"
-    return "wrong in stock, with padding only: rows take other rows' positions (a rotary kernel?), or their padding"
+    return (
+        "wrong in stock, with padding only: rows use the positions of other rows (a rotary kernel?), or their padding"
+    )
 
 
 def _shortest_first(step: Step) -> Step:

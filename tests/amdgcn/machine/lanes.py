@@ -127,7 +127,7 @@ def _write_lane(c: Compiling) -> Step | None:
 
 
 def _permlanex(c: Compiling) -> Step | None:
-    """v_permlane16 and v_permlanex16: every lane reads a lane of its own row or of the other row. A scalar pair holds
+    """v_permlane16 and v_permlanex16: every lane reads a lane of the same row or of the other row. A scalar pair holds
     the 4-bit index for every lane. op_sel: read inactive lanes too; read 0 where the source is inactive."""
     if c.base not in ("v_permlane16_b32", "v_permlanex16_b32"):
         return None

@@ -36,7 +36,7 @@ FIRST_DECODERS = [
         {**GPT2, **QUIET, "multi_query": False},
         ("GPTBigCodeAttention",),
         since="4.54",
-        variant="every head its keys",
+        variant="one key head per query head",
     ),
     Case(
         "persimmon",

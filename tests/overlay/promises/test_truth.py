@@ -304,7 +304,7 @@ def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.
     assert go_on.keys() == set(MODELS) and not go_on["llama"]
     if supported:
         assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
-        assert ahead["verdict"].startswith("go on with bert, gemma, qwen3; llama would stay stock")
+        assert ahead["verdict"].startswith("proceed with bert, gemma, qwen3; llama would stay stock")
     check_version(["--transformers-path", str(site.path)])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{release} is newer than {ahead['newest_checked']}" in shown
@@ -319,7 +319,7 @@ def test_13_a_release_beyond_every_range_is_refused_and_reported(
     assert check_version(["--transformers-path", str(site.path)]) == 1
     shown = capsys.readouterr()
     assert all(f"{model}: stop; " in shown.out for model in MODELS)
-    assert "don't go on" in shown.out and "upgrade hf-rocm" in shown.err
+    assert "do not proceed" in shown.out and "upgrade hf-rocm" in shown.err
     with pytest.raises(OverlayError, match="no overlay"):
         install(transformers_path=site.path)
 

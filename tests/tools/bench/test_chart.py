@@ -53,7 +53,7 @@ def test_no_word_is_cut_at_the_right():
 def test_a_panel_names_its_own_unit():
     cases = [result(Case("decode", 1, 8, 8), stock=16.0), result(Case("prefill", 1, 8), stock=16.0)]
     texts = [word.text for word in words_of(chart.draw("x", [segment("both", *cases)]))]
-    assert [text for text in texts if text.startswith("ms")] == ["ms a token, end to end through generate", "ms"]
+    assert [text for text in texts if text.startswith("ms")] == ["ms per token, end to end through generate", "ms"]
     assert not any("token," in text for text in texts[:2]), "the subtitle does not apply to every panel"
 
 

@@ -48,7 +48,7 @@ def test_every_line_ran_its_own_implementation(monkeypatch):
     monkeypatch.setitem(operations()["rms_norm"].implementations[-2].__dict__, "call", lambda x, *rest: x * 1.001)
     spoilt = operations()["rms_norm"].implementations[-2].name
     (line,) = [entry for entry in lines("rms_norm") if entry.implementation.endswith(spoilt)]
-    assert line.microseconds is None and "its numbers are wrong" in line.reason
+    assert line.microseconds is None and "its results are wrong" in line.reason
 
 
 def test_attention_is_measured_with_every_backend_of_pytorch():

@@ -1,4 +1,4 @@
-"""No speed is reported on wrong numbers: the check accepts correct results and refuses injected errors on all sides."""
+"""No speed is reported for wrong results: correct results pass the check, and errors injected on any side fail it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     assert {entry.operation for entry in routes} >= {"rms_norm"}  # the fault below affects this operation
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
-    with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong numbers") as error:
+    with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong results") as error:
         run(model, ["stock", "hf_rocm"], case)
     assert error.value.facts["case"] == case.title
 
@@ -66,7 +66,7 @@ def test_another_side_with_wrong_results_is_skipped(model):
     result = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
     done = measure.measure(result, PREFILL)
     assert [timing.side for timing in done.timings] == ["hf_rocm"]
-    assert "its numbers are wrong by" in done.left_out["stock"]
+    assert "its results are wrong by" in done.left_out["stock"]
 
 
 def test_nonfinite_results_are_refused():

@@ -153,11 +153,11 @@ def nothing_starts(monkeypatch):
         ([*TINY, "--tp", "3"], 1, "can't be divided among 3 ranks"),
         ([*TINY, "--tp", "2", "--sides", "stock,compile"], 1, "the side 'compile' is not compared over several ranks"),
         (["--config", "bert-base", "--device", "cpu", "--tp", "2"], 1, "is an encoder"),
-        ([*TINY, "--tp", "2", "--profile", "trace.json"], 2, "--profile is for one device"),
+        ([*TINY, "--tp", "2", "--profile", "trace.json"], 2, "--profile supports a single device"),
         ([*TINY, "--tp", "1"], 2, "--tp"),
     ],
 )
-def test_a_model_that_can_not_be_sharded_is_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
+def test_a_model_that_cannot_be_sharded_is_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
     assert main(["bench", *arguments]) == code
     captured = capsys.readouterr()
     assert words in " ".join((captured.out + captured.err).replace("│", " ").split())

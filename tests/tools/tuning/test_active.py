@@ -104,7 +104,7 @@ def test_a_damaged_file_of_hf_rocm_or_aiter_is_a_warning(fake_aiter, tmp_path, m
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT, kernelName="mine")))))
     with pytest.warns(RuntimeWarning) as warned:
         active.before_import()
-    assert len(warned) == 2 and "a table of tuned products is left out" in str(warned[0].message)
+    assert len(warned) == 2 and "a table of tuned GEMMs is ignored" in str(warned[0].message)
     assert "line 3: M is 'x'" in str(warned[1].message)
     assert rows_of(given()) == [(8, "mine"), (7, "good")]
 
@@ -117,7 +117,7 @@ def test_a_missing_gfx_column_of_the_user_is_filled_in(fake_aiter, tmp_path, mon
     assert rows_of(given()) == [(8, "mine")]
 
 
-def test_a_cache_that_can_not_be_written_is_a_warning(fake_aiter, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_a_warning(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
     actual = write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))
     monkeypatch.setenv(VARIABLE, str(actual))

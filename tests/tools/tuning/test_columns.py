@@ -79,7 +79,7 @@ def test_the_releases_with_given_columns_are_named():
 
 @pytest.mark.parametrize("release", ["0.1.4", "0.1.5"])
 def test_older_releases_are_refused(release):
-    with pytest.raises(TuningError, match="not known to hf_rocm"):
+    with pytest.raises(TuningError, match="does not support the tables"):
         columns.layout_of(release)
 
 

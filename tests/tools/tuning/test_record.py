@@ -97,7 +97,7 @@ def test_an_encoder_decoder(tmp_path):
     assert {shape.m for shape in gemms} == {2, 14}
 
 
-def test_models_that_can_not_be_recorded_are_an_error(checkpoints, tmp_path):
+def test_models_that_cannot_be_recorded_are_an_error(checkpoints, tmp_path):
     with pytest.raises(LoadError, match="no config could be loaded"):
         seen_without(str(tmp_path / "nothing"), [1], [1])
     with pytest.raises(TuningError, match="there is no dtype 'bf17'"):

@@ -49,8 +49,8 @@ def test_byte_order_marks_and_blank_lines_are_accepted(tmp_path):
 
 
 DAMAGES = [
-    ({"M": 0}, "M is '0', not a whole number from 1 up"),
-    ({"N": -4}, "N is '-4', not a whole number"),
+    ({"M": 0}, "M is '0', not an integer of at least 1"),
+    ({"N": -4}, "N is '-4', not an integer"),
     ({"K": "5e3"}, "K is '5e3'"),
     ({"K": 2**31}, "K is '2147483648'"),
     ({"M": "1٢"}, "M is '1\\u0662'"),
@@ -90,8 +90,8 @@ def test_a_row_with_too_few_or_too_many_fields(tmp_path):
     whole = row(LAYOUT)
     text = table_text(LAYOUT, whole, whole.rpartition(",")[0], whole + ",1")
     assert problems(write(tmp_path / "t.csv", text)) == {
-        3: "17 fields, and the header has 18",
-        4: "19 fields, and the header has 18",
+        3: "17 fields, but the header has 18",
+        4: "19 fields, but the header has 18",
     }
 
 

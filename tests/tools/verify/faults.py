@@ -19,7 +19,7 @@ Planted = Callable[[Any], Any]
 
 @contextmanager
 def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operation by `call`, only in hf_rocm's path."""
+    """Replace an operation with `call`, only in hf_rocm's path."""
     remove = ops.register(operation, name="planted", call=call, refuses=lambda spec, device: None, check=False)
     try:
         yield

@@ -38,7 +38,7 @@ def test_a_rotary_kernel_that_uses_the_first_rows_positions(build, monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotates_by_the_first_row(honest))
     check = check_of(build("llama"))
     assert check.status == FAILED and check.error > 10 * check.allowed
-    assert "with padding only: rows take other rows' positions" in check.note
+    assert "with padding only: rows use the positions of other rows" in check.note
 
 
 def test_rows_of_padding_that_become_nan(build, monkeypatch):

@@ -1,4 +1,4 @@
-"""The table of tuned products that aiter reads: the user's rows, then those tuned here, then those that aiter ships."""
+"""The table of tuned GEMMs that aiter reads: the user's rows, then those tuned here, then those that aiter ships."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def before_import() -> None:
         if written is None or written[0] != merged.text:  # another process may have written the file
             store.write(path, merged.text)
     except TuningError as error:
-        warnings.warn(f"hf_rocm: tuned products are not used: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"hf_rocm: tuned GEMMs are not used: {error}", RuntimeWarning, stacklevel=2)
         return
     options.use_tuned_table(path)
 
@@ -77,12 +77,12 @@ def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]
     try:
         table = read(path, release.layout, release.version)
     except TuningError as error:
-        warnings.warn(f"hf_rocm: a table of tuned products is left out: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"hf_rocm: a table of tuned GEMMs is ignored: {error}", RuntimeWarning, stacklevel=3)
         return []
     if table.problems:
         line, text = table.problems[0]
         warnings.warn(
-            f"hf_rocm: {len(table.problems) + table.more_problems} lines of {path} are left out; line {line}: {text}",
+            f"hf_rocm: {len(table.problems) + table.more_problems} lines of {path} are ignored; line {line}: {text}",
             RuntimeWarning,
             stacklevel=3,
         )

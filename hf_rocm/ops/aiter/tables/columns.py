@@ -1,7 +1,7 @@
-"""The columns of aiter's tables of tuned products (bf16 and fp16), as its releases have them.
+"""The columns of aiter's tables of tuned GEMMs (bf16 and fp16), as its releases have them.
 
-aiter looks a product up by its shape in a CSV file. The columns changed six times from 0.1.5 to 0.1.20, and a file of
-another generation fails at the first product, not when it is read. So every generation is recorded here.
+aiter looks up a GEMM by its shape in a CSV file. The columns changed six times from 0.1.5 to 0.1.20, and a file of
+another generation fails at the first GEMM, not when it is read. So every generation is recorded here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layout:
     """One generation of tables.
 
     since: the first release with this layout. tuned, untuned: the columns of the two files. key: the columns by which a
-    product is looked up. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to the
+    GEMM is looked up. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to the
     folder of aiter's sources. options: its options besides the two files. reads_variable: whether aiter reads
     AITER_CONFIG_GEMM_BF16.
     """
@@ -100,7 +100,7 @@ def layout_of(release: str) -> Layout:
     known = [layout for layout in LAYOUTS if Version(layout.since) <= version]
     if not known:
         raise TuningError(
-            f"the tables of amd-aiter {release} are not known to hf_rocm",
+            f"hf_rocm does not support the tables of amd-aiter {release}",
             facts={"known": f"{LAYOUTS[0].since} to {NEWEST}"},
             hint="update it: pip install -U amd-aiter",
         )
@@ -119,7 +119,7 @@ def releases_of(layouts: list[Layout]) -> str:
 
 
 def libraries(release: str) -> frozenset[str]:
-    """The values of `libtype` that a release supports; any other raises a KeyError at the product's first call."""
+    """The values of `libtype` that a release supports; any other raises a KeyError at the GEMM's first call."""
     version = parse(release)
     return frozenset(
         name
@@ -133,5 +133,5 @@ def parse(release: str) -> Version:
         return Version(release)
     except InvalidVersion:
         raise TuningError(
-            f"{release!r} is not a release of amd-aiter", hint=f"write it as on PyPI, for example {NEWEST}"
+            f"{release!r} is not a release of amd-aiter", hint=f"use a version from PyPI, for example {NEWEST}"
         ) from None

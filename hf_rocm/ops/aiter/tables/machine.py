@@ -72,7 +72,7 @@ def installed() -> Release | None:
     layouts = layouts_with(columns)  # a build from source, whose version does not determine the layout
     if not layouts:
         raise TuningError(
-            f"the tables of amd-aiter {facts.version} have columns that are not known to hf_rocm",
+            f"the tables of amd-aiter {facts.version} have columns that hf_rocm does not support",
             facts={"found": ",".join(columns)[:300], "known": f"those of {LAYOUTS[0].since} to {NEWEST}"},
             hint="update hf-rocm, or tune with that release's own tuner",
         )

@@ -23,7 +23,7 @@ def root() -> Path:
         raise TuningError(
             "there is no cache folder for tuned GEMMs",
             facts={"system error": error.strerror or error},
-            hint="set HF_ROCM_CACHE to a folder that you can write to",
+            hint="set HF_ROCM_CACHE to a writable folder",
         ) from error
 
 
@@ -53,7 +53,7 @@ def is_merged(path: Path) -> bool:
 
 
 def shapes(fingerprint: str) -> Path:
-    """The recorded products of a model with this fingerprint."""
+    """The recorded GEMMs of a model with this fingerprint."""
     return root() / "shapes" / f"{hashlib.sha256(fingerprint.encode()).hexdigest()[:24]}.csv"
 
 
@@ -76,7 +76,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that the user named, see `files.output`. Raises `TuningError` if it can't be written."""
+    """Write a file that the user named (see `files.output`). Raises `TuningError` if it can't be written."""
     with _errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_output(path, text)
@@ -90,7 +90,7 @@ def _errors(path: Path) -> Iterator[None]:
         raise TuningError(
             f"{path.name or path} can't be written",
             facts={"path": path, "system error": getattr(error, "strerror", None) or error},
-            hint="name another folder, or set HF_ROCM_CACHE to a writable folder",
+            hint="specify another folder, or set HF_ROCM_CACHE to a writable folder",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Read a table of tuned products, and report every problem with its line.
+"""Read a table of tuned GEMMs, and report every problem with its line.
 
 The file may be any file: a user's, another machine's, or damaged. The bytes, rows and problems that are read are
 limited.
@@ -34,7 +34,7 @@ _LARGEST = 2**31 - 1
 
 
 class Key(NamedTuple):
-    """The product and GPU of a row. gfx: None if neither the table nor the number of compute units determines it."""
+    """The GEMM and GPU of a row. gfx: None if neither the table nor the number of compute units determines it."""
 
     gfx: str | None
     units: int
@@ -156,7 +156,7 @@ def text_of(path: Path) -> str:
         ) from error
     if len(data) > MAX_BYTES:
         raise TableError(
-            f"{path.name} is larger than any table of tuned products",
+            f"{path.name} is larger than any table of tuned GEMMs",
             facts={"file": path, "largest that is read": f"{MAX_BYTES >> 20} MB"},
         )
     nul = data.find(b"\0")
@@ -201,7 +201,7 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
     if other:
         facts["found"] = f"the columns of amd-aiter {releases_of(other)}"
     raise TableError(
-        f"{path.name} is not a table of tuned products of amd-aiter {release}",
+        f"{path.name} is not a table of tuned GEMMs of amd-aiter {release}",
         facts=facts,
         hint="kernels differ between these releases; tune again with this one (hf-rocm tune MODEL)" if other else None,
     )
@@ -209,7 +209,7 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
 
 def _row(table: Table, line: int, fields: list[str], layout: Layout, known: frozenset[str]) -> None:
     if len(fields) != len(table.columns):
-        table.complain(line, f"{len(fields)} fields, and the header has {len(table.columns)}")
+        table.complain(line, f"{len(fields)} fields, but the header has {len(table.columns)}")
         return
     values = {name: value.strip() for name, value in zip(table.columns, fields, strict=True) if name}
     try:
@@ -277,7 +277,7 @@ def _found(values: dict[str, str], layout: Layout, known: frozenset[str]) -> flo
 def _whole(values: dict[str, str], name: str, least: int) -> int:
     text = values[name]
     if not re.fullmatch(r"-?[0-9]{1,12}", text, re.ASCII) or not least <= int(text) <= _LARGEST:
-        raise _Wrong(f"{name} is {_short(text)}, not a whole number from {least} up")
+        raise _Wrong(f"{name} is {_short(text)}, not an integer of at least {least}")
     return int(text)
 
 

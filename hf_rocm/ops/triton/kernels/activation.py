@@ -1,4 +1,4 @@
-"""The gate of a gated MLP: every value of [gate | up] is read once."""
+"""Activations, alone or as the gate of a gated MLP: every value is read once."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def _activated(gate, ACTIVATION: tl.constexpr):
         return gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "quick_gelu":
+        return gate / (1.0 + tl.exp(-1.702 * gate))
     else:
         # 0.5 · (1 + tanh(z)) is the logistic function of 2z
-        tl.static_assert(ACTIVATION == "gelu_tanh")
+        tl.static_assert(ACTIVATION == "gelu_tanh" or ACTIVATION == "gelu_new")
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
 
 
@@ -71,6 +73,13 @@ def act_and_mul_kernel(
     tl.store(out + row * DIM + column, result, mask=column < DIM)
 
 
+@triton.jit
+def act_kernel(x, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(out + place, _activated(values, ACTIVATION).to(out.dtype.element_ty), mask=place < size)
+
+
 def _build(dim: int, activation: str, *, interleaved: bool = False, dtype: str = "bf16") -> Build:
     return Build(
         act_and_mul_kernel,
@@ -81,10 +90,22 @@ def _build(dim: int, activation: str, *, interleaved: bool = False, dtype: str =
     )
 
 
+def _act_build(activation: str, dtype: str = "bf16") -> Build:
+    return Build(
+        act_kernel,
+        {"x": f"*{dtype}", "out": f"*{dtype}", "size": "i32"},
+        {"ACTIVATION": activation, "BLOCK": 1024},
+        threads=128,
+        divisible=("size",),
+    )
+
+
 BUILDS = (
     _build(14336, "silu"),
     _build(12288, "silu", dtype="fp16"),
     _build(4304, "gelu"),
     _build(14336, "gelu_tanh"),
     _build(2880, "clamped_swiglu", interleaved=True),
+    _act_build("quick_gelu"),
+    _act_build("gelu_new", "fp16"),
 )

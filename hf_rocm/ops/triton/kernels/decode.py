@@ -1,6 +1,6 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
-A decoding step has B · Hkv independent pieces of work, which is few for a GPU with hundreds of compute units. So the
+A decoding step has B · Hkv independent pieces of work, which are few for a GPU with hundreds of compute units. So the
 keys of each piece are split into blocks, which are distributed over several programs. The number of keys is read on the
 device: every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
 """
@@ -57,7 +57,7 @@ def decode_kernel(
     ALONE: tl.constexpr,  # one split
     CAUSAL: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page, or None
-    HIDDEN: tl.constexpr,  # an additive mask's values up to this one hide; None: the mask is bool
+    HIDDEN: tl.constexpr,  # an additive mask hides a key by a value up to this one; None: the mask is bool
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -177,7 +177,7 @@ def gather_kernel(
     sums,  # [R, splits, D_v] fp32; behind them [R, splits] largest scores, then as many sums of exponentials
     sinks,  # [H] or None
     output,  # [R, D_v]
-    heads,  # row r is of head r % H
+    heads,  # row r belongs to head r % H
     splits,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -217,7 +217,8 @@ def page_kernel(
     value_pages,  # [P, Hkv, PAGE, D_v]
     table,  # [B, pages of a row]
     lengths,  # [B]
-    queries,  # S_q
+    slots,  # [B], the positions of the new keys; or None: the last ones
+    queries,  # S_q; 1 with slots
     key_b,
     key_h,
     key_s,
@@ -231,6 +232,7 @@ def page_kernel(
     value_page_h,
     value_page_s,
     table_b,
+    slot_b,  # None without slots
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -244,6 +246,8 @@ def page_kernel(
     position = tl.load(lengths + b).to(tl.int32) - queries + i
     if position < 0:
         return
+    if slots is not None:
+        position = tl.load(slots + b * slot_b).to(tl.int32)
     page = tl.load(table + b * table_b + position // PAGE).to(tl.int64)
     if page < 0:
         return
@@ -326,7 +330,8 @@ def _attend(
         )
 
 
-def _page(dim: int, page: int, dtype: str = "bf16") -> Build:
+def _page(dim: int, page: int, dtype: str = "bf16", *, slots: bool = False) -> Build:
+    given = {"slots": "*i32", "slot_b": "i32"}
     tensors = dict.fromkeys(("key", "value", "key_pages", "value_pages"), f"*{dtype}")
     pair = [f"{name}_{axis}" for name in ("key", "value", "key_page", "value_page") for axis in "bhs"]
     return Build(
@@ -338,8 +343,16 @@ def _page(dim: int, page: int, dtype: str = "bf16") -> Build:
             "queries": "i32",
             "table_b": "i32",
             **dict.fromkeys(pair, "i32"),
+            **(given if slots else {}),
         },
-        {"DIM": dim, "VALUE_DIM": dim, "PAGE": page, "BLOCK_D": triton.next_power_of_2(dim), "BLOCK_V": dim},
+        {
+            **({} if slots else dict.fromkeys(given)),
+            "DIM": dim,
+            "VALUE_DIM": dim,
+            "PAGE": page,
+            "BLOCK_D": triton.next_power_of_2(dim),
+            "BLOCK_V": dim,
+        },
         num_warps=1,
         divisible=tuple(pair),
     )
@@ -367,6 +380,7 @@ BUILDS = (
     *_attend(128, 4, page=256, starts=False),
     *_attend(64, 8, page=256, starts=False, alone=True),
     _page(128, 256),
+    _page(64, 256, slots=True),
     _gather(128, 64),
     _gather(256, 128, "fp16"),
 )

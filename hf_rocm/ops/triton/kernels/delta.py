@@ -37,7 +37,7 @@ def convolution_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of one head: append its inputs to the state, convolve, silu; queries and keys get a norm of 1."""
+    """For one head, append its inputs to the state, convolve, apply silu, and scale queries and keys to norm 1."""
     batch = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)
@@ -113,7 +113,7 @@ def delta_step_kernel(
     value = tl.load(mixed + 2 * keys + head * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0)
     logit = tl.load(beta + batch * beta_batch + group * beta_group + within * beta_head).to(tl.float32)
     step = tl.load(decay + batch * decay_batch + group * decay_group + within * decay_head).to(tl.float32)
-    step = _softplus(step + tl.load(bias + head).to(tl.float32))
+    step = softplus(step + tl.load(bias + head).to(tl.float32))
     kept = tl.exp(-tl.exp(tl.load(log_rate + head).to(tl.float32)) * step)
     there = (row[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
     place = state + batch * state_batch + head * state_head + row[:, None] * state_row + column[None, :]
@@ -133,7 +133,7 @@ def delta_step_kernel(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)), exact for small exp(x) too: the error of the sum is divided out."""
     small = tl.exp(-tl.abs(x))
     total = 1.0 + small

@@ -1,4 +1,4 @@
-"""Convert weights of 8 or 4 bits to another dtype in one pass: a program writes a piece of a row."""
+"""Convert 8- or 4-bit weights to another dtype in one pass: a program writes a piece of a row."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dequantize_four(
         start = (block * 8 + run) * RUN
         group = offset + start // GROUP * STEP
         if code is not None:
-            numbers = coded(words, code, run)
+            numbers = coded(words, code, run, tl.float32)
         else:
             # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
             numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -82,6 +82,7 @@ def _build(
     zeros: bool = False,
     code: bool = False,
     nested: bool = False,
+    powers: bool = False,
     arch: str | None = None,
 ) -> Build:
     four = weight == "i32"
@@ -91,10 +92,10 @@ def _build(
     if four:
         group, step = kernel_groups(k, group)
     size = "k_words" if four else "k_size"
-    scale = "u8" if nested else "bf16" if four and not code else "fp32"
+    scale = "u8" if nested or powers else "bf16" if four and not code else "fp32"
     tensors = {"weight": weight, "scale": scale, "out": out}
     if four:
-        tensors |= {"zeros": "u8" * zeros, "code": "fp32" * code}
+        tensors |= {"zeros": "u8" * zeros, "code": ("u8" if powers else "fp32") * code}
         tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
     constants = (
         {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block} if four else {"GROUP": group, "BLOCK": block}
@@ -119,4 +120,5 @@ BUILDS = (
     _build(4096, "i32", group=128, zeros=True),
     _build(4096, "i32", group=64, code=True),
     _build(4096, "i32", group=64, code=True, nested=True),
+    _build(4096, "i32", group=32, code=True, powers=True),
 )

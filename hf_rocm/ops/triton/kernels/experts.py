@@ -1,7 +1,7 @@
 """Routed experts for few pairs of a token and an expert: each program finds its experts' weights by the ids itself.
 
-So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which is all the time it
-takes. Everything is added up in fp32 and rounded where separate layers would round.
+So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which takes nearly all
+of the time. Everything is added up in fp32 and rounded where separate layers would round.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _added_up(
 
 
 def _build(kernel: Any, cut: ExpertsTile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
-    """In bf16, for sizes that are multiples of the blocks."""
+    """Build for bf16, with sizes that are multiples of the blocks."""
     tensors = {name: "*bf16" for name in ("x", "weight", "bias", "scales", "out") if name not in constants}
     return Build(
         kernel,

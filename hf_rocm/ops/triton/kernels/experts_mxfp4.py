@@ -1,11 +1,11 @@
 """Routed experts in MXFP4 for few pairs of a token and an expert: the kernels of `experts`, for another encoding.
 
 A word is 8 numbers that follow each other along K. x comes in the order [8, K / 8], so that the first numbers of
-several words meet a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of tiles, so that
-the compiler spreads words and x over the threads in the same way. A number becomes the last exponent bits and
-the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number; x is multiplied by 2⁶⁴ before, and
-the sum of a block by 2⁶² and its scale, so that no intermediate result leaves the range of fp32
-where |x| < 2⁶³.
+several words are multiplied by a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of
+tiles, so that the compiler spreads words and x over the threads in the same way. A number becomes the last exponent
+bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number; x is multiplied by 2⁶⁴
+before, and the sum of a block by 2⁶² and its scale, so that no intermediate result leaves the range of fp32 where |x| <
+2⁶³.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.activation import gated, rounded
+from hf_rocm.ops.triton.kernels.four_bit import power, tiny_number
 from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
 
 _LIFT = tl.constexpr(2.0**64)  # of x
@@ -28,7 +29,7 @@ def mxfp4_gate_up(
     x,  # [T, 8, H / 8]
     words,  # [E, 2I, H / 32, 4] int32, gate and up alternating
     scale,  # [E, 2I, H / 32] uint8
-    bias,  # [E, 2I]
+    bias,  # [E, 2I], or None
     ids,  # [T, k]
     out,  # [T · k, 8, I / 8]
     h_blocks,  # H / 32
@@ -47,14 +48,14 @@ def mxfp4_gate_up(
     expert = tl.load(ids + pair).to(tl.int64)
     i_size = i_blocks * 32
     n = 2 * first + tl.arange(0, 2 * BLOCK_N)
-    there = n < 2 * i_size
     rows = (expert * (2 * i_size) + tl.minimum(n, 2 * i_size - 1))[None, :, None] * h_blocks
     x += (pair // TOP).to(tl.int64) * (h_blocks * 32)
     sums = tl.zeros([BLOCKS, 2 * BLOCK_N, 4], tl.float32)
     block, within = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, 4)[None, None, :]
     sums = _added_up(sums, x, words, scale, rows, block, within, h_blocks, BLOCKS)
     product = tl.sum(tl.sum(sums, 2), 0)
-    product += tl.load(bias + expert * (2 * i_size) + n, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        product += tl.load(bias + expert * (2 * i_size) + n, mask=n < 2 * i_size, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(rounded(product, dtype), (BLOCK_N, 2)))
     result = gated(gate, up, limit, alpha, ACTIVATION, dtype)
     column = first + tl.arange(0, BLOCK_N)
@@ -67,7 +68,7 @@ def mxfp4_down(
     x,  # [T · k, 8, I / 8]
     words,  # [E, H, I / 32, 4] int32
     scale,  # [E, H, I / 32] uint8
-    bias,  # [E, H]
+    bias,  # [E, H], or None
     ids,  # [T, k]
     weights,  # [T, k]
     out,  # [T, H]
@@ -93,10 +94,11 @@ def mxfp4_down(
         sums = tl.zeros([BLOCKS, BLOCK_E, BLOCK_N, 4], tl.float32)
         sums = _added_up(sums, inputs, words, scale, rows, block, within, i_blocks, BLOCKS)
         product = tl.sum(tl.sum(sums, 3), 0)
-        product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
+        if bias is not None:
+            product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
         weight = tl.broadcast_to(tl.load(weights + pairs).to(tl.float32)[:, None], product.shape)
         # Rounded before the sum: the compiler would fuse a multiplication with it, and lanes that add the same
-        # experts in another order would then differ in the last bit.
+        # experts in a different order would then differ in the last bit.
         total += tl.sum(tl.fma(rounded(product, dtype), weight, tl.zeros_like(product)), 0)
     tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
 
@@ -121,29 +123,10 @@ def _added_up(
         part = tl.zeros_like(sums)
         for place in tl.static_range(8):
             values = tl.load(x + place * (blocks * 4) + index * 4 + within, mask=inside, other=0.0)
-            part += _number(bits, place) * (values.to(tl.float32) * _LIFT)
-        power = _power(tl.load(scale + rows + index, mask=inside, other=0))
-        sums += (part * _REST) * power
+            part += tiny_number(bits, place) * (values.to(tl.float32) * _LIFT)
+        factor = power(tl.load(scale + rows + index, mask=inside, other=0))
+        sums += (part * _REST) * factor
     return sums
-
-
-@triton.jit
-def _number(words, PLACE: tl.constexpr):
-    """2⁻¹²⁶ times the numbers at this place of the words."""
-    if PLACE < 6:
-        magnitude = words << (22 - 4 * PLACE)
-    else:
-        magnitude = words >> (4 * PLACE - 22)
-    sign = words << (28 - 4 * PLACE)
-    return ((magnitude & 0x01C00000) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _power(scale):
-    """2^(scale − 127) in fp32, and NaN for 255."""
-    exponent = scale.to(tl.int32)
-    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -158,41 +141,47 @@ def dequantize_mxfp4(
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     bits = tl.load(words + index // 8, mask=inside, other=0) >> (index % 8 * 4).to(tl.int32)
-    power = _power(tl.load(scale + index // 32, mask=inside, other=0))
+    factor = power(tl.load(scale + index // 32, mask=inside, other=0))
     # in three steps, none of which leaves the range of fp32 before the result does
-    numbers = ((_number(bits, 0) * _LIFT) * _REST) * power
+    numbers = ((tiny_number(bits, 0) * _LIFT) * _REST) * factor
     tl.store(out + index, numbers.to(out.dtype.element_ty), mask=inside)
 
 
-def _build(kernel: Any, cut: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], **types: str) -> Build:
-    """In bf16, with the sizes of gpt-oss."""
+def _build(
+    kernel: Any, cut: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], *, bias: bool = True, **types: str
+) -> Build:
+    """Build for bf16."""
     return Build(
         kernel,
         {
-            **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+            **dict.fromkeys(("x", "bias", "out") if bias else ("x", "out"), "*bf16"),
             "words": "*i32",
             "scale": "*u8",
             "ids": "*i64",
             **dict.fromkeys(sizes, "i32"),
             **types,
         },
-        {**constants, **cut.constants()},
+        {**({} if bias else {"bias": None}), **constants, **cut.constants()},
         threads=cut.threads,
         num_stages=cut.stages,
         divisible=("h_size",),
     )
 
 
+def _builds(h_blocks: int, i_blocks: int, top: int, activation: str, *, bias: bool) -> tuple[Build, Build]:
+    """Both kernels for experts of these sizes."""
+    first, second = mxfp4_gate_up_tile(h_blocks, rocm=True), mxfp4_down_tile(i_blocks, top, rocm=True)
+    terms = {"TOP": top, "ACTIVATION": activation}
+    sizes = ("h_blocks", "i_blocks"), ("h_size", "i_blocks")
+    return (
+        _build(mxfp4_gate_up, first, sizes[0], terms, bias=bias, limit="fp32", alpha="fp32"),
+        _build(mxfp4_down, second, sizes[1], {"TOP": top}, bias=bias, weights="*bf16"),
+    )
+
+
 BUILDS = (
-    _build(
-        mxfp4_gate_up,
-        mxfp4_gate_up_tile(90, rocm=True),
-        ("h_blocks", "i_blocks"),
-        {"TOP": 4, "ACTIVATION": "clamped_swiglu"},
-        limit="fp32",
-        alpha="fp32",
-    ),
-    _build(mxfp4_down, mxfp4_down_tile(90, 4, rocm=True), ("h_size", "i_blocks"), {"TOP": 4}, weights="*bf16"),
+    *_builds(90, 90, 4, "clamped_swiglu", bias=True),  # gpt-oss
+    *_builds(64, 24, 8, "silu", bias=False),  # Qwen3-30B-A3B
     Build(
         dequantize_mxfp4,
         {"words": "*i32", "scale": "*u8", "out": "*bf16", "size": "i32"},

@@ -1,4 +1,4 @@
-"""Attention of many queries: softmax and products in one pass over the keys, for dense and for packed sequences.
+"""Attention of many queries: softmax and GEMMs in one pass over the keys, for dense and for packed sequences.
 
 A program has a tile of rows, the query heads of one key head next to each other, so that keys and values are loaded
 once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
@@ -26,6 +26,7 @@ def flash_kernel(
     key,  # [B, Hkv, S_k, D]
     value,  # [B, Hkv, S_k, D_v]
     output,  # [B, S_q, H, D_v]
+    lse,  # [B, S_q, H] fp32 or None
     query_ends,  # [sequences + 1] int32, or None: dense
     key_ends,  # [sequences + 1] int32, or None: dense
     sinks,  # [H] or None
@@ -169,6 +170,9 @@ def flash_kernel(
         fade = tl.exp2(peak - level)
         total = total * fade + tl.exp2(sink - level)
         sums = sums * fade[:, None]
+        peak = level
+    if lse is not None:
+        tl.store(lse + at * HEADS + h, (peak + tl.log2(total)) / LOG2E, mask=real)
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
     its = output + (at[:, None] * HEADS + h[:, None]) * VALUE_DIM + value_column[None, :]
     kept = real[:, None] & (value_column < VALUE_DIM)[None, :]
@@ -259,14 +263,16 @@ def _builds(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    lse: bool = False,
 ) -> Iterator[Build]:
     """For CDNA, gfx11 and gfx12, whose tiles differ. The predicate refuses large heads on gfx11."""
     strides = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}
-    types |= {"query_ends": "*i32", "key_ends": "*i32", "scale": "fp32", "softcap": "fp32"}
+    types |= {"lse": "*fp32", "query_ends": "*i32", "key_ends": "*i32", "scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(("sequences", "span", "queries", "keys", "window", *strides), "i32")
     absent = {
+        "lse": not lse,
         "query_ends": not packed,
         "key_ends": not packed,
         "sinks": not sinks,
@@ -304,6 +310,7 @@ BUILDS = (
     *_builds(128, 4),  # Llama, Mistral, Qwen
     *_builds(128, 7, packed=False, causal=False),
     *_builds(64, 8, dtype="fp16", window=True, sinks=True),  # gpt-oss
+    *_builds(64, 8, sinks=True, lse=True),
     *_builds(256, 2, softcap=True, window=True),  # Gemma
     *_builds(256, 2, softcap=True),
     *_builds(96, 1, packed=False),  # Phi

@@ -1,9 +1,10 @@
-"""Products of one row with 4-bit weights in groups: the kernel of `linear`, for another encoding of W.
+"""GEMMs with one row and 4-bit weights in groups: the kernel of `linear`, for another encoding of W.
 
-A word has one number of each of eight runs of K, see `ops.four_bit`. The numbers of a run are converted with a shift
-and a logical operation, as the mantissa of a float, and multiplied by a contiguous piece of x. The sum of a group is
-multiplied by its scale, once. With a code, the numbers are looked up in a table of 16, which stays in the nearest
-cache.
+A word has one number of each of eight runs of K (see `ops.four_bit`). The numbers of a run are multiplied by a
+contiguous piece of x, and the sum of a group by its scale, once. On AMD GPUs, a mask leaves four numbers of a word,
+one per byte, and one instruction converts any byte to a float. On others, a shift and a logical operation make a number
+the mantissa of a float. With a code, the numbers are looked up in a table of 16, which stays in the nearest cache,
+except for e2m1 of MXFP4.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
 from hf_rocm.ops.triton.tiles import four_bit_tile
 
+_LARGE = tl.constexpr(2.0**126)
+
 
 @triton.jit
 def four_bit_vector(
@@ -25,7 +28,7 @@ def four_bit_vector(
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
     zeros,  # of the same shape, uint8: the stored numbers that stand for 0; None: 8
-    code,  # [16] fp32, the table; None: integers
+    code,  # [16] fp32, the table; any uint8 tensor: e2m1, whose bits are converted; None: integers
     nested_code,  # [256] fp32, the table of scales in uint8, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
     bias,  # one for each row of weight, or None
@@ -34,12 +37,13 @@ def four_bit_vector(
     m_size,
     n_size,
     k_words,  # K / 8: its divisibility is that of the addresses
-    one,  # the bits of 1.0: as a constant, NVIDIA's assembler would use two instructions instead of one
+    pattern,  # the bits of 1.0, with BYTES 0x0F0F0F0F: with a constant, compilers would use more instructions
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers with one scale
     STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
+    BYTES: tl.constexpr,  # whether the GPU converts any byte of a register to a float in one instruction, as AMD's do
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # of 8 runs
 ):
@@ -72,12 +76,13 @@ def four_bit_vector(
             nested_code,
             nested_factors,
             groups,
-            one,
+            pattern,
             inside,
             EVEN,
             GROUP,
             STEP,
             RUN,
+            BYTES,
         )
         if ACTIVATION is not None:
             second = piece(words + gap + k // 8, inside, EVEN)
@@ -92,12 +97,13 @@ def four_bit_vector(
                 nested_code,
                 nested_factors,
                 groups,
-                one,
+                pattern,
                 inside,
                 EVEN,
                 GROUP,
                 STEP,
                 RUN,
+                BYTES,
             )
     product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
     if ACTIVATION is not None:
@@ -117,32 +123,37 @@ def _vector(
     nested_code,
     nested_factors,
     groups,
-    one,
+    pattern,
     inside,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if code is None:
-            # 1 + q / 16 stands for (q - zero) / 16: the difference is subtracted once for a group
-            one_and_zero = 1.5
+            # q, or 1 + q / 16, is multiplied: the number that stands for 0 is subtracted once for a group
+            zero = 8.0
             if zeros is not None:
-                one_and_zero = 1.0 + piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32) * 0.0625
+                zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)
+            if not BYTES:
+                zero = 1.0 + zero * 0.0625
             for run in tl.static_range(RUNS):
-                part -= one_and_zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+                part -= zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
-            if code is None:
-                part += values * _mantissa(words, one, group * RUNS + run)
+            if code is not None:
+                part += values * coded(words, code, group * RUNS + run, tl.float32)
+            elif BYTES:
+                part += values * _byte(words, pattern, group * RUNS + run)
             else:
-                part += values * coded(words, code, group * RUNS + run)
+                part += values * _mantissa(words, pattern, group * RUNS + run)
         factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
-        if code is None:
+        if code is None and not BYTES:
             factor *= 16.0
         sums += part * factor
     return sums
@@ -153,7 +164,7 @@ def scale_at(scale, nested_code, nested_factors, place, inside, EVEN: tl.constex
     """Scales in fp32."""
     stored = piece(scale + place, inside, EVEN)
     if nested_code is None:
-        return stored.to(tl.float32)
+        return power(stored) if stored.dtype == tl.uint8 else stored.to(tl.float32)
     else:
         factors = nested_factors + place // 256 * 2
         return tl.load(nested_code + stored.to(tl.int32)) * piece(factors, inside, EVEN) + piece(
@@ -162,19 +173,53 @@ def scale_at(scale, nested_code, nested_factors, place, inside, EVEN: tl.constex
 
 
 @triton.jit
-def coded(words, code, run):
-    """The numbers of a run, from a table of any dtype."""
-    return tl.load(code + ((words >> (4 * run)) & 0xF))
+def power(scale):
+    """2^(scale − 127) in fp32, and NaN for 255: a scale of MXFP4."""
+    exponent = scale.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _mantissa(words, one, RUN_INDEX: tl.constexpr):
+def tiny_number(words, PLACE: tl.constexpr):
+    """2⁻¹²⁶ times the e2m1 numbers at this place of the words, in fp32."""
+    if PLACE < 6:
+        magnitude = words << (22 - 4 * PLACE)
+    else:
+        magnitude = words >> (4 * PLACE - 22)
+    sign = words << (28 - 4 * PLACE)
+    return ((magnitude & 0x01C00000) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def coded(words, code, run, DTYPE: tl.constexpr):
+    """The numbers of a run, which DTYPE represents exactly."""
+    if code.dtype.element_ty == tl.uint8:
+        number = tiny_number(words >> (4 * run), 0) * _LARGE
+        if tl.bfloat16 == DTYPE:  # the upper half of the bits; a conversion would take several instructions
+            return (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            return number.to(DTYPE)
+    else:
+        return tl.load(code + ((words >> (4 * run)) & 0xF)).to(DTYPE)
+
+
+@triton.jit
+def _byte(words, pattern, RUN_INDEX: tl.constexpr):
+    """The 4-bit numbers of a run, as floats."""
+    if RUN_INDEX % 2:
+        words >>= 4
+    return (((words & pattern) >> (RUN_INDEX // 2 * 8)) & 0xFF).to(tl.float32)
+
+
+@triton.jit
+def _mantissa(words, pattern, RUN_INDEX: tl.constexpr):
     """1 + q / 16 for the 4-bit numbers q of a run."""
     if RUN_INDEX < 5:
         bits = words << (19 - 4 * RUN_INDEX)
     else:
         bits = words >> (4 * RUN_INDEX - 19)
-    return ((bits & 0x00780000) | one).to(tl.float32, bitcast=True)
+    return ((bits & 0x00780000) | pattern).to(tl.float32, bitcast=True)
 
 
 def build(
@@ -189,20 +234,21 @@ def build(
     zeros: bool = False,
     code: bool = False,
     nested: bool = False,
+    powers: bool = False,
 ) -> Build:
-    """One of the two kernels, for this number of rows and these sizes."""
+    """One of the two kernels, for this number of rows and these sizes. powers: MXFP4."""
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
     group, step = kernel_groups(k, group)
     tensors = {"x": "bf16", "weight": "i32", "zeros": "u8" * zeros, "out": "bf16", "residual": "bf16" * residual}
-    tensors |= {"scale": "u8" if nested else "fp32" if code else "bf16", "bias": ""}
-    tensors |= {"code": ("bf16" if cut.matrix else "fp32") * code}
+    tensors |= {"scale": "u8" if nested or powers else "fp32" if code else "bf16", "bias": ""}
+    tensors |= {"code": ("u8" if powers else "bf16" if cut.matrix else "fp32") * code}
     tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
     return Build(
         kernel,
         {
             **{name: f"*{dtype}" for name, dtype in tensors.items() if dtype},
-            **dict.fromkeys(("m_size", "n_size", "k_words", "one"), "i32"),
+            **dict.fromkeys(("m_size", "n_size", "k_words", "pattern"), "i32"),
         },
         {
             **{name: None for name, dtype in tensors.items() if not dtype},
@@ -211,11 +257,12 @@ def build(
             "GROUP": group,
             "STEP": step,
             "RUN": run,
+            **({} if cut.matrix else {"BYTES": True}),
             **cut.constants(),
         },
         threads=cut.threads,
         num_stages=cut.stages,
-        divisible=("n_size", "k_words", "one"),
+        divisible=("n_size", "k_words"),
         matrix=cut.matrix,
         architectures=tuple(ARCHITECTURES),
     )
@@ -228,4 +275,5 @@ BUILDS = (
     build(four_bit_vector, 1, 6144, zeros=True),
     build(four_bit_vector, 1, 6144, group=64, code=True),
     build(four_bit_vector, 1, 14336, activation="silu", group=64, code=True, nested=True),
+    build(four_bit_vector, 1, 14336, activation="silu", group=32, code=True, powers=True),
 )

@@ -1,4 +1,4 @@
-"""Products of several rows with 4-bit weights in groups, with matrix instructions; see `four_bit` for the encoding."""
+"""GEMMs with several rows and 4-bit weights in groups, with matrix instructions; see `four_bit` for the encoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def four_bit_rows(
     weight,  # the rest as in `four_bit_vector`
     scale,
     zeros,
-    code,  # of the dtype of x
+    code,  # a table has the dtype of x
     nested_code,
     nested_factors,
     bias,
@@ -24,7 +24,7 @@ def four_bit_rows(
     m_size,
     n_size,
     k_words,
-    one,
+    pattern,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
     GROUP: tl.constexpr,
@@ -35,7 +35,7 @@ def four_bit_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same product with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
+    """The same GEMM with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
     Warps without separate columns process SPLITS blocks of 8 runs at a time.
     """
@@ -197,19 +197,20 @@ def _group(
     if code is not None:
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-            part = tl.dot(coded(words, code, group * RUNS + run), values, part)
+            part = tl.dot(coded(words, code, group * RUNS + run, dtype), values, part)
         return sums + part * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
     else:
-        DOWN: tl.constexpr = len(sums.shape) - 2
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
         zero = base + 8.0
         if zeros is not None:
             zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
-        total = 0.0
+        # a product with ones adds up x in every row: no values are exchanged
+        ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
+        total = tl.zeros_like(sums)
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
             part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
-            total += tl.sum(values.to(tl.float32), DOWN, keep_dims=True)
+            total = tl.dot(ones, values, total)
         return sums + (part - zero * total) * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
 
 
@@ -229,10 +230,12 @@ BUILDS = (
     build(four_bit_rows, 8, 4096, residual=True),
     build(four_bit_rows, 8, 14336, activation="silu"),
     build(four_bit_rows, 8, 4096, group=32),
+    build(four_bit_rows, 64, 4096, group=32),
     build(four_bit_rows, 8, 6144, zeros=True),
     build(four_bit_rows, 8, 6144, group=4096),
     build(four_bit_rows, 64, 6144),
     build(four_bit_rows, 8, 6144, group=64, code=True, nested=True),
     build(four_bit_rows, 8, 14336, activation="silu", group=64, code=True),
     build(four_bit_rows, 64, 6144, group=64, code=True),
+    build(four_bit_rows, 8, 14336, activation="silu", group=32, code=True, powers=True),
 )

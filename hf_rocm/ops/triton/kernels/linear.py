@@ -1,9 +1,9 @@
-"""Products of few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
+"""GEMMs with few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
 
-Such a product reads all of W and does little arithmetic, so it is bound by memory bandwidth: a program reads few rows
+Such a GEMM reads all of W and does little arithmetic, so it is bound by memory bandwidth: a program reads few rows
 of W in long pieces, and the gate of an MLP and the residual sum are fused in. Everything is added up in fp32 and
 rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block: then it is
-converted in registers, and a row of the result is multiplied by its scale, or the sum of a block.
+converted in registers, and each row of the result, or each sum over a block, is multiplied by its scale.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def wide(numbers):
 
 @triton.jit
 def _like(numbers, values):
-    """Numbers of the weight in the dtype of x, which represents all numbers of 8 bits exactly."""
+    """Numbers of the weight in the dtype of x, which represents all 8-bit numbers exactly."""
     if numbers.dtype == values.dtype:
         return numbers
     return wide(numbers).to(values.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with or without a norm and the residual sum before it: each value is read and written once."""
+"""RMSNorm and LayerNorm of rows, with or without a residual sum before them: each value is read and written once."""
 
 from __future__ import annotations
 
@@ -58,6 +58,38 @@ def _normed(values, weight, eps, column, DIM: tl.constexpr, ONE_PLUS: tl.constex
     return normed.to(values.dtype)
 
 
+@triton.jit
+def layer_norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,  # or None
+    out,
+    total,  # None: the sum is not stored
+    rows,
+    eps,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to((tl.program_id(0) + rows).dtype) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < rows) & (column < DIM)
+    place = row.to(tl.int64) * DIM + column
+    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    values += tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
+    values = values.to(out.dtype.element_ty)
+    if total is not None:
+        tl.store(total + place, values, mask=there)
+    wide = values.to(tl.float32)
+    centred = tl.where(column < DIM, wide - (tl.sum(wide, axis=1) / DIM)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / DIM + eps)[:, None]
+    normed = centred * scale * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    if bias is not None:
+        normed += tl.load(bias + column, mask=column < DIM, other=0.0).to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=there)
+
+
 def _build(
     dim: int,
     rows: int,
@@ -90,6 +122,23 @@ def _build(
     )
 
 
+def _layer_build(
+    dim: int, rows: int, threads: int, *, bias: bool = True, total: bool = False, dtype: str = "bf16"
+) -> Build:
+    there = {"x": True, "residual": True, "weight": True, "bias": bias, "out": True, "total": total}
+    return Build(
+        layer_norm_kernel,
+        {**{name: f"*{dtype}" for name, present in there.items() if present}, "rows": "i32", "eps": "fp32"},
+        {
+            **{name: None for name, present in there.items() if not present},
+            "DIM": dim,
+            "ROWS": rows,
+            "BLOCK": triton.next_power_of_2(dim),
+        },
+        threads=threads,
+    )
+
+
 BUILDS = (
     _build(4096, 1, 256, add=False),
     _build(4096, 1, 512, add=True),
@@ -99,4 +148,9 @@ BUILDS = (
     _build(2560, 1, 256, add=True, before=True, one_plus=True),  # Gemma 3
     _build(2560, 1, 256, add=True, before=True, then=False, one_plus=True),
     _build(4096, 1, 256, add=True, before=True),  # GLM-4
+    _layer_build(768, 1, 64),  # BERT-base
+    _layer_build(1024, 2, 128, dtype="fp16"),
+    _layer_build(384, 4, 128),  # MiniLM
+    _layer_build(1152, 1, 128, total=True),  # SigLIP
+    _layer_build(768, 2, 128, bias=False, total=True),  # ModernBERT
 )

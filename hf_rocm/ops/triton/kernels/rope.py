@@ -168,7 +168,7 @@ def rope_kernel(
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
-    ONCE: tl.constexpr,  # cos and sin have every angle once
+    ONCE: tl.constexpr,  # cos and sin contain each angle once
     COUNTED: tl.constexpr,  # position is the number of earlier tokens; else it has one number for each token
     ALONE: tl.constexpr,  # one program does everything, and advances the position
     BLOCK_HEADS: tl.constexpr,

@@ -36,16 +36,16 @@ class Agreement(NamedTuple):
     def sentence(self) -> str:
         """The result, with the tolerance if an answer differs."""
         if self.equal == self.total:
-            return f"parity: hf_rocm gave stock's text for all {self.total} greedy requests"
+            return f"parity: hf_rocm returned stock's text for all {self.total} greedy requests"
         return (
-            f"parity: hf_rocm gave stock's text for {self.equal} of {self.total} greedy requests; "
-            f"{_percent(self.lost)} of the text is after a first difference. {self.tolerance}"
+            f"parity: hf_rocm returned stock's text for {self.equal} of {self.total} greedy requests; "
+            f"{_percent(self.lost)} of the text follows a first difference. {self.tolerance}"
         )
 
     @property
     def tolerance(self) -> str:
         if self.dtype == EXACT:
-            return f"{EXACT} has none: every answer must be equal"
+            return f"{EXACT} allows no difference: every answer must be equal"
         return (
             f"Allowed in {self.dtype}: {_percent(self.allowed)} (stock differs from itself in {_percent(self.stock)} "
             "between requests alone and in a batch); `hf-rocm verify` compares logits"

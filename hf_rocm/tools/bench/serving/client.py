@@ -148,7 +148,7 @@ async def _streamed(parts: AsyncIterator[bytes], sent: float) -> Answer:
             if event["choices"][0].get("finish_reason"):
                 last = event
     if last is None:
-        raise _Failure("ended early", f"after {len(pieces)} pieces, without a reason to finish")
+        raise _Failure("ended early", f"after {len(pieces)} pieces, without a finish reason")
     return _finished(Answer(sent, time.perf_counter(), "".join(texts), tuple(pieces)), last)
 
 
@@ -174,4 +174,4 @@ def _finished(answer: Answer, event: dict[str, Any]) -> Answer:
         usage = event["usage"]
         return replace(answer, prompt=int(usage["prompt_tokens"]), tokens=int(usage["completion_tokens"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise _Failure("malformed answer", "no numbers of tokens (usage)") from error
+        raise _Failure("malformed answer", "no token counts (usage)") from error

@@ -17,7 +17,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK
 TIMES = {
     "first": "time to first token",
     "between": "time between tokens",
-    "whole": "time to whole answer",
+    "whole": "time to complete answer",
 }
 
 
@@ -76,7 +76,7 @@ def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
     """Return the header and rows for one load: a column per side, and how many times better hf_rocm is."""
     both = len(group) == 2
-    rows = [_row("tokens a second", [f"{case['rate']:.{0 if case['rate'] >= 100 else 1}f}" for case in group],
+    rows = [_row("tokens per second", [f"{case['rate']:.{0 if case['rate'] >= 100 else 1}f}" for case in group],
                  _ratio(group[-1]["rate"], group[0]["rate"]) if both else "")]  # fmt: skip
     for name, label in TIMES.items():
         times = [case["times"][name] for case in group]

@@ -168,7 +168,7 @@ def _files(model: str) -> tuple[Any, Any]:
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="a folder needs config.json, its weights (model.safetensors) and its tokenizer",
+            hint="the folder must contain config.json, its weights (model.safetensors) and its tokenizer",
         ) from error
 
 
@@ -180,7 +180,7 @@ def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
         raise OptionError(
             f"requests of up to {longest} tokens are longer than the model's context",
             facts={"max_position_embeddings": most},
-            hint="give shorter ones with --prompt and --new",
+            hint="use smaller values of --prompt and --new",
         )
 
 
@@ -189,7 +189,7 @@ def _mismatch(
 ) -> Mismatch:
     index = next(index for index, text in enumerate(expected) if text != actual[index])
     return Mismatch(
-        "hf_rocm gives other answers than stock, so nothing is timed",
+        "hf_rocm's answers differ from stock's, so nothing is timed",
         facts={
             "answers": f"{agreed.equal} of {agreed.total} are equal, and {100 * agreed.lost:.0f} % of the text differs",
             "tolerance": agreed.tolerance,

@@ -125,7 +125,7 @@ def serving(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # a session of its own: the whole group can be ended, and a keyboard interrupt reaches only this process
+            # A new session: the whole group can be ended, and a keyboard interrupt reaches only this process.
             start_new_session=True,
         )
     try:
@@ -148,7 +148,7 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
     raise ServeError(
         f"the server of {server.side} did not start in {timeout:g} s",
         facts={"last lines": server.last_lines()},
-        hint="allow more with --start-timeout",
+        hint="allow more time with --start-timeout",
     )
 
 

@@ -37,7 +37,7 @@ class Load:
     def title(self) -> str:
         if self.clients is not None:
             return f"closed loop, {self.clients} client{'s' * (self.clients != 1)}"
-        return f"open loop, {self.rate:g} requests a second"
+        return f"open loop, {self.rate:g} requests per second"
 
     @property
     def details(self) -> str:

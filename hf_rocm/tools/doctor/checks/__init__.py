@@ -58,7 +58,7 @@ def _guarded(check: Check, facts: Facts) -> list[Finding]:
         return [
             warning(
                 check.__name__,
-                f"this check failed by itself: {type(error).__name__}: {error}",
+                f"this check itself failed: {type(error).__name__}: {error}",
                 means="doctor could not examine this part of the machine; the other lines are valid",
                 fix="report it with the output of `hf-rocm env`",
             )

@@ -63,7 +63,7 @@ def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
         yield warning(
             "aiter",
             f"{name} is newer than {NEWEST_AITER}, the newest release that hf_rocm was checked with",
-            means="its kernels are used only if you select aiter, after they passed their checks on this machine",
+            means="its kernels are used only if you select aiter, after they have passed their checks on this machine",
             fix=f"{GET}; or HF_ROCM_TIER=aiter, then `hf-rocm verify MODEL`",
         )
     else:
@@ -81,13 +81,13 @@ def _import(here: Aiter) -> Iterator[Finding]:
         yield problem(
             "aiter-import",
             f"aiter can't be imported: {answer.error}",
-            means="none of its kernels are used; PyTorch's run instead",
+            means="none of its kernels are used; PyTorch's kernels run instead",
             fix=_mend(answer.error, here),
         )
     elif answer.facts.get("missing"):
         yield problem(
             "aiter-import",
-            f"aiter was imported in part: {', '.join(answer.facts['missing'])} missing",
+            f"aiter was imported only in part: {', '.join(answer.facts['missing'])} missing",
             means=f"releases {TRUNCATES[0]} to {TRUNCATES[1]} hide the error that stopped the import; "
             "PyTorch replaces the missing functions",
             fix="AITER_LOG_LEVEL=INFO python -c 'import aiter' shows the error; a newer release raises it: " + GET,
@@ -100,7 +100,7 @@ def _mend(error: str, here: Aiter) -> str:
     if "undefined symbol" in error or "has no attribute" in error:
         return _clear(here.cache) if here.cache else GET
     if "ROCm version file" in error or "rocminfo" in error or "hipconfig" in error:
-        return "fix the line on tools above: aiter reads ROCm's version and runs rocminfo"
+        return "fix the problem with the tools above: aiter reads ROCm's version and runs rocminfo"
     if "No module named" in error:
         missing = error.rsplit("No module named", 1)[1].strip(" '\"").split(".")[0]
         return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else GET

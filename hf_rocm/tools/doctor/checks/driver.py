@@ -41,7 +41,7 @@ def _no_gpu(facts: Facts) -> Finding:
     return problem(
         "gpu",
         what,
-        means="hf_rocm changes nothing here: installed overlays are inert, and models run as transformers made them",
+        means="hf_rocm changes nothing here: installed overlays are inert, and models run as in stock transformers",
         fix="nothing is broken; run this on the machine with the AMD GPU"
         + (" (in a container: one that was started on it)" if facts.container else ""),
     )
@@ -115,7 +115,7 @@ def _wsl(facts: Facts) -> Finding:
     if not facts.driver.dxg:
         return problem(
             "driver",
-            "this is WSL, and Windows passes no GPU on to it (there is no /dev/dxg)",
+            "this is WSL, and Windows passes no GPU to it (there is no /dev/dxg)",
             means="torch sees no GPU",
             fix="wsl --update (in Windows), and install AMD's Adrenalin driver with WSL support there; WSL 2 is needed",
         )

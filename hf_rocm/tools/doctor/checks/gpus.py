@@ -96,9 +96,9 @@ def override(facts: Facts) -> Iterator[Finding]:
 
 
 def _pretence(facts: Facts, value: str, pretended: str, real: tuple[str, ...]) -> Finding:
-    known = f"{' and '.join(real)} pass{'es' * (len(real) == 1)} for {pretended}"
-    what = f"{OVERRIDE}={value}: {known if real else f'every GPU passes for {pretended}'}"
-    means = "kernels for another card run on this one; they can crash or return wrong numbers"
+    known = f"{' and '.join(real)} {'is' if len(real) == 1 else 'are'} treated as {pretended}"
+    what = f"{OVERRIDE}={value}: {known if real else f'every GPU is treated as {pretended}'}"
+    means = "kernels for another card run on this one; they can crash or return wrong results"
     if len(facts.gpus) > 1:
         means += "; it applies to all GPUs"
     built = facts.torch_answer.facts.get("built_for", ())

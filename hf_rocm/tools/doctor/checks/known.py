@@ -118,7 +118,7 @@ def _mapped_copies(facts: Facts) -> Iterator[Finding]:
 
 
 def _four_bit(facts: Facts) -> Iterator[Finding]:
-    """Check for wrong results in bitsandbytes' products with 4-bit weights."""
+    """Check for wrong results in bitsandbytes' GEMMs with 4-bit weights."""
     answer = facts.bitsandbytes
     if answer is None:
         return
@@ -145,7 +145,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
             link=FOUR_BIT,
         )
     elif answer.facts.get("products"):
-        yield ok("bitsandbytes", f"bitsandbytes {here}: products of NF4 weights are correct, for 1 and for 8 rows")
+        yield ok("bitsandbytes", f"bitsandbytes {here}: GEMMs with NF4 weights are correct, for 1 and for 8 rows")
 
 
 def _conv3d(facts: Facts) -> Iterator[Finding]:
@@ -255,7 +255,7 @@ def hub_is_on(facts: Facts) -> bool:
 RULES = (
     Rule("graphs", "a GPU and a ROCm whose graph replays return wrong results", GRAPH_FAULTS[0].link, _graphs),
     Rule("mapped-copies", "slow copies from mapped files", next(iter(STALLING_KERNELS.values())), _mapped_copies),
-    Rule("bitsandbytes", "wrong 4-bit products of bitsandbytes", FOUR_BIT, _four_bit),
+    Rule("bitsandbytes", "wrong 4-bit GEMMs of bitsandbytes", FOUR_BIT, _four_bit),
     Rule("patch-embedding", "a named model whose images go through MIOpen's Conv3d", CONV3D, _conv3d),
     Rule("backward", "a slower backward of SDPA (gfx950, ROCm 10)", BACKWARD, _backward),
     Rule("hub-rope", "a hub kernel that rotates all rows by the first row's positions", ROPE, _rope),

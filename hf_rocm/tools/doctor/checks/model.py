@@ -19,7 +19,7 @@ def model(facts: Facts) -> Iterator[Finding]:
     if named is None:
         return
     if named.folder is None:
-        room = f"; {_size(named.free)} are free on the disk for it" if named.free is not None else ""
+        room = f"; {_size(named.free)} is free on its disk" if named.free is not None else ""
         yield ok("model", f"{named.name} is not on this machine yet, so its size is unknown{room}")
         return
     if not named.weights:
@@ -29,7 +29,7 @@ def model(facts: Facts) -> Iterator[Finding]:
             means="it cannot be loaded",
             fix=f"hf download {named.name}"
             if "/" in named.name and named.folder != named.name
-            else "name the folder of the checkpoint",
+            else "specify the folder of the checkpoint",
         )
         return
     needed = _needed(facts, named)
@@ -73,13 +73,13 @@ def _on_gpu(facts: Facts, named: ModelFacts, needed: int) -> Iterator[Finding]:
         yield warning(
             "model-memory",
             f"GPU 0 has {_size(free[0])} free, all {len(free)} together {_size(sum(free))}",
-            means="it fits on several GPUs only",
+            means="it fits only on several GPUs",
             fix='pass device_map="auto", or tp_plan="auto" under torchrun',
         )
     else:
         yield problem(
             "model-memory",
-            f"{_size(sum(free))} are free on the GPUs, and {_size(needed + RUNTIME)} are needed",
+            f"{_size(sum(free))} is free on the GPUs, and {_size(needed + RUNTIME)} is needed",
             means="it does not fit there in this form",
             fix='quantize="fp8" or "int8" in hf_rocm.from_pretrained halves it; or free memory (rocm-smi --showpids)',
         )
@@ -89,9 +89,9 @@ def _on_host(named: ModelFacts) -> Iterator[Finding]:
     if named.memory is not None and named.memory < named.weights // 2:
         yield warning(
             "model-host",
-            f"{_size(named.memory)} of the host's memory are free, for {_size(named.weights)} of weights",
+            f"{_size(named.memory)} of the host's memory is free, for {_size(named.weights)} of weights",
             means="loading reads the files through the page cache: slow, and on integrated GPUs it may fail",
-            fix="stop what else uses memory, or load on a machine with more",
+            fix="stop other processes that use memory, or load on a machine with more memory",
         )
 
 

@@ -39,9 +39,11 @@ def options(facts: Facts) -> Iterator[Finding]:
     if strange:
         yield warning(
             "options",
-            f"{', '.join(strange)} {'is not an option' if len(strange) == 1 else 'are no options'} of hf_rocm",
+            f"{', '.join(strange)} {'is not an option' if len(strange) == 1 else 'are not options'} of hf_rocm",
             means="misspelt or from another release: no effect",
-            fix="; ".join(f"unset {name}" + (f", or name it {near}" if near else "") for name, near in strange.items()),
+            fix="; ".join(
+                f"unset {name}" + (f", or rename it to {near}" if near else "") for name, near in strange.items()
+            ),
         )
     restricted = {name: why for name, (value, why) in RESTRICTING.items() if facts.set(name) == value}
     if parsed.tiers and facts.set("HF_ROCM_TIER"):

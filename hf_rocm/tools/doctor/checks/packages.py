@@ -73,7 +73,7 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
             means="4-bit and 8-bit loading through it fails",
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}', or quantize= of hf_rocm.from_pretrained",
         )
-    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # its products were not tested
+    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # its GEMMs were not tested
         yield warning(
             "packages",
             f"bitsandbytes {here} is older than {BITSANDBYTES_ROCM}",

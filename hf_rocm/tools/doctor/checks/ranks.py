@@ -33,7 +33,9 @@ def ranks(facts: Facts) -> Iterator[Finding]:
     elif strange:
         yield _mistaken(", ".join(strange) + ": not a number")
     elif int(facts.set("RANK")) >= int(facts.set("WORLD_SIZE")):
-        yield _mistaken(f"RANK={facts.set('RANK')} among WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks count from 0")
+        yield _mistaken(
+            f"RANK={facts.set('RANK')} with WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks are numbered from 0"
+        )
     else:
         yield ok("several", ", ".join(f"{name} {facts.set(name)}" for name in NEEDED[:3]))
         yield from _elsewhere(facts)
@@ -70,7 +72,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             "several",
             f"LOCAL_RANK={local}, and this process sees {seen}",
             means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
-            fix=f"unset {_names(hidden)}; or, where a scheduler shows each rank its own GPU only: export LOCAL_RANK=0"
+            fix=f"unset {_names(hidden)}; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0"
             if hidden
             else f"torchrun --nproc-per-node {count} …",
         )
@@ -95,8 +97,8 @@ def _interfaces(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "several",
             f"{', '.join(wrong)}: no such network interface here",
-            means="ranks cannot reach each other: their start fails",
-            fix=f"name one of {', '.join(there)}, or unset {_names(wrong)}",
+            means="ranks cannot reach each other, so they fail to start",
+            fix=f"use one of {', '.join(there)}, or unset {_names(wrong)}",
         )
 
 

@@ -32,7 +32,7 @@ def _version(facts: Facts) -> Finding:
     if here.release < version(OLDEST).release:  # type: ignore[union-attr]
         return problem(
             "rocm",
-            f"ROCm {here} is older than those that supported releases of PyTorch are built for ({OLDEST})",
+            f"ROCm {here} is older than those for which supported releases of PyTorch were built ({OLDEST})",
             means="kernels that are compiled here (aiter, Triton) do not match the libraries of torch",
             fix=f"install a newer ROCm (AMD's guide: rocm.docs.amd.com){_like(facts)}",
         )
@@ -68,7 +68,7 @@ def _rocminfo(facts: Facts) -> Iterator[Finding]:
             "rocminfo",
             f"rocminfo lists no GPU{f': {complaint}' if complaint else ''}",
             means="the runtime cannot use the card, so torch cannot either",
-            fix="see the line on the driver above; rocminfo prints the same message until it is fixed",
+            fix="see the line about the driver above; rocminfo prints the same message until it is fixed",
         )
     else:
         yield ok("rocminfo", counted(f"{agent.card or 'a GPU'} ({agent.name})" for agent in facts.rocm.agents))

@@ -124,7 +124,7 @@ def _host(facts: Facts, count: int) -> Iterator[Finding]:
         yield warning(
             "several",
             "the kernel moves memory between the CPUs' nodes (kernel.numa_balancing is on)",
-            means="GPUs wait while pages that they share move; RCCL warns of it when it starts",
+            means="GPUs wait while pages that they share move; RCCL warns about this when it starts",
             fix="sudo sysctl kernel.numa_balancing=0",
         )
     if host.iommu is not None and "pt" not in host.iommu.split(",") and "cray" not in facts.system.release:

@@ -104,7 +104,7 @@ def _at_work(facts: Facts) -> Iterator[Finding]:
         names = counted(f"{device['name']} ({device['arch']}, {_gib(device['total'])})" for _, device in served)
         yield ok(
             "torch-gpu",
-            f"{names}: a test product on each is correct" if len(served) > 1 else f"{names}: a test product is correct",
+            f"{names}: a test GEMM on each is correct" if len(served) > 1 else f"{names}: a test GEMM is correct",
         )
     yield from _flash(facts)
 
@@ -137,7 +137,7 @@ def _generic(gfx: str, built: set[str]) -> bool:
 def _wrong(index: int, device: Mapping[str, Any]) -> Finding:
     return problem(
         "torch-gpu",
-        f"GPU {index} ({device['arch']}) computes wrong products: {device['product']}",
+        f"GPU {index} ({device['arch']}) computes wrong matrix products: {device['product']}",
         means="every model returns wrong results on it",
         fix="unset HSA_OVERRIDE_GFX_VERSION, ROCBLAS_* and HIPBLASLT_*; else reinstall torch",
     )
@@ -154,7 +154,7 @@ def _flash(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 "flash",
                 f"SDPA has no flash kernel for {gfx}: {reason}",
-                means="attention falls back to plain products: slow, and memory grows with the square of the length "
+                means="attention falls back to plain GEMMs: slow, and memory grows with the square of the length "
                 "(at 4,096 tokens on a gfx1200 about 12 times slower, with 16 times the memory)",
                 fix="export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1, then `hf-rocm verify MODEL`"
                 if gate

@@ -36,13 +36,13 @@ def _release(facts: Facts) -> Finding:
     if state.outlook is None:
         return ok("transformers", str(state.version))
     what = f"{state.version} is newer than every release that this hf-rocm was checked with"
-    if state.outlook.startswith("go on: "):
+    if state.outlook.startswith("proceed: "):
         return ok("transformers", f"{what}; {state.outlook}")
     return warning(
         "transformers",
         what,
         means=state.outlook,
-        fix="python -m hf_rocm.check_version   # lists the reason for every file; or pip install --upgrade hf-rocm",
+        fix="python -m hf_rocm.check_version --all   # lists the reason for every file",
     )
 
 
@@ -126,7 +126,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "kernels",
         f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
-        means="kernels from the hub are off: use_kernels=True and flash attention from the hub fail or change nothing, "
+        means="kernels from the hub are off: use_kernels=True and flash attention from the hub fail or do nothing, "
         "FP8 checkpoints in blocks can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs none",
         fix=f"pip install '{wanted}' (or pip uninstall kernels)",
         link=KERNELS,

@@ -46,7 +46,7 @@ def _version(facts: Facts, name: str) -> Finding:
         return warning(
             "triton",
             f"{name} {version} is older than {OLDEST}",
-            means="hf_rocm's own kernels need a newer one; PyTorch's run instead",
+            means="hf_rocm's own kernels need a newer one; PyTorch's kernels run instead",
             fix="use a newer torch, which includes a newer Triton",
         )
     if version is not None and version.release[:2] > NEWEST_FOR_AITER.release and facts.aiter.found.amd:

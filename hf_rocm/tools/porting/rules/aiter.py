@@ -24,8 +24,8 @@ VARIABLE = Rule(
 POSITIONAL = Rule(
     "aiter-positional-arguments",
     Severity.PROBLEM,
-    "arguments were inserted in the middle of this function's signature more than once: by position, another release "
-    "gets other values",
+    "arguments were inserted in the middle of this function's signature more than once: passed by position, the "
+    "values reach other parameters in another release",
     "pass everything after the tensors by keyword",
 )
 IMPORT = Rule(
@@ -42,7 +42,7 @@ _NAMES = {
     "conv2d": "torch.nn.functional.conv2d (MIOpen)",
     "quantize": "aiter.get_hip_quant, or aiter.per_token_quant_hip",
     "register_kernel": "torch.library",
-    "enable_dynamic_shapes": "nothing: its kernels accept any shape that they support",
+    "enable_dynamic_shapes": "nothing: its kernels need no setting for dynamic shapes",
     "dynamic_conv2d": "torch.nn.functional.conv2d",
     "set_log_level": "logging.getLogger('aiter').setLevel(…)",
     "__version__": "importlib.metadata.version('amd-aiter')",

@@ -19,7 +19,7 @@ BOTH = Rule(
     "allocator-conflict",
     Severity.PROBLEM,
     "max_split_size_mb and expandable_segments together: the allocator rejects or ignores one of them",
-    "choose one; hf_rocm.setup_environment() sets what this machine takes",
+    "choose one; hf_rocm.setup_environment() sets what this machine supports",
 )
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -21,7 +21,7 @@ EXPANDED = Rule(
     "expanded-key-value",
     Severity.WARNING,
     "key and value heads are copied once for each query head before attention: the memory traffic that grouped heads "
-    "were to save, at every decode step",
+    "are meant to save, at every decode step",
     "pass them as they are, with enable_gqa=True; aiter's and hf_rocm's attention take grouped heads too",
 )
 
@@ -130,7 +130,7 @@ def expanded_before_sdpa(module: Module) -> Iterator[Place]:
                 line = history[latest][0] if latest >= 0 and history[latest][1] else None
             if line is not None and line not in seen:
                 seen.add(line)
-                yield Place(EXPANDED, line, f"expanded for the {_SDPA} in line {node.lineno}")
+                yield Place(EXPANDED, line, f"expanded for the {_SDPA} on line {node.lineno}")
 
 
 def _expands(module: Module, node: ast.expr) -> bool:

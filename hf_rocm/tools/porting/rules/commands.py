@@ -28,7 +28,7 @@ SYSTEM = Rule(
     "nvidia-system-package",
     Severity.PROBLEM,
     "this installs CUDA's toolkit, libraries or driver, which an AMD GPU does not use",
-    "start from an image with ROCm (rocm/pytorch), or install AMD's packages of the same purpose",
+    "start from an image with ROCm (rocm/pytorch), or install AMD's equivalents",
 )
 CONTAINER = Rule(
     "nvidia-container",

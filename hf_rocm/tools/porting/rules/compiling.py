@@ -11,7 +11,7 @@ from hf_rocm.tools.porting.module import Module
 MODE = Rule(
     "compile-mode",
     Severity.WARNING,
-    "this mode records graphs through inductor's trees; published reports of it on ROCm run from faster to wrong",
+    "this mode records graphs through inductor's trees; reports on ROCm range from a speed-up to wrong results",
     "mode='default' (hf_rocm.compile sets the safe ones), and measure before using another",
 )
 SETTING = Rule(
@@ -23,7 +23,7 @@ SETTING = Rule(
 CAPTURE = Rule(
     "random-state-in-capture",
     Severity.PROBLEM,
-    "reading or setting the generator's state while a graph is recorded raises an error, or is not part of the replays",
+    "reading or setting the generator's state while a graph is recorded raises an error, or is not repeated by replays",
     "read it before the capture, and give the graph the generator with graph.register_generator_state(…)",
 )
 

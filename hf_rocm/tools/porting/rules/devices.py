@@ -18,7 +18,7 @@ CAPABILITY = Rule(
 VERSION = Rule(
     "cuda-version",
     Severity.WARNING,
-    "torch.version.cuda is None on ROCm: the test is false, and a comparison or a method of it raises",
+    "torch.version.cuda is None on ROCm: the test is false, and comparing it or calling a method of it raises an error",
     "torch.cuda.is_available() for a GPU, torch.version.hip for ROCm and its release",
 )
 NVML = Rule(

@@ -26,12 +26,12 @@ EXTRA = Rule(
     "triton-cuda-module",
     Severity.WARNING,
     "triton.language.extra.cuda calls NVIDIA's device library: a kernel with it does not compile on ROCm",
-    "triton.language.extra.libdevice, which takes the functions of the GPU at hand",
+    "triton.language.extra.libdevice, which selects the functions for the current GPU",
 )
 WARPS = Rule(
     "triton-num-warps",
     Severity.PROBLEM,
-    "on CDNA a warp has 64 lanes, so that more than 16 are more than the 1024 threads that a workgroup may have",
+    "on CDNA a warp has 64 lanes, so more than 16 warps exceed the limit of 1024 threads per workgroup",
     "num_warps of 16 or fewer, or half of it where torch.version.hip is set",
 )
 FP8 = Rule(

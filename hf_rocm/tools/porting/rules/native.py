@@ -31,14 +31,14 @@ BALLOT = Rule(
 LANES = Rule(
     "warp-size-32",
     Severity.WARNING,
-    "lanes are counted in groups of 32, and a wave has 64 of them on CDNA: half of them take part, or lane "
+    "lanes are counted in groups of 32, but a wave has 64 lanes on CDNA: half of them are left out, or lane "
     "numbers are wrong",
     "warpSize on the device, and warp_size of torch.cuda.get_device_properties(0) on the host",
 )
 MACRO = Rule(
     "cuda-arch-macro",
     Severity.WARNING,
-    "HIP's compiler does not define this macro: the code for older GPUs is compiled, or no code, without a warning",
+    "HIP's compiler does not define this macro: without a warning, it compiles the code for older GPUs, or none",
     "add a condition on __HIP_DEVICE_COMPILE__, __gfx942__ or a similar macro",
 )
 OBJECT = Rule(

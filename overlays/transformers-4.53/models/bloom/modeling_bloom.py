@@ -6,7 +6,7 @@ attention weights, the sliced product of `slow_but_exact`, the MLP, which has no
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -37,4 +37,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(self, more):
         if self.pretraining_tp > 1 and self.slow_but_exact:
             return "the sliced output (slow_but_exact) stays stock"
-        return "positional arguments stay stock" if more else None
+        return "calls with positional arguments stay stock" if more else None

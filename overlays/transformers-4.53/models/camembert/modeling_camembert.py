@@ -1,22 +1,27 @@
 """ROCm overlay of transformers.models.camembert.modeling_camembert, 4.53 to 4.57.
 
-Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
-relative positions stay stock.
+Served: the ends of both branches, and self-attention of an encoder, or of a decoder without a cache. Cross-attention, a
+cache, a head mask and relative positions stay stock.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
     # CamemBERT's class table selects the first for sdpa; the second is its base class, listed for its digest
     from transformers.models.camembert.modeling_camembert import (  # noqa: F401
+        CamembertOutput,
         CamembertSdpaSelfAttention,
         CamembertSelfAttention,
+        CamembertSelfOutput,
     )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(CamembertSelfOutput, layers.PostNormOutput())
+    overlay.binds(CamembertOutput, layers.PostNormOutput())
 
     alone = layers.before("4.54")  # no attention weights as the second value; a decoder's cache is a tuple
 
@@ -36,9 +41,9 @@ if overlay is not None and overlay.wanted(__name__):
         if self.position_embedding_type != "absolute":
             return f"position embeddings of type {self.position_embedding_type!r} stay stock"
         if alone and self.is_decoder:
-            return "a decoder returns its cache as a tuple in this release, which stays stock"
+            return "decoders, which return their cache as a tuple in this release, stay stock"
         given = [name for name, value in kwargs.items() if value is not None and value is not False]
         unserved = [name for name in given if name != "cache_position"]
         if unserved or any(value is not None and value is not False for value in more):
-            return "cross-attention, a cache and a head mask stay stock"
+            return "calls with cross-attention, a cache or a head mask stay stock"
         return None

@@ -2,13 +2,16 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.clip.modeling_clip import CLIPAttention
+    from transformers.models.clip.modeling_clip import CLIPMLP, CLIPAttention, CLIPEncoderLayer
 
     from hf_rocm import layers, ops
+
+    overlay.binds(CLIPEncoderLayer, layers.PreNormEncoderLayer())
+    overlay.binds(CLIPMLP, layers.PlainMLP())
 
     @overlay.replaces(CLIPAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def clip_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

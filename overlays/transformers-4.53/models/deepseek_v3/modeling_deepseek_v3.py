@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -27,7 +27,7 @@ if overlay is not None and overlay.wanted(__name__):
         DeepseekV3MoE=layers.GatedMixture(),
     )
     overlay.binds(DeepseekV3DecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return other values
+    if not layers.before("5.13"):  # older routers return different values
         overlay.binds(DeepseekV3TopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(DeepseekV3Attention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

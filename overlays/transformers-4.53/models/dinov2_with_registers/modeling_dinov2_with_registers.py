@@ -2,18 +2,21 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import (
+        Dinov2WithRegistersLayer,
         Dinov2WithRegistersSelfAttention,
         Dinov2WithRegistersSwiGLUFFN,
     )
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.56")  # since then the second value is the attention weights, requested or not
+    alone = layers.before(
+        "4.56"
+    )  # layers return tuples; since then attention always returns its weights, requested or not
 
     @overlay.replaces(Dinov2WithRegistersSwiGLUFFN)
     def dinov2_with_registers_mlp(self, stock, hidden_state):
@@ -22,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Dinov2WithRegistersSelfAttention, fuses=("query", "key", "value"))
     def dinov2_with_registers_attention(self, stock, hidden_states, *more, **kwargs):
         requested = any(value is not None and value is not False for value in more)
-        extra_reason = "a head mask or attention weights are requested, which stay stock" if requested else None
+        extra_reason = "calls that pass a head mask or request attention weights stay stock" if requested else None
         if layers.fallback_reason(self, None, kwargs, dropout=self.dropout_prob, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         names = ("query", "key", "value")
@@ -30,3 +33,12 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, None, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return (output.flatten(2),) if alone else (output.flatten(2), weights)
+
+    @overlay.replaces(Dinov2WithRegistersLayer)
+    def dinov2_with_registers_layer(self, stock, hidden_states, *args, **kwargs):
+        attended = self.attention(self.norm1(hidden_states), *args, **kwargs)
+        output = attended[0] if alone else attended
+        output = self.drop_path(self.layer_scale1(output))
+        normed, total = layers.norm_and_sum(self.norm2, output, hidden_states)
+        output = self.drop_path(self.layer_scale2(self.mlp(normed))) + total
+        return (output, *attended[1:]) if alone else output

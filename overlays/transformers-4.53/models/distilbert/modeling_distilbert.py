@@ -5,7 +5,7 @@ Pruned heads and a head mask stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.distilbert.modeling_distilbert import (  # noqa: F401
         DistilBertSdpaAttention,
         MultiHeadSelfAttention,
+        TransformerBlock,
     )
 
     from hf_rocm import layers, ops
@@ -30,7 +31,16 @@ if overlay is not None and overlay.wanted(__name__):
 
     def _what_stays(self, query, key, value, more):
         if query is not key or key is not value:
-            return "queries, keys and values of different inputs stay stock"
+            return "calls with different inputs for queries, keys and values stay stock"
         if self.pruned_heads or any(value is not None and value is not False for value in more):
-            return "pruned heads, a head mask and attention weights stay stock"
+            return "pruned heads, head masks and attention weights stay stock"
         return None
+
+    @overlay.replaces(TransformerBlock)
+    def distilbert_block(self, stock, x, attn_mask=None, head_mask=None, output_attentions=False):
+        if output_attentions:
+            return stock(self, x, attn_mask, head_mask, output_attentions)
+        terms = {"mask": attn_mask, "head_mask": head_mask, "output_attentions": output_attentions}
+        attended = self.attention(query=x, key=x, value=x, **terms)[0]
+        attended = layers.norm_of_sum(self.sa_layer_norm, attended, x)
+        return (layers.norm_of_sum(self.output_layer_norm, self.ffn(attended), attended),)

@@ -5,7 +5,7 @@ Served with rotary positions. ALiBi stays stock, as do the MLP, which has no gat
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -34,4 +34,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(more, kwargs):
         if kwargs.get("alibi") is not None:
             return "ALiBi stays stock"
-        return "positional arguments stay stock" if more else None
+        return "calls with positional arguments stay stock" if more else None

@@ -1,13 +1,13 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
-Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them out of the cache;
+Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them from the cache;
 the audio and vision parts stay stock, and in training so do the norms, because hf_rocm's gradients are rounded more
 coarsely.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):

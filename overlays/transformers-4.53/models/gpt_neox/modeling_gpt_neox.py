@@ -5,7 +5,7 @@ Its MLP, which has no gate, and its LayerNorm stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(GPTNeoXAttention)
     def gpt_neox_attention(self, stock, hidden_states, attention_mask, *more, **kwargs):
-        extra_reason = "positional arguments stay stock" if more else None
+        extra_reason = "calls with positional arguments stay stock" if more else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

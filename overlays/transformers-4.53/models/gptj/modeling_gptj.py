@@ -6,7 +6,7 @@ gate, and LayerNorm stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(GPTJAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def gptj_attention(self, stock, hidden_states, *more, **kwargs):
         mask, cache, dropout = kwargs.get("attention_mask"), kwargs.get("layer_past"), self.attn_dropout.p
-        extra_reason = "positional arguments stay stock" if more else None
+        extra_reason = "calls with positional arguments stay stock" if more else None
         if layers.fallback_reason(self, mask, kwargs, dropout=dropout, extra_reason=extra_reason, beyond_sdpa=True):
             return stock(self, hidden_states, *more, **kwargs)
         parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")

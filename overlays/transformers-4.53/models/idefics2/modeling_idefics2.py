@@ -5,7 +5,7 @@ The vision tower and the resampler. The language model is served by the overlay 
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -34,7 +34,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Idefics2PerceiverAttention, fuses=("k_proj", "v_proj"))
     def idefics2_perceiver_attention(self, stock, latents, context, attention_mask=None, *more, **kwargs):
         requested = any(value is not None and value is not False for value in (*more, kwargs.get("past_key_values")))
-        extra_reason = "a cache or attention weights are requested, which stay stock" if requested else None
+        extra_reason = "calls that request a cache or attention weights stay stock" if requested else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

@@ -5,7 +5,7 @@ Served: the layers with attention, the experts, the MLPs and the norms. The stat
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     def jamba_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, *more, **kwargs
     ):
-        extra_reason = "positional arguments stay stock" if more else None
+        extra_reason = "calls with positional arguments stay stock" if more else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

@@ -5,13 +5,15 @@ Stock implements only `eager`. A head mask and attention weights stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
+    from transformers.models.mpnet.modeling_mpnet import MPNetAttention, MPNetOutput, MPNetSelfAttention
 
     from hf_rocm import layers, ops
+
+    overlay.binds(MPNetOutput, layers.PostNormOutput())
 
     # the parameters after the mask, which may be positional
     more_names = ("head_mask",) * layers.before("5.0") + ("position_bias", "output_attentions")
@@ -27,3 +29,13 @@ if overlay is not None and overlay.wanted(__name__):
             attention_mask = bias if attention_mask is None else bias + attention_mask
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, mask=attention_mask)
         return (self.o(output.flatten(2)),)
+
+    @overlay.replaces(MPNetAttention)
+    def mpnet_attention_and_norm(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
+        terms = {**dict(zip(more_names, more, strict=False)), **kwargs}
+        places = [terms.get(name) for name in more_names[:-1]]
+        attended = self.attn(
+            hidden_states, attention_mask, *places, output_attentions=terms.get("output_attentions", False)
+        )
+        output = layers.norm_of_sum(self.LayerNorm, attended[0], hidden_states, self.dropout)
+        return (output, *attended[1:])

@@ -5,7 +5,7 @@ Its feed-forward layers, which have no gate, and its LayerNorm stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(OPTAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def opt_attention(self, stock, hidden_states, past_key_values=None, attention_mask=None, *more, **kwargs):
-        extra_reason = "positional arguments stay stock" if more else None
+        extra_reason = "calls with positional arguments stay stock" if more else None
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, past_key_values, attention_mask, *more, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]

@@ -5,7 +5,7 @@ Its MLP, which has no gate, and its LayerNorm stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -21,7 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         dropout, extra_reason = (
             self.config.attention_dropout,
-            "positional arguments stay stock" if more else None,
+            "calls with positional arguments stay stock" if more else None,
         )
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, *more, **kwargs)

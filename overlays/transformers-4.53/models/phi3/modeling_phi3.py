@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(Phi3Attention)
     def phi3_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
-        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         count = [self.config.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads]
         (joined,) = layers.split_heads((self.qkv_proj(hidden_states),), self.head_dim)

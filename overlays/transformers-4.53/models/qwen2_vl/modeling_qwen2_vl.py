@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -10,11 +10,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen2MLP,
         Qwen2VLAttention,
         VisionAttention,
+        VisionMlp,
         apply_multimodal_rotary_pos_emb,
         apply_rotary_pos_emb_vision,
     )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(VisionMlp, layers.PlainMLP(activation="act"))
 
     overlay.binds_first(
         "transformers.models.qwen2_vl.modeling_qwen2_vl",

@@ -1,18 +1,21 @@
 """ROCm overlay of transformers.models.roc_bert.modeling_roc_bert, 4.53 to 4.57.
 
-Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
-relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
+Served: the ends of both branches, and self-attention of an encoder, or of a decoder without a cache. Cross-attention, a
+cache, a head mask and relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.roc_bert.modeling_roc_bert import RoCBertSelfAttention
+    from transformers.models.roc_bert.modeling_roc_bert import RoCBertOutput, RoCBertSelfAttention, RoCBertSelfOutput
 
     from hf_rocm import layers, ops
+
+    overlay.binds(RoCBertSelfOutput, layers.PostNormOutput())
+    overlay.binds(RoCBertOutput, layers.PostNormOutput())
 
     alone = layers.before("4.54")  # without attention weights as the second value, and a decoder's cache as a tuple
 
@@ -31,9 +34,9 @@ if overlay is not None and overlay.wanted(__name__):
         if self.position_embedding_type != "absolute":
             return f"position embeddings of type {self.position_embedding_type!r} stay stock"
         if alone and self.is_decoder:
-            return "a decoder returns its cache as a tuple in this release, which stays stock"
+            return "decoders, which return their cache as a tuple in this release, stay stock"
         given = [name for name, value in kwargs.items() if value is not None and value is not False]
         unserved = [name for name in given if name != "cache_position"]
         if unserved or any(value is not None and value is not False for value in more):
-            return "cross-attention, a cache and a head mask stay stock"
+            return "calls with cross-attention, a cache or a head mask stay stock"
         return None

@@ -2,13 +2,15 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.siglip.modeling_siglip import SiglipAttention
+    from transformers.models.siglip.modeling_siglip import SiglipAttention, SiglipEncoderLayer
 
     from hf_rocm import layers, ops
+
+    overlay.binds(SiglipEncoderLayer, layers.PreNormEncoderLayer())
 
     @overlay.replaces(SiglipAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def siglip_attention(self, stock, hidden_states, attention_mask=None, **kwargs):

@@ -2,13 +2,15 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention
+    from transformers.models.siglip2.modeling_siglip2 import Siglip2Attention, Siglip2EncoderLayer
 
     from hf_rocm import layers, ops
+
+    overlay.binds(Siglip2EncoderLayer, layers.PreNormEncoderLayer())
 
     @overlay.replaces(Siglip2Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def siglip2_attention(self, stock, hidden_states, attention_mask=None, **kwargs):

@@ -1,19 +1,27 @@
 """ROCm overlay of transformers.models.bert.modeling_bert, 4.54 to 4.57.
 
-Served: self-attention of an encoder, or of a decoder without a cache. Cross-attention, a cache, a head mask and
-relative positions stay stock.
+Served: the ends of both branches, and self-attention of an encoder, or of a decoder without a cache. Cross-attention, a
+cache, a head mask and relative positions stay stock.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
     # BERT's class table selects the first for sdpa; the second is its base class, listed for its digest
-    from transformers.models.bert.modeling_bert import BertSdpaSelfAttention, BertSelfAttention  # noqa: F401
+    from transformers.models.bert.modeling_bert import (  # noqa: F401
+        BertOutput,
+        BertSdpaSelfAttention,
+        BertSelfAttention,
+        BertSelfOutput,
+    )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(BertSelfOutput, layers.PostNormOutput())
+    overlay.binds(BertOutput, layers.PostNormOutput())
 
     @overlay.replaces(BertSdpaSelfAttention, fuses=("query", "key", "value"))
     def bert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
@@ -34,5 +42,5 @@ if overlay is not None and overlay.wanted(__name__):
         given = [name for name, value in kwargs.items() if value is not None and value is not False]
         unserved = [name for name in given if name != "cache_position"]
         if unserved or any(value is not None and value is not False for value in more):
-            return "cross-attention, a cache and a head mask stay stock"
+            return "calls with cross-attention, a cache or a head mask stay stock"
         return None

@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -26,14 +26,14 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeMoE=layers.GatedMixture(),
     )
     overlay.binds(Glm4MoeDecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return other values
+    if not layers.before("5.13"):  # older routers return different values
         overlay.binds(Glm4MoeTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def glm4_moe_attention(
         self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, fused=None, **kwargs
     ):
-        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
         query, key, value = layers.heads(self, hidden_states, *names, fused=fused)

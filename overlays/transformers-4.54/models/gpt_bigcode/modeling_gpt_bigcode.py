@@ -7,7 +7,7 @@ stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -36,4 +36,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(self, more):
         if self.is_cross_attention:
             return "cross-attention stays stock"
-        return "positional arguments stay stock" if more else None
+        return "calls with positional arguments stay stock" if more else None

@@ -1,12 +1,12 @@
 """ROCm overlay of transformers.models.qwen3_next.modeling_qwen3_next, 4.57 and up.
 
-Served: the layers with full attention, the experts, the MLPs and the norms; from 5.16 on the steps of one token of the
-gated delta rule, whose prompts stay stock.
+Served: the layers with full attention, the experts, the MLPs and the norms; from 5.16 on the layers with the gated
+delta rule.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -48,17 +48,17 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
 
-    if not layers.before("5.16"):  # older layers hold their functions, and their states have another form
+    if not layers.before("5.16"):  # older layers hold their functions, and their states have a different layout
 
         @overlay.replaces(Qwen3NextGatedDeltaNet, fuses=("in_proj_qkvz", "in_proj_ba"))
         def qwen3_next_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-            states = layers.delta_states(self, hidden_states, cache_params, attention_mask, kwargs)
-            if states is None:
+            tokens = layers.delta_tokens(self, hidden_states, cache_params, attention_mask, kwargs)
+            if tokens is None:
                 return stock(self, hidden_states, cache_params, attention_mask, **kwargs)
-            joined, logits = layers.project(self, hidden_states[:, 0], "in_proj_qkvz", "in_proj_ba")  # [B, G · …]
+            joined, logits = layers.project(self, tokens.x, "in_proj_qkvz", "in_proj_ba")  # [B, S, G · …]
             shared = self.num_v_heads // self.num_k_heads  # R value heads for every key head
             sizes = (self.head_k_dim,) * 2 + (shared * self.head_v_dim,) * 2
             query, key, *values = joined.unflatten(-1, (self.num_k_heads, -1)).split(sizes, dim=-1)
-            value, gate = (part.unflatten(-1, (shared, -1)) for part in values)  # [B, G, R, D_v]
-            beta, decay = logits.unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)  # [B, G, R]
-            return self.out_proj(layers.delta_step(self, (query, key, value, gate, beta, decay), states))
+            value, gate = (part.unflatten(-1, (shared, -1)) for part in values)  # [B, S, G, R, D_v]
+            beta, decay = logits.unflatten(-1, (self.num_k_heads, -1)).chunk(2, dim=-1)  # [B, S, G, R]
+            return self.out_proj(layers.gated_delta(self, (query, key, value, gate, beta, decay), tokens))

@@ -1,17 +1,24 @@
 """ROCm overlay of transformers.models.camembert.modeling_camembert, 5.0 and up.
 
-Served: self-attention, with and without a cache. Cross-attention stays stock.
+Served: the ends of both branches, and self-attention, with and without a cache. Cross-attention stays stock.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.camembert.modeling_camembert import CamembertSelfAttention
+    from transformers.models.camembert.modeling_camembert import (
+        CamembertOutput,
+        CamembertSelfAttention,
+        CamembertSelfOutput,
+    )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(CamembertSelfOutput, layers.PostNormOutput())
+    overlay.binds(CamembertOutput, layers.PostNormOutput())
 
     @overlay.replaces(CamembertSelfAttention, fuses=("query", "key", "value"))
     def camembert_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):

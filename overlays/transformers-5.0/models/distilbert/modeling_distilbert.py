@@ -2,11 +2,11 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+    from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention, TransformerBlock
 
     from hf_rocm import layers, ops
 
@@ -19,3 +19,9 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.out_lin(output.flatten(2)), weights
+
+    @overlay.replaces(TransformerBlock)
+    def distilbert_block(self, stock, hidden_states, attention_mask=None, **kwargs):
+        attended, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+        attended = layers.norm_of_sum(self.sa_layer_norm, attended, hidden_states)
+        return layers.norm_of_sum(self.output_layer_norm, self.ffn(attended), attended)

@@ -1,17 +1,20 @@
 """ROCm overlay of transformers.models.electra.modeling_electra, 5.0 and up.
 
-Served: self-attention, with and without a cache. Cross-attention stays stock.
+Served: the ends of both branches, and self-attention, with and without a cache. Cross-attention stays stock.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.electra.modeling_electra import ElectraSelfAttention
+    from transformers.models.electra.modeling_electra import ElectraOutput, ElectraSelfAttention, ElectraSelfOutput
 
     from hf_rocm import layers, ops
+
+    overlay.binds(ElectraSelfOutput, layers.PostNormOutput())
+    overlay.binds(ElectraOutput, layers.PostNormOutput())
 
     @overlay.replaces(ElectraSelfAttention, fuses=("query", "key", "value"))
     def electra_attention(self, stock, hidden_states, attention_mask=None, past_key_values=None, **kwargs):

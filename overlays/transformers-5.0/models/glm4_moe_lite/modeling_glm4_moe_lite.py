@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -26,7 +26,7 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeLiteNaiveMoe=layers.StackedExperts(),
     )
     overlay.binds(Glm4MoeLiteDecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return other values
+    if not layers.before("5.13"):  # older routers return different values
         overlay.binds(Glm4MoeLiteTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeLiteAttention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

@@ -2,12 +2,13 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.modernbert.modeling_modernbert import (
         ModernBertAttention,
+        ModernBertEncoderLayer,
         ModernBertMLP,
         apply_rotary_pos_emb,
     )
@@ -28,3 +29,10 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(ModernBertMLP)
     def modernbert_mlp(self, stock, hidden_states):
         return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))  # gate and up in one matrix
+
+    @overlay.replaces(ModernBertEncoderLayer)
+    def modernbert_layer(self, stock, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+        terms = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, **kwargs}
+        output, _ = self.attn(self.attn_norm(hidden_states), **terms)
+        normed, total = layers.norm_and_sum(self.mlp_norm, output, hidden_states)
+        return total + self.mlp(normed)

@@ -2,7 +2,7 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -12,11 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen2VLDecoderLayer,
         Qwen2VLRMSNorm,
         VisionAttention,
+        VisionMlp,
         apply_rotary_pos_emb,
         apply_rotary_pos_emb_vision,
     )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(VisionMlp, layers.PlainMLP(activation="act"))
 
     overlay.binds(Qwen2VLRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Qwen2MLP, layers.GatedMLP())

@@ -2,11 +2,11 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.dinov2.modeling_dinov2 import Dinov2Attention, Dinov2SwiGLUFFN
+    from transformers.models.dinov2.modeling_dinov2 import Dinov2Attention, Dinov2Layer, Dinov2SwiGLUFFN
 
     from hf_rocm import layers, ops
 
@@ -20,3 +20,10 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
+
+    @overlay.replaces(Dinov2Layer)
+    def dinov2_layer(self, stock, hidden_states, attention_mask=None, **kwargs):
+        output, _ = self.attention(self.norm1(hidden_states), attention_mask=attention_mask, **kwargs)
+        output = self.drop_path(self.layer_scale1(output))
+        normed, total = layers.norm_and_sum(self.norm2, output, hidden_states)
+        return self.drop_path(self.layer_scale2(self.mlp(normed))) + total

@@ -2,12 +2,13 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import (
         Dinov2WithRegistersAttention,
+        Dinov2WithRegistersLayer,
         Dinov2WithRegistersSwiGLUFFN,
     )
 
@@ -23,3 +24,10 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
+
+    @overlay.replaces(Dinov2WithRegistersLayer)
+    def dinov2_with_registers_layer(self, stock, hidden_states, attention_mask=None, **kwargs):
+        output, _ = self.attention(self.norm1(hidden_states), attention_mask=attention_mask, **kwargs)
+        output = self.drop_path(self.layer_scale1(output))
+        normed, total = layers.norm_and_sum(self.norm2, output, hidden_states)
+        return self.drop_path(self.layer_scale2(self.mlp(normed))) + total

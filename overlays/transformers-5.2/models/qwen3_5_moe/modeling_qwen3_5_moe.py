@@ -1,12 +1,12 @@
 """ROCm overlay of transformers.models.qwen3_5_moe.modeling_qwen3_5_moe, 5.2 and up.
 
 Served: the layers with full attention, the experts, the MLPs and the norms of the text model, and the vision tower's
-attention; from 5.16 on the steps of one token of the gated delta rule, whose prompts stay stock.
+attention; from 5.16 on the layers with the gated delta rule.
 """
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -58,19 +58,19 @@ if overlay is not None and overlay.wanted(__name__):
         output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
         return self.proj(output.flatten(1))
 
-    if not layers.before("5.16"):  # older layers hold their functions, and their states have another form
+    if not layers.before("5.16"):  # older layers hold their functions, and their states have a different layout
 
         @overlay.replaces(Qwen3_5MoeGatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
         def qwen3_5_moe_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-            states = layers.delta_states(self, hidden_states, cache_params, attention_mask, kwargs)
-            if states is None:
+            tokens = layers.delta_tokens(self, hidden_states, cache_params, attention_mask, kwargs)
+            if tokens is None:
                 return stock(self, hidden_states, cache_params, attention_mask, **kwargs)
             joined, gate, beta, decay = layers.project(
-                self, hidden_states[:, 0], "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+                self, tokens.x, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
             )
             query, key, value = joined.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
-            query, key = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (query, key))  # [B, G, D_k]
+            query, key = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (query, key))  # [B, S, G, D_k]
             heads = (self.num_k_heads, -1, self.head_v_dim)
-            value, gate = (part.unflatten(-1, heads) for part in (value, gate))  # [B, G, R, D_v]
-            beta, decay = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (beta, decay))  # [B, G, R]
-            return self.out_proj(layers.delta_step(self, (query, key, value, gate, beta, decay), states))
+            value, gate = (part.unflatten(-1, heads) for part in (value, gate))  # [B, S, G, R, D_v]
+            beta, decay = (part.unflatten(-1, (self.num_k_heads, -1)) for part in (beta, decay))  # [B, S, G, R]
+            return self.out_proj(layers.gated_delta(self, (query, key, value, gate, beta, decay), tokens))

@@ -5,7 +5,7 @@ Served: the text model. Its experts and the audio and vision parts stay stock.
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -22,7 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(Gemma4TextAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def gemma4_attention(self, stock, hidden_states, position_embeddings, attention_mask, *more, **kwargs):
-        extra_reason = "positional arguments stay stock" if more else None
+        extra_reason = "calls with positional arguments stay stock" if more else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

@@ -2,11 +2,11 @@
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: the stock forwards stay
+except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.deit.modeling_deit import DeiTAttention
+    from transformers.models.deit.modeling_deit import DeiTAttention, DeiTLayer
 
     from hf_rocm import layers, ops
 
@@ -18,3 +18,9 @@ if overlay is not None and overlay.wanted(__name__):
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights
+
+    @overlay.replaces(DeiTLayer)
+    def deit_layer(self, stock, hidden_states, attention_mask=None, **kwargs):
+        output, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        normed, total = layers.norm_and_sum(self.layernorm_after, output, hidden_states, self.dropout)
+        return self.dropout(self.mlp(normed)) + total

@@ -40,7 +40,7 @@ def test_in_16_bits_twice_what_stock_loses_between_alone_and_batched(answers, ba
 
 def test_the_sentence_has_the_tolerance_where_it_was_needed():
     assert agreement(STOCK, STOCK, batched=STOCK, dtype="bfloat16").sentence == (
-        "parity: hf_rocm gave stock's text for all 2 greedy requests"
+        "parity: hf_rocm returned stock's text for all 2 greedy requests"
     )
     sentence = agreement(STOCK, ["abXd", "efgh"], batched=["abcX", "efgh"], dtype="bfloat16").sentence
     assert "1 of 2" in sentence and "25 % of the text" in sentence and "Allowed in bfloat16: 50 %" in sentence

@@ -68,9 +68,9 @@ def test_the_table_compares_the_sides():
     header, rows = table([of("stock", ANSWERS[:1], seconds=0.9), of("hf_rocm", prepared, seconds=0.3)])
     assert header == ("", "stock", "hf_rocm", "× stock")
     cells = {row[0]: row[1:] for row in rows}
-    assert cells["tokens a second"] == ("3.3", "10.0", "3.00")
+    assert cells["tokens per second"] == ("3.3", "10.0", "3.00")
     assert cells["time to first token, ms"] == ("100 / 100 / 100", "50.0 / 50.0 / 50.0", "2.00")
-    assert cells["time to whole answer, ms"][-1] == "2.00"
+    assert cells["time to complete answer, ms"][-1] == "2.00"
     assert cells["answers"] == ("1", "1", "") and cells["errors"] == ("0", "0", "")
 
 
@@ -81,7 +81,7 @@ def test_one_side_has_no_comparison():
 
 def test_whole_answers_have_no_time_to_a_first_token():
     _, rows = table([of("stock", ANSWERS[2:3])])
-    assert [row[0] for row in rows] == ["tokens a second", "time to whole answer, ms", "answers", "errors"]
+    assert [row[0] for row in rows] == ["tokens per second", "time to complete answer, ms", "answers", "errors"]
 
 
 def test_notes_have_errors_by_kind_and_what_was_not_sent():

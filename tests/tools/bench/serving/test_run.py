@@ -31,13 +31,18 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
     runs, chart = tmp_path / "runs.json", tmp_path / "chart.svg"
     assert bench("--rate", "500", "--answers", "both", "--save", str(runs), "--chart", str(chart)) == 0
     told = capsys.readouterr()
-    assert "parity: hf_rocm gave stock's text for all 8 greedy requests" in told.out
+    assert "parity: hf_rocm returned stock's text for all 8 greedy requests" in told.out
     assert (
         "closed loop, 2 clients: 6 requests, prompts of 4 to 9 tokens, 3 new tokens each, streamed and whole"
         in told.out
     )
-    assert "open loop, 500 requests a second" in told.out and "forced without ROCm" in told.out
-    for label in ("tokens a second", "time to first token, ms", "time between tokens, ms", "time to whole answer, ms"):
+    assert "open loop, 500 requests per second" in told.out and "forced without ROCm" in told.out
+    for label in (
+        "tokens per second",
+        "time to first token, ms",
+        "time between tokens, ms",
+        "time to complete answer, ms",
+    ):
         assert told.out.count(f"\n{label} ") == 2
     (segment,) = record.load(runs)
     assert segment.rates is None and segment.serving["command"][:2] == ["transformers", "serve"]
@@ -61,8 +66,8 @@ def test_other_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, m
     monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
     assert bench() == 1
     told = capsys.readouterr()
-    assert "hf_rocm gives other answers than stock, so nothing is timed" in told.err
-    assert "float32 has none" in told.err and "0 of 8 are equal" in told.err and not told.out
+    assert "hf_rocm's answers differ from stock's, so nothing is timed" in told.err
+    assert "float32 allows no difference" in told.err and "0 of 8 are equal" in told.err and not told.out
 
 
 def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
@@ -72,7 +77,7 @@ def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
     assert "stock's text for 0 of 8 greedy requests" in out and "Allowed in bfloat16" in out
 
 
-def test_errors_are_counted_by_kind_and_the_run_goes_on(bench, stubs, capsys):
+def test_errors_are_counted_by_kind_and_the_run_continues(bench, stubs, capsys):
     stubs(hf_rocm={"fault": "status", "after": 8 + WARM + 2})
     assert bench("--json") == 0
     told = capsys.readouterr()
@@ -127,7 +132,7 @@ def test_a_model_that_is_not_there_is_refused_before_a_server_starts(capsys, mon
         (["--dtype", "int8"], "--dtype int8"),
     ],
 )
-def test_what_can_not_be_done_is_refused_before_a_server_starts(bench, capsys, monkeypatch, arguments, words):
+def test_impossible_requests_are_refused_before_a_server_starts(bench, capsys, monkeypatch, arguments, words):
     monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
     assert bench(*arguments) == 1
     assert words in capsys.readouterr().err

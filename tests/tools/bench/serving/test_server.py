@@ -86,7 +86,9 @@ def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pids.append(popen(*a, **k)) or pids[-1])
     with pytest.raises(ServeError) as error, start(tmp_path / "server", timeout=0.5):
         pytest.fail("it started")
-    assert "did not start in 0.5 s" in error.value.message and error.value.hint == "allow more with --start-timeout"
+    assert (
+        "did not start in 0.5 s" in error.value.message and error.value.hint == "allow more time with --start-timeout"
+    )
     assert pids[0].returncode is not None
 
 
@@ -106,7 +108,7 @@ def test_it_ends_when_the_command_is_killed(tmp_path):
     assert ended(child)
 
 
-def test_the_stock_server_can_not_import_hf_rocm(monkeypatch, tmp_path):
+def test_the_stock_server_cannot_import_hf_rocm(monkeypatch, tmp_path):
     code = server.CODE["stock"].split("sys.argv")[0]
     done = subprocess.run(children.command(f"{code}\nimport hf_rocm"), capture_output=True, text=True, check=False)
     assert "ModuleNotFoundError" in done.stderr

@@ -119,7 +119,8 @@ def test_no_request_is_sent_after_the_time(load):
 
 def test_titles():
     assert (
-        CLOSED.title == "closed loop, 3 clients" and replace(OPEN, rate=0.5).title == "open loop, 0.5 requests a second"
+        CLOSED.title == "closed loop, 3 clients"
+        and replace(OPEN, rate=0.5).title == "open loop, 0.5 requests per second"
     )
     assert CLOSED.details == "12 requests, prompts of 5 to 20 tokens, 8 new tokens each, streamed"
     assert "of 7 tokens" in replace(CLOSED, shortest=7, longest=7).details

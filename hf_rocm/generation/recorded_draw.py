@@ -1,0 +1,136 @@
+"""Record the work between a step's logits and its sampled tokens: transformers' processors, softmax and the draw.
+
+transformers runs dozens of small kernels here, and reads the signature of every processor. The recording has the same
+operators in the same order, so the probabilities are the same. Random numbers are not recorded: PyTorch's own generator
+fills a tensor before every replay, as `torch.multinomial` does, so the tokens and the state of the generator are the
+same, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_rocm.generation.random_state import default_generator
+from hf_rocm.generation.recorded_step import Recorded, RecordedStep
+from hf_rocm.generation.recorder import Recorder
+from hf_rocm.generation.step import Inputs
+
+Processors = Sequence[Callable[[Any, Tensor], Tensor]]
+
+# The largest number of replays and uncaptured draws that are compared if their results may vary.
+RUNS = 5
+
+# Processors with a cumulative sum. If it has a single row, a GPU may add it up in a different order in every run.
+VARYING = ("TopPLogitsWarper", "TypicalLogitsWarper")
+
+
+class RecordedDraw(Recorded):
+    """The recording of a draw from the logits of one recorded step.
+
+    processors: logits processors that only read the scores. `tensors`: the tokens, [B, 1] int64, and the probabilities,
+    [B, V] fp32.
+    """
+
+    alarms = False  # the step itself raises it
+
+    def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
+        logits = step.logits
+        with torch.inference_mode(False), torch.no_grad():
+            probabilities = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+            self._noise = torch.ones_like(probabilities)
+            tokens = torch.empty((len(logits), 1), dtype=torch.int64, device=logits.device)
+
+        names = {type(processor).__name__ for processor in processors}
+        self._varies = logits.is_cuda and len(logits) == 1 and not names.isdisjoint(VARYING)
+
+        def run(_: Sequence[Tensor]) -> Sequence[Tensor]:
+            probabilities = probabilities_of(logits, processors)
+            return _drawn(probabilities, self._noise), probabilities
+
+        super().__init__(recorder, Inputs((), ()), run, [tokens, probabilities])
+
+    def draw(self, generator: torch.Generator | None = None) -> Tensor:
+        """Replay for the step's last logits. Returns the tokens, [B, 1], valid until the next replay."""
+        self._noise.exponential_(1, generator=generator)
+        self._recording.replay()
+        return self.tensors[0]
+
+    def agrees(self, step: RecordedStep, processors: Processors) -> bool:
+        """Whether a replay draws the tokens that `torch.multinomial` draws from the same state of the generator.
+
+        The probabilities must be bitwise equal too. If the results may vary, it is enough that one of a few replays
+        equals one of a few uncaptured draws. Between these replays the logits are replaced, so that a replay of stale
+        logits does not count as equal.
+        """
+        device, logits = self._noise.device, step.logits
+        state = default_generator(device).get_state()
+        replayed: list[list[Tensor]] = []
+        uncaptured: list[list[Tensor]] = []
+        for number in range(RUNS if self._varies else 1):
+            ours, stocks = (torch.Generator(device).set_state(state) for _ in range(2))
+            if number:
+                self._replay_others(logits)
+            self.draw(ours)
+            replayed.append([tensor.clone() for tensor in self.tensors])
+            probabilities = probabilities_of(logits, processors)
+            tokens = torch.multinomial(probabilities, num_samples=1, generator=stocks)
+            uncaptured.append([tokens, probabilities])
+            if not torch.equal(ours.get_state(), stocks.get_state()):
+                return False
+            if any(all(map(torch.equal, one, other)) for one in replayed for other in uncaptured):
+                return True
+        return False
+
+    def _replay_others(self, logits: Tensor) -> None:
+        """Replay with other logits and other noise, and restore the logits."""
+        own = logits.clone()
+        logits.copy_(own.roll(1, -1))
+        self._noise.fill_(1)
+        self._recording.replay()
+        logits.copy_(own)
+
+
+def probabilities_of(logits: Tensor, processors: Processors) -> Tensor:
+    """The probabilities of the next token as transformers computes them, [B, V] fp32. logits: [B, V]."""
+    return nn.functional.softmax(scores_of(logits, processors), dim=-1)
+
+
+def scores_of(logits: Tensor, processors: Processors) -> Tensor:
+    """The processed scores as transformers computes them, [B, V] fp32. logits: [B, V]."""
+    scores = logits.to(copy=True, dtype=torch.float32)
+    for processor in processors:
+        scores = processor(None, scores)
+    return scores
+
+
+def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """What `torch.multinomial` does after it has drawn this noise: its checks, and the largest ratio of every row."""
+    low, high = torch.aminmax(probabilities)
+    valid = (high < math.inf) & (low >= 0)
+    torch._assert_async(valid, "probability tensor contains either `inf`, `nan` or element < 0")
+    zero = (probabilities.sum(1) == 0).any()
+    torch._assert_async(~zero, "invalid multinomial distribution (sum of probabilities <= 0)")
+    return (probabilities / noise).argmax(dim=-1, keepdim=True)
+
+
+@cache
+def draws_like_multinomial(device: torch.device) -> bool:
+    """Whether `torch.multinomial` draws on this device as `RecordedDraw` does. Uses generators of its own."""
+    if not hasattr(torch, "_assert_async"):
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        for rows, size in ((1, 7), (1, 5003), (64, 331)):
+            ours, stocks = (torch.Generator(device).manual_seed(size) for _ in range(2))
+            scores = torch.linspace(-4, 4, rows * size, device=device).cos().view(rows, size)
+            probabilities = nn.functional.softmax(3 * scores, dim=-1)
+            drawn = _drawn(probabilities, torch.empty_like(probabilities).exponential_(1, generator=ours))
+            expected = torch.multinomial(probabilities, num_samples=1, generator=stocks)
+            if not torch.equal(drawn, expected) or not torch.equal(ours.get_state(), stocks.get_state()):
+                return False
+    return True

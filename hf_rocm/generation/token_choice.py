@@ -1,0 +1,224 @@
+"""Choose the next token in transformers' sampling loop with recorded work.
+
+The loop converts a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
+softmax. For a replayed step this work is recorded: the tokens with the largest logits as a part of the step, and a
+draw right after it (`recorded_draw`). The loop then handles stand-ins for the logits, the scores and the probabilities,
+and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes the tensor.
+
+This applies only to the unchanged loop with transformers' own processors, and if the loop returns no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation import logits_process
+
+from hf_rocm import features
+from hf_rocm.generation.methods import own
+from hf_rocm.generation.recorded_draw import draws_like_multinomial, probabilities_of, scores_of
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.replacements import Watch
+
+FEATURE = "token_choice"
+
+# Processors that read nothing but the scores and their own plain attributes, and never wait for the device.
+RECORDED = (
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+
+# Returns the method of the call's runner that draws tokens, [B, 1], or None after the call.
+Draw = Callable[[], Callable[[RecordedStep, "Choice"], Tensor] | None]
+
+
+class Choice:
+    """How a call of the loop chooses its tokens.
+
+    processors: the logits processors, in order. key: a key for the recordings of the draws; None if the call takes the
+    tokens with the largest logits.
+    """
+
+    def __init__(self, processors: Sequence[Any], *, sampled: bool) -> None:
+        self.processors = tuple(processors)
+        self.key = _key(processors) if sampled else None
+        self._settings = [dict(vars(processor)) for processor in processors]
+
+    def instead(self) -> LogitsProcessorList:
+        """The list that replaces the call's list of processors."""
+        return _Processors(self.processors)
+
+    def holds(self) -> bool:
+        """Whether no function that the recorded work skips was replaced, and no setting has changed."""
+        for processor, before in zip(self.processors, self._settings, strict=True):
+            if vars(processor) != before:
+                return False
+        return _skipped().holds()
+
+    def stand_in(self, step: RecordedStep, draw: Draw) -> Any:
+        """The stand-in for the logits of all replays of a step. draw: a weak reference to the runner's method."""
+        return _Logits(_Step(step, self, draw))
+
+
+def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
+    """How a call of `_sample` chooses its tokens; None if transformers chooses them from the logits.
+
+    arguments: the keyword arguments of `_sample`.
+    """
+    config, processors = arguments["generation_config"], arguments.get("logits_processor")
+    returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    update = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
+    overridden = own(type(model), update, GenerationMixin) or update in model.__dict__
+    if returned or overridden or arguments.get("synced_gpus") or type(processors) is not LogitsProcessorList:
+        return None
+    if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((_StandIn(),)):
+        return None
+    if config.do_sample:
+        served = all(map(_recordable, processors)) and draws_like_multinomial(model.device)
+    else:
+        served = not processors
+    choice = Choice(processors, sampled=bool(config.do_sample)) if served else None
+    return choice if choice is not None and choice.holds() else None
+
+
+def _recordable(processor: Any) -> bool:
+    name = type(processor).__name__
+    plain = all(type(value) in (bool, int, float) for value in vars(processor).values())
+    return name in RECORDED and getattr(logits_process, name, None) is type(processor) and plain
+
+
+def _key(processors: Sequence[Any]) -> tuple[Any, ...]:
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (*modes, *((type(processor), *sorted(vars(processor).items())) for processor in processors))
+
+
+@cache
+def _skipped() -> Watch:
+    """The functions that receive a stand-in, and those that the recorded work skips."""
+    functions = [Reference(vars(torch), "argmax"), Reference(vars(torch), "multinomial")]
+    methods = [Reference(getattr(logits_process, name), "__call__") for name in ("LogitsProcessorList", *RECORDED)]
+    return Watch([*functions, Reference(vars(nn.functional), "softmax"), *methods])
+
+
+class _Processors(LogitsProcessorList):
+    """The processors of a call, which the recorded work applies to a stand-in."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        if type(scores) is _Scores:
+            return scores.processed
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+class _Step(NamedTuple):
+    """A recorded step, the choice of tokens in the current call, and a function that draws from the step's logits."""
+
+    recorded: RecordedStep
+    choice: Choice
+    draw: Draw
+
+
+class _StandIn:
+    """Stands for a tensor that the loop passes on without reading it. Any other use computes the tensor."""
+
+    def tensor(self) -> Tensor:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor()[index]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_real(args), **{name: _real(value) for name, value in (kwargs or {}).items()})
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_real, value))
+    return value.tensor() if isinstance(value, _StandIn) else value
+
+
+class _Logits(_StandIn):
+    """The logits, [B, 1, V]."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self._scores = _Scores(step)
+
+    def tensor(self) -> Tensor:
+        return self._step.recorded.logits[:, None]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._scores if index in _LAST else self.tensor()[index]
+
+
+_LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
+
+
+class _Scores(_StandIn):
+    """The logits of the last token, [B, V], before and after their conversion to fp32."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+        self.processed = _Processed(step)
+
+    def tensor(self) -> Tensor:
+        return self._step.recorded.logits
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        converts = not args and kwargs.get("dtype") is torch.float32
+        return self if converts else self.tensor().to(*args, **kwargs)
+
+
+class _Processed(_StandIn):
+    """The processed scores, [B, V] fp32."""
+
+    def __init__(self, step: _Step) -> None:
+        self.step = step
+        self.probabilities = _Probabilities(step)
+
+    def tensor(self) -> Tensor:
+        return scores_of(self.step.recorded.logits, self.step.choice.processors)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(args) == 1 and type(args[0]) is cls and kwargs is not None and kwargs.get("dim") == -1:
+            step = args[0].step
+            if function is torch.argmax and len(kwargs) == 1 and step.choice.key is None:
+                return step.recorded.tokens
+            if function is nn.functional.softmax and kwargs.get("dtype") is None and step.choice.key is not None:
+                return args[0].probabilities
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _Probabilities(_StandIn):
+    """The probabilities of the next token, [B, V] fp32."""
+
+    def __init__(self, step: _Step) -> None:
+        self.step = step
+
+    def tensor(self) -> Tensor:
+        return probabilities_of(self.step.recorded.logits, self.step.choice.processors)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.multinomial and len(args) == 1 and kwargs == {"num_samples": 1}:
+            step = args[0].step
+            draw = step.draw()
+            if draw is not None:
+                return draw(step.recorded, step.choice)
+        return super().__torch_function__(function, types, args, kwargs)

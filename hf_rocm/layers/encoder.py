@@ -1,0 +1,145 @@
+"""The layers of encoders: LayerNorm with the residual sum before it, as one operation.
+
+Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So its module is examined in every call: if it, or
+the dropout before the sum, would do more than PyTorch's own forward, both are called as stock calls them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, compiler, nn
+from torch.nn.modules import module as torch_module
+
+from hf_rocm import ops
+from hf_rocm.layers.mlp import child, is_stock
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.layer_norm import may_serve
+from hf_rocm.ops.linear import is_pytorchs
+
+_PLAIN = (nn.Parameter, Tensor)
+_hooks_on_all = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+_call = nn.Module.__call__
+
+
+@dataclass(frozen=True)
+class PostNormOutput:
+    """The end of a branch in BERT: norm(dropout(dense(x)) + residual). The fields are the names of the children."""
+
+    dense: str = "dense"
+    dropout: str = "dropout"
+    norm: str = "LayerNorm"
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, residual: Tensor) -> Tensor:
+        """x: [..., K]; residual: [..., N]. Returns [..., N]."""
+        output = child(module, self.dense)(x)
+        return norm_of_sum(child(module, self.norm), output, residual, child(module, self.dropout))
+
+
+@dataclass(frozen=True)
+class PreNormEncoderLayer:
+    """A layer of SigLIP or CLIP: x + attention(norm(x)), then the same with an MLP.
+
+    norms: the norms before attention and MLP.
+    """
+
+    norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
+        """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
+
+        The stock forward runs while torch.compile traces, and if attention weights are requested.
+        """
+        if compiling() or compiler._is_compiling_flag:
+            return stock(module, x, *args, **arguments)
+        defaults, names, in_tuple = _signature(stock)
+        given = {**defaults, **dict(zip(names, args, strict=False)), **arguments}
+        if given.get("output_attentions") or len(args) > len(names) or "attention_mask" not in given:
+            return stock(module, x, *args, **arguments)
+        output, _ = module.self_attn(hidden_states=child(module, self.norms[0])(x), **given)
+        normed, x = norm_and_sum(child(module, self.norms[1]), output, x)
+        x = x + module.mlp(normed)
+        return (x,) if in_tuple else x
+
+
+def norm_of_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None) -> Tensor:
+    """norm(dropout(output) + residual), as one operation if the modules are PyTorch's own."""
+    terms = _terms(norm, output, residual, dropout)
+    if terms is None:
+        return norm(_sum(output, residual, dropout))
+    return ops.add_layer_norm(output, residual, terms.weight, terms.bias, eps=terms.eps)[0]
+
+
+def norm_and_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None) -> tuple[Tensor, Tensor]:
+    """`norm_of_sum`, and the sum itself, which is the next residual."""
+    terms = _terms(norm, output, residual, dropout)
+    if terms is not None:
+        normed, total = ops.add_layer_norm(output, residual, terms.weight, terms.bias, eps=terms.eps, keep_sum=True)
+        if total is not None:
+            return normed, total
+    total = _sum(output, residual, dropout)
+    return norm(total), total
+
+
+class _Terms(NamedTuple):
+    """The terms of a LayerNorm over the last dim."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
+    return (output if dropout is None else dropout(output)) + residual
+
+
+def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
+    """Return the terms of the norm, or None if the modules must be called. torch.compile fuses sum and norm itself."""
+    if compiling() or compiler._is_compiling_flag or not _is_plain(norm, nn.LayerNorm):
+        return None
+    if dropout is not None and not (_is_plain(dropout, nn.Dropout) and (dropout.p == 0 or not dropout.training)):
+        return None
+    if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
+        return None
+    if is_pytorchs(output) or is_pytorchs(residual) or nn.Module.__call__ is not _call or not may_serve():
+        return None
+    parameters = norm.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    for one in (weight,) if bias is None else (weight, bias):
+        if one.__class__ not in _PLAIN or one.dtype != output.dtype or one.shape != output.shape[-1:]:
+            return None
+    return _Terms(weight, bias, norm.eps)
+
+
+def _is_plain(module: Any, kind: type) -> bool:
+    """Return whether a call of the module runs the forward of this class of PyTorch, and nothing else."""
+    if module.__class__ is not kind:
+        return False
+    own = module.__dict__
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    every, before, backward, before_backward = _hooks_on_all
+    return not (every or before or backward or before_backward) and is_stock(kind)
+
+
+@cache
+def _signature(stock: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """Return the defaults of a stock layer's arguments, their names after the hidden states, and whether it returns a
+    tuple, as in the releases in which it can return attention weights.
+    """
+    parameters = list(inspect.signature(stock).parameters.values())[2:]
+    named = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    defaults = {one.name: one.default for one in named if one.default is not one.empty}
+    names = tuple(parameter.name for parameter in named)
+    return defaults, names, "output_attentions" in names

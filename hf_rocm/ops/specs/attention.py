@@ -1,0 +1,152 @@
+"""The specifications of attention, and its keyword arguments besides query, key and value.
+
+Every implementation receives all of these arguments. Their meaning is documented with the operations: `attention`,
+`varlen_attention`, `decode_attention`, `paged_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+FEW_QUERIES = 16  # the largest S_q of decoding kernels
+
+
+class AttentionSpec(NamedTuple):
+    """The specification of `attention`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    one_query: bool  # S_q == 1
+    square: bool  # S_q == S_k
+    more_queries: bool  # S_q > S_k
+    causal: bool
+    window: int | None
+    softcap: bool
+    sinks: bool
+    mask: torch.dtype | None
+    grad: bool
+    weights: bool
+    few_queries: bool = False  # 1 < S_q ≤ FEW_QUERIES, S_q < S_k
+
+
+class AttentionTerms(TypedDict):
+    """The keyword arguments of `attention`."""
+
+    scale: float
+    causal: bool
+    mask: Tensor | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class VarlenSpec(NamedTuple):
+    """The specification of `varlen_attention`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    window: int | None
+    softcap: bool
+    sinks: bool
+    grad: bool
+    lse: bool = False
+
+
+class VarlenTerms(TypedDict):
+    """The keyword arguments of `varlen_attention`."""
+
+    longest_query: int
+    longest_key: int
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    lse: bool
+
+
+class DecodeSpec(NamedTuple):
+    """The specification of `decode_attention`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    softcap: bool
+    sinks: bool
+    grad: bool
+    one_query: bool = True  # S_q == 1
+    few_queries: bool = True  # S_q ≤ FEW_QUERIES
+    starts: bool = False
+    window: int | None = None
+    ends: bool = False  # the caller passes the running sum of the lengths
+
+
+class DecodeTerms(TypedDict):
+    """The keyword arguments of `decode_attention`."""
+
+    scale: float
+    starts: Tensor | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    ends: Tensor | None
+
+
+class PagedSpec(NamedTuple):
+    """The specification of `paged_attention`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    page: int
+    softcap: bool
+    sinks: bool
+    grad: bool = False
+    few_queries: bool = True  # S_q ≤ FEW_QUERIES
+    new: bool = True  # the call writes keys and values
+    window: int | None = None
+    slots: bool = False
+
+
+class PagedTerms(TypedDict):
+    """The keyword arguments of `paged_attention`."""
+
+    slots: Tensor | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Attends(Protocol):
+    """What `ops.attention` takes as `padded`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over heads as in `ops.attention`. Returns [B, S_q, H, D_v]."""

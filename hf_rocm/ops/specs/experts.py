@@ -1,0 +1,103 @@
+"""The specifications of routed experts and of their choice, and the arguments of their implementations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertsSpec(NamedTuple):
+    """The specification of `experts` and its variants. experts: E; hidden: H; intermediate: I; top: k."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    experts: int
+    hidden: int
+    intermediate: int
+    top: int
+    activation: str
+    bias: bool
+    transposed: bool
+    interleaved: bool
+    weigh_input: bool
+    contiguous: bool  # both weights
+    pairs: int  # the first of `moe.BOUNDS` that T · k does not exceed, as in decoding, or `moe.MANY`
+    traced: bool
+    grad: bool
+
+
+class Form(NamedTuple):
+    """The layout of the weights, and the operation between the two GEMMs; see `hf_rocm.ops.experts`."""
+
+    activation: str
+    transposed: bool
+    interleaved: bool
+    weigh_input: bool
+    limit: float
+    alpha: float
+
+
+class ExpertsCall(NamedTuple):
+    """The arguments of `hf_rocm.ops.experts`, as its implementations take them."""
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    form: Form
+
+
+class Mxfp4Call(NamedTuple):
+    """The arguments of `mxfp4_experts`, as its implementations take them."""
+
+    x: Tensor
+    gate_up: Tensor
+    gate_up_scales: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_scales: Tensor
+    down_bias: Tensor | None
+    ids: Tensor
+    weights: Tensor
+    activation: str
+    limit: float
+    alpha: float
+
+
+class RoutingSpec(NamedTuple):
+    """The specification of `choose_experts`. experts: E; top: k; weight_dtype: the dtype of the returned weights."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    experts: int
+    top: int
+    scores: str
+    biased: bool
+    groups: int
+    chosen_groups: int
+    best: int
+    normalise: bool
+    grad: bool
+
+
+class RoutingCall(NamedTuple):
+    """One call; see `choose_experts`. dtype: the dtype of the weights."""
+
+    logits: Tensor
+    bias: Tensor | None
+    top: int
+    scores: str
+    groups: int
+    chosen_groups: int
+    best: int
+    normalise: bool
+    epsilon: float
+    scale: float
+    dtype: torch.dtype

@@ -1,0 +1,45 @@
+"""The specifications of `linear` and `fused_linear`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MANY = 0  # in a specification: more rows than `FEW` of the operation
+
+
+class LinearSpec(NamedTuple):
+    """The specification of `linear` and `shuffled_linear`. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    n: int
+    k: int
+    bias_dtype: torch.dtype | None
+    contiguous: bool  # the weight
+    grad: bool
+    rows: int = MANY  # M rounded up to a power of two, or MANY
+
+
+class FusedLinearSpec(NamedTuple):
+    """The specification of `fused_linear`.
+
+    n, k: the weight's sizes. norm_dtype: the dtype of the norm's weight, or None; one_plus: whether the norm multiplies
+    by (1 + w).
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    n: int
+    k: int
+    bias_dtype: torch.dtype | None
+    contiguous: bool  # the weight
+    norm_dtype: torch.dtype | None
+    one_plus: bool
+    activation: str | None
+    residual: bool
+    grad: bool
+    rows: int  # as in LinearSpec

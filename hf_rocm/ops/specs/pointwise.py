@@ -1,0 +1,103 @@
+"""The specifications of norms, activations and rotary embeddings, and the terms of a norm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """The terms of an RMS norm; see `hf_rocm.ops.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    one_plus: bool = False
+
+
+class NormSpec(NamedTuple):
+    """The specification of `rms_norm` and `add_rms_norm`."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    dim: int
+    one_plus: bool
+    grad: bool
+
+
+class NormAddSpec(NamedTuple):
+    """The specification of `norm_add`. weight_dtype: of all norms. following: whether the sum is normalised."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    dim: int
+    one_plus: bool
+    following: bool
+    grad: bool
+
+
+class LayerNormSpec(NamedTuple):
+    """The specification of `add_layer_norm`. weight_dtype: of weight and bias. keep_sum: whether to return the sum."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    dim: int
+    biased: bool
+    keep_sum: bool
+    grad: bool
+
+
+class ActivationSpec(NamedTuple):
+    """The specification of `act_and_mul`. dim: d, half of the last dim."""
+
+    dtype: torch.dtype
+    device: torch.device
+    dim: int
+    activation: str
+    grad: bool
+    interleaved: bool = False
+
+
+class ActSpec(NamedTuple):
+    """The specification of `act`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    activation: str
+    grad: bool
+
+
+class RopeSpec(NamedTuple):
+    """The specification of `rope`."""
+
+    dtype: torch.dtype
+    angle_dtype: torch.dtype
+    device: torch.device
+    head_dim: int
+    rotated: int
+    interleaved: bool
+    shared: bool  # one table of angles for the whole batch
+    grad: bool
+
+
+class RopeIntoCacheSpec(NamedTuple):
+    """The specification of `rope_into_cache`."""
+
+    dtype: torch.dtype
+    angle_dtype: torch.dtype
+    device: torch.device
+    head_dim: int
+    value_dim: int
+    rotated: int
+    interleaved: bool
+    shared: bool  # one table of angles for the whole batch
+    counted: bool  # the position is a counter, which is advanced
+    one: bool  # a single token
+    once: bool  # cos and sin contain each angle once
+    norm_dtype: torch.dtype | None  # of the norms' weights
+    one_plus: bool
+    grad: bool

@@ -1,0 +1,91 @@
+"""The specification of `quantized_linear`, and the arguments of its implementations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, quantize_rows, unshuffle_rows
+from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
+from hf_rocm.ops.specs.linear import MANY
+
+_STEP = 256  # a multiple of the number of rows that share a scale, or a factor of scales
+_AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
+
+
+class QuantizedSpec(NamedTuple):
+    """The specification of `quantized_linear`. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
+
+    dtype: torch.dtype  # of x
+    format: torch.dtype  # of the weight
+    device: torch.device
+    n: int
+    k: int
+    bias_dtype: torch.dtype | None
+    shuffled: bool
+    round_input: bool = True
+    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, as many rows share it
+    norm_dtype: torch.dtype | None = None
+    one_plus: bool = False
+    activation: str | None = None
+    residual: bool = False
+    rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
+    scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
+    zeros: bool = False  # whether groups have zero points
+    code: str | None = None  # the table of 4-bit numbers, see `ops.four_bit`; None: integers
+
+    @property
+    def grad(self) -> bool:
+        """False: quantised layers have no gradient (see `quantized_linear`)."""
+        return False
+
+
+class QuantizedCall(NamedTuple):
+    """The arguments of `quantized_linear` as its implementations take them, and the format of the weight."""
+
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    format: torch.dtype
+    shuffled: bool
+    round_input: bool = True
+    norm_weight: Tensor | None = None
+    residual: Tensor | None = None
+    eps: float = 0.0
+    one_plus: bool = False
+    activation: str | None = None
+    zeros: Tensor | None = None
+    code: str | None = None
+    nested: Nested | None = None
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The rows of x [M, K], rounded to the format, and their scales [M, 1]."""
+        rows, scale = quantize_rows(self.x.reshape(-1, self.x.shape[-1]), self.format)
+        return rows.contiguous(), scale.contiguous()
+
+    def plain_weight(self) -> Tensor:
+        """The 8-bit weight in its plain order."""
+        return unshuffle_rows(self.weight) if self.shuffled else self.weight
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in this dtype."""
+        weight = self.weight if self.format == INT4 else self.plain_weight()
+        step = max(1, _AT_ONCE // max(1, self.x.shape[-1]) // _STEP) * _STEP
+        parts = [
+            self._decoded(weight[start : start + step], slice(start, start + step), dtype)
+            for start in range(0, max(1, len(weight)), step)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoded(self, rows: Tensor, place: slice, dtype: torch.dtype) -> Tensor:
+        if self.format != INT4 and self.scale.dim() == 2:
+            return dequantize_blocks(rows, self.scale[place.start // BLOCK : place.stop // BLOCK], dtype)
+        if self.format != INT4:
+            return dequantize_rows(rows, self.scale[place], dtype)
+        zeros, nested = None if self.zeros is None else self.zeros[place], self.nested
+        if nested is not None:
+            nested = nested.of_rows(place, self.scale.shape[1])
+        return dequantize_groups(rows, self.scale[place], dtype, zeros, self.code, nested)

@@ -1,0 +1,160 @@
+"""A recorded draw has the probabilities of transformers' processors, bit by bit, and draws what `multinomial` draws."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_rocm.generation import recorded_draw
+from hf_rocm.generation.recorded_draw import RecordedDraw, draws_like_multinomial, probabilities_of
+from hf_rocm.generation.token_choice import RECORDED
+from tests.generation.emulator import EmulatedRecorder
+
+CPU = torch.device("cpu")
+
+
+def some_processors(pick):
+    """Any processors with any settings, in the order in which transformers calls them."""
+    keep, filtered = pick.choice([1, 1, 2, 5]), pick.choice([-float("inf"), -float("inf"), -1e9, -4.0])
+    further = {"filter_value": filtered, "min_tokens_to_keep": keep}
+    processors = [
+        InfNanRemoveLogitsProcessor(),
+        TemperatureLogitsWarper(pick.choice([0.2, 0.7, 1.3, 3.0])),
+        TopKLogitsWarper(pick.choice([1, 2, 20, 50, 10_000]), **further),
+        TopPLogitsWarper(pick.choice([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]), **further),
+        MinPLogitsWarper(pick.choice([0.0, 0.05, 0.5, 1.0]), **further),
+        TypicalLogitsWarper(pick.choice([0.2, 0.9]), **further),
+        EpsilonLogitsWarper(pick.choice([1e-3, 0.2]), **further),
+        LogitNormalization(),
+    ]
+    return [processor for processor in processors if pick.random() < 0.5]
+
+
+def some_logits(pick, generator):
+    """Logits with ties, with banned tokens, nearly equal, or ordinary ones; of any vocabulary and dtype."""
+    rows, size = pick.choice([1, 1, 3]), pick.choice([1, 7, 61, 257, 1000, 5003])
+    logits = 4 * torch.randn((rows, size), generator=generator)
+    form = pick.choice(["ordinary", "ties", "banned", "flat"])
+    if form == "ties":
+        logits = logits.round()
+    elif form == "banned":
+        logits[:, ::2] = -float("inf") if size > 1 else 0.0
+    elif form == "flat":
+        logits = 1e-3 * logits
+    return logits.to(pick.choice([torch.float32, torch.bfloat16, torch.float16]))
+
+
+def stock(logits, processors):
+    """The probabilities as transformers' sampling loop computes them."""
+    scores = LogitsProcessorList(processors)(torch.zeros((len(logits), 1)), logits.to(copy=True, dtype=torch.float32))
+    return torch.nn.functional.softmax(scores, dim=-1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_probabilities_and_tokens_equal_stock(seed):
+    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    logits, processors = some_logits(pick, generator), some_processors(pick)
+    step = SimpleNamespace(logits=torch.zeros_like(logits))
+    recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
+    for number in range(3):
+        step.logits.copy_(logits.roll(number, -1))
+        expected = stock(step.logits, processors)
+        torch.manual_seed(seed + number)
+        tokens = torch.multinomial(expected, num_samples=1)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed + number)
+        assert torch.equal(recorded.draw(), tokens)
+        assert torch.equal(recorded.tensors[1], expected)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(probabilities_of(step.logits, processors), expected)
+        before = torch.get_rng_state()
+        assert recorded.agrees(step, processors)
+        assert torch.equal(torch.get_rng_state(), before)  # a comparison draws from generators of its own
+
+
+def test_every_recorded_processor_is_tested():
+    tested = {type(processor).__name__ for seed in range(60) for processor in some_processors(random.Random(seed))}
+    assert tested == set(RECORDED)
+    assert all(hasattr(logits_process, name) for name in RECORDED)
+
+
+def test_a_wrong_draw_does_not_agree():
+    processors = [TemperatureLogitsWarper(0.7)]
+    step = SimpleNamespace(logits=torch.randn((2, 61), generator=torch.Generator().manual_seed(0)))
+    recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
+    assert recorded.agrees(step, processors)
+    assert not recorded.agrees(step, [TemperatureLogitsWarper(0.8)])
+    torch.rand(1)
+    noise, recorded._noise = recorded._noise, torch.ones_like(recorded._noise)
+    assert not recorded.agrees(step, processors)  # the recording reads the noise of the last comparison
+    recorded._noise = noise
+    assert recorded.agrees(step, processors)
+
+
+def test_sums_in_another_order_are_not_a_fault(monkeypatch):
+    """On a GPU the cumulative sum of one row may be added up in several ways, in replays and in uncaptured draws."""
+    step = SimpleNamespace(logits=torch.zeros((1, 61)))
+    recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
+    recorded._varies, runs = True, itertools.count()
+
+    def varying(logits, processors):
+        return torch.softmax(logits + 1e-3 * (next(runs) % 3 == 0) * torch.arange(61), dim=-1)
+
+    monkeypatch.setattr(recorded_draw, "probabilities_of", varying)
+    assert recorded.agrees(step, []) and next(runs) == 2
+
+
+def test_stale_logits_are_a_fault_even_if_results_vary():
+    """A replay reads the logits of the previous replay. A second replay of the same logits would be correct."""
+    stale, step = torch.zeros((2, 1, 61)), SimpleNamespace(logits=torch.zeros((1, 61)))
+    recorded = RecordedDraw(EmulatedRecorder(CPU), SimpleNamespace(logits=stale[0]), [])
+    recorded._varies, replay = True, recorded._recording.replay
+
+    def late():
+        stale[0].copy_(stale[1])
+        stale[1].copy_(step.logits)
+        replay()
+
+    recorded._recording.replay = late
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        step.logits.normal_(0, 4, generator=generator)
+        before = step.logits.clone()
+        assert not recorded.agrees(step, [])
+        assert torch.equal(step.logits, before)
+
+
+def test_invalid_probabilities_raise_as_in_stock():
+    for logits, text in ((torch.full((1, 9), float("nan")), "inf"), (torch.full((1, 9), -float("inf")), "inf")):
+        with pytest.raises(RuntimeError, match=text):
+            torch.multinomial(stock(logits, []), num_samples=1)
+        with pytest.raises(RuntimeError, match=text):
+            recorded_draw._drawn(probabilities_of(logits, []), torch.ones_like(logits))
+
+
+def test_the_way_in_which_multinomial_draws_is_known(monkeypatch):
+    draws_like_multinomial.cache_clear()
+    before = torch.get_rng_state()
+    assert draws_like_multinomial(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    draws_like_multinomial.cache_clear()
+    multinomial = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda weights, **how: multinomial(weights.flip(-1), **how))
+    assert not draws_like_multinomial(CPU)
+    draws_like_multinomial.cache_clear()

@@ -1,0 +1,390 @@
+"""Recorded token choices: stock's tokens and random states, and the calls in which transformers chooses the tokens."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation import logits_process
+
+import hf_rocm
+from hf_rocm.generation import recorder, token_choice
+from hf_rocm.generation.recorded_draw import RecordedDraw
+from hf_rocm.generation.state import known
+from tests.generation import faults
+from tests.generation.conftest import counted, generate, prompt
+
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Count the tokens that came from replayed draws, and those that came from recorded largest logits."""
+    counts = Counter()
+    draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
+
+    def drawing(self, generator=None):
+        counts["drawn"] += generator is None  # otherwise it is compared
+        return draw(self, generator)
+
+    def taking(cls, function, types, args=(), kwargs=None):
+        result = largest(cls, function, types, args, kwargs)
+        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.tokens
+        return result
+
+    monkeypatch.setattr(RecordedDraw, "draw", drawing)
+    monkeypatch.setattr(token_choice._Processed, "__torch_function__", classmethod(taking))
+    return counts
+
+
+def same(prepared, stock, inputs=None, *, seed=0, **how):
+    """Whether tokens and the random state after a call equal stock's."""
+    results = []
+    for model in (prepared, stock):
+        tokens = generate(model, copy.deepcopy(inputs), seed=seed, **how)
+        results.append((tokens, torch.get_rng_state()))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_draws_are_replayed(kind, pair, chosen):
+    prepared, stock = pair(kind)
+    for seed, padded in ((0, 0), (1, 3), (2, 0)):
+        assert same(prepared, stock, prompt(padded=padded), seed=seed, new=25, **SAMPLED)
+    # of the first call's 24 steps, 3 run uncaptured; the first replays of steps and draws are compared
+    assert chosen["drawn"] > 30 and not chosen["largest"]
+    assert known(prepared).disabled is None
+
+
+SETTINGS = [
+    {"temperature": 0.6},
+    {"top_k": 0},
+    {"top_k": 0, "top_p": 0.8},
+    {"min_p": 0.1, "top_k": 0},
+    {"typical_p": 0.7},
+    {"epsilon_cutoff": 0.01},
+    {"top_k": 5, "renormalize_logits": True},
+    {"remove_invalid_values": True},
+    {"top_k": 1},
+]
+
+
+def test_any_settings_share_the_recorded_step(pair, chosen):
+    prepared, stock = pair()
+    for seed, settings in enumerate(SETTINGS + SETTINGS):
+        before = chosen["drawn"]
+        assert same(prepared, stock, seed=seed, do_sample=True, new=25, **settings)
+        assert chosen["drawn"] > before + 5, settings
+    assert counted(prepared)[0] == 1
+
+
+def test_the_largest_logits_are_chosen_in_the_step(pair, chosen):
+    prepared, stock = pair()
+    for rows in (1, 2, 2):
+        assert same(prepared, stock, prompt(rows=rows), new=25)
+    assert chosen["largest"] > 40 and not chosen["drawn"]
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, how, pair, chosen, monkeypatch):
+    """The same model with transformers' choice is the reference. Half precision has ties: the first one is chosen."""
+    prepared = pair()[0].to(dtype)
+    tokens = [generate(prepared, prompt(rows=3), seed=seed, new=25, **how) for seed in (0, 1)]
+    assert chosen.total() > 25
+    monkeypatch.setattr(token_choice, "of_call", lambda *_: None)
+    for seed in (0, 1):
+        assert torch.equal(generate(prepared, prompt(rows=3), seed=seed, new=25, **how), tokens[seed])
+
+
+def test_ends_and_several_rows(pair, chosen):
+    prepared, stock = pair()
+    free = generate(stock, prompt(rows=3), seed=5, new=20, **SAMPLED)
+    ends = {"eos_token_id": [free[0, 15].item(), free[2, 18].item()], "pad_token_id": 0}
+    for _ in range(2):
+        assert same(prepared, stock, prompt(rows=3), seed=5, new=20, **ends, **SAMPLED)
+        assert same(prepared, stock, prompt(rows=3), new=20, **ends)
+    assert same(prepared, stock, seed=2, num_return_sequences=3, new=20, **SAMPLED)
+    assert chosen["drawn"] and chosen["largest"]
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens.append(value.tolist())
+
+    def end(self):
+        self.tokens.append("end")
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_streamers(how, pair, chosen):
+    prepared, stock = pair()
+    for seed in (0, 1):
+        streamers = Streamer(), Streamer()
+        for model, streamer in zip((prepared, stock), streamers, strict=True):
+            generate(model, prompt(rows=1), streamer=streamer, seed=seed, new=20, **how)
+        assert streamers[0].tokens == streamers[1].tokens
+    assert chosen.total() > 10
+
+
+def test_a_late_check_restores_the_random_state(pair, ends_asked_late, chosen):
+    prepared, stock = pair()
+    free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
+    for at in (8, 9, 12, 20, 31):  # in the first steps, which run uncaptured, up to the last one
+        how = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
+        for _ in range(2):
+            assert same(prepared, stock, prompt(rows=1), new=25, **how)
+    assert chosen["drawn"]
+
+
+def test_a_streamer_that_draws(pair, ends_asked_late):
+    class Drawing(Streamer):
+        def put(self, value):
+            super().put((value, torch.rand(1))[0])
+            self.tokens.append(torch.rand(1).item())
+
+    prepared, stock = pair()
+    free = generate(stock, prompt(rows=1), seed=0, **SAMPLED)[0]
+    streamers = Drawing(), Drawing()
+    for model, streamer in zip((prepared, stock), streamers, strict=True):
+        generate(model, prompt(rows=1), streamer=streamer, seed=0, eos_token_id=free[12].item(), **SAMPLED)
+    assert streamers[0].tokens == streamers[1].tokens
+
+
+class Own(LogitsProcessor):
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        assert type(scores) is torch.Tensor and scores.dtype == torch.float32
+        self.seen.append(scores.sum().item())
+        return scores.roll(1, -1)
+
+
+class OwnTemperature(TemperatureLogitsWarper):
+    pass
+
+
+REFUSED = {
+    "own processor": lambda: {"logits_processor": LogitsProcessorList([Own()])},
+    "own processor, greedy": lambda: {"logits_processor": LogitsProcessorList([Own()]), "do_sample": False},
+    "subclass": lambda: {"logits_processor": LogitsProcessorList([OwnTemperature(0.5)])},
+    "processor that reads tokens": lambda: {"repetition_penalty": 1.2},
+    "greedy processor that reads tokens": lambda: {"repetition_penalty": 1.2, "do_sample": False},
+    "scores": lambda: {"return_dict_in_generate": True, "output_scores": True},
+    "logits": lambda: {"return_dict_in_generate": True, "output_logits": True, "do_sample": False},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_in_which_transformers_chooses(name, pair, chosen):
+    prepared, stock = pair()
+    for _ in range(2):
+        results = []
+        for model in (prepared, stock):
+            how = REFUSED[name]()
+            results.append(generate(model, seed=0, new=20, **{**SAMPLED, "do_sample": True, **how}))
+            results.append(how)
+        ours, how, stocks, other = results
+        if isinstance(ours, torch.Tensor):
+            assert torch.equal(ours, stocks)
+        else:
+            assert torch.equal(ours.sequences, stocks.sequences)
+            for mine, its in zip(ours.scores or ours.logits, stocks.scores or stocks.logits, strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
+        for mine, its in zip(how.get("logits_processor", ()), other.get("logits_processor", ()), strict=True):
+            assert getattr(mine, "seen", []) == pytest.approx(getattr(its, "seen", []), rel=1e-3)
+    assert counted(prepared)[1] and not chosen
+
+
+def test_a_returned_dict_without_scores(pair, chosen):
+    prepared, stock = pair()
+    for _ in range(2):
+        ours, stocks = (generate(model, seed=1, return_dict_in_generate=True, **SAMPLED) for model in (prepared, stock))
+        assert torch.equal(ours.sequences, stocks.sequences) and ours.scores is stocks.scores is None
+    assert chosen["drawn"]
+
+
+PLACES = {
+    "multinomial": (torch, "multinomial", SAMPLED),
+    "softmax": (torch.nn.functional, "softmax", SAMPLED),
+    "argmax": (torch, "argmax", {}),
+    "top-k": (logits_process.TopKLogitsWarper, "__call__", SAMPLED),
+    "the list": (logits_process.LogitsProcessorList, "__call__", SAMPLED),
+}
+
+
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
+    """They are called as often as in stock, and with tensors, even if they are replaced during a call."""
+    owner, attribute, how = PLACES[name]
+    prepared, stock = pair("llama", graphs=None)
+    generate(prepared, seed=0, new=20, **how)
+    original, calls = getattr(owner, attribute), []
+
+    def replacement(*args, **kwargs):
+        tensors = [value for value in args if not isinstance(value, logits_process.LogitsProcessor)]
+        calls.append(all(isinstance(value, (torch.Tensor, list)) for value in tensors))
+        return original(*args, **kwargs)
+
+    class Replaces(Streamer):
+        def put(self, value):
+            if during and len(self.tokens) == 6:
+                monkeypatch.setattr(owner, attribute, replacement)
+            super().put(value)
+
+    counts = []
+    for model in (prepared, stock):
+        with monkeypatch.context() as patch:
+            if not during:
+                patch.setattr(owner, attribute, replacement)
+            calls.clear()
+            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Replaces(), **how)
+            counts.append((len(calls), tokens))
+            assert calls and all(calls)
+        monkeypatch.setattr(owner, attribute, original)
+    assert torch.equal(counts[0][1], counts[1][1])
+    if name != "softmax":  # attention may call it too
+        assert counts[0][0] == counts[1][0]
+
+
+def test_a_setting_that_changes_during_a_call(pair, chosen):
+    prepared, stock = pair()
+
+    class Changes(Streamer):
+        def __init__(self, processor):
+            super().__init__()
+            self.processor = processor
+
+        def put(self, value):
+            super().put(value)
+            self.processor.temperature = 0.3 if len(self.tokens) > 8 else 2.0
+
+    for _ in range(2):
+        tokens = []
+        for model in (prepared, stock):
+            processor = TemperatureLogitsWarper(2.0)
+            how = {"logits_processor": LogitsProcessorList([processor]), "streamer": Changes(processor)}
+            tokens.append(generate(model, prompt(rows=1), seed=0, new=20, do_sample=True, **how))
+        assert torch.equal(*tokens)
+    assert chosen["drawn"]
+
+
+def test_a_method_of_the_model_that_reads_the_logits(pair, chosen):
+    prepared, stock = pair()
+    sums = []
+    for model in (prepared, stock):
+        update, mine = model._update_model_kwargs_for_generation, []
+
+        def reading(outputs, *args, update=update, mine=mine, **kwargs):
+            mine.append(outputs.logits[:, -1].sum().item())
+            return update(outputs, *args, **kwargs)
+
+        model._update_model_kwargs_for_generation = reading
+        generate(model, seed=0, new=20, **SAMPLED)
+        sums.append(mine)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-4) and not chosen
+
+
+def test_after_restore_transformers_chooses(pair, chosen):
+    prepared, stock = pair()
+    generate(prepared, seed=0, **SAMPLED)
+    hf_rocm.restore(prepared)
+    chosen.clear()
+    assert same(prepared, stock, new=20, **SAMPLED) and not chosen
+
+
+def test_beams_choose_as_before(pair, chosen):
+    prepared, stock = pair()
+    for how in ({"num_beams": 3}, {"num_beams": 3, **SAMPLED}, {"prompt_lookup_num_tokens": 2, "eos_token_id": 60}):
+        assert same(prepared, stock, prompt(rows=1), new=20, **how)
+    assert not chosen
+
+
+def test_the_cache_is_freed_with_the_call(pair):
+    """Stand-ins reference no runner: a cycle would keep the buffers until the next collection."""
+    prepared, _ = pair()
+    generate(prepared, seed=0, new=20, **SAMPLED)
+    generate(prepared, new=20)
+    cache = weakref.ref(known(prepared).pool._idle[0].cache)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(prepared, seed=0, new=20, **SAMPLED)
+        known(prepared).pool.clear()
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_any_other_use_of_a_stand_in_computes_the_tensor():
+    logits = torch.randn((2, 61), generator=torch.Generator().manual_seed(0))
+    step = type("Step", (), {"logits": logits, "tokens": logits.argmax(-1)})()
+    choice = token_choice.Choice([TemperatureLogitsWarper(0.5)], sampled=True)
+    stand_in = choice.stand_in(step, lambda: None)
+    assert torch.equal(stand_in[:, 0, 3:5], logits[:, 3:5]) and stand_in.shape == (2, 1, 61)
+    scores = stand_in[:, -1, :].to(copy=True, dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(torch.cat([scores, scores]), torch.cat([logits, logits]))
+    processed = choice.instead()(torch.zeros((2, 1)), scores)
+    assert torch.equal(torch.topk(processed, 3).values, torch.topk(logits / 0.5, 3).values)
+    assert torch.equal(torch.argmax(processed, dim=-1), logits.argmax(-1))
+    assert torch.equal(torch.nn.functional.softmax(processed, dim=0), torch.softmax(logits / 0.5, dim=0))
+    probabilities = torch.nn.functional.softmax(processed, dim=-1)
+    assert torch.equal(probabilities.cumsum(-1), torch.softmax(logits / 0.5, dim=-1).cumsum(-1))
+    torch.manual_seed(0)
+    drawn = torch.multinomial(probabilities, num_samples=1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.multinomial(torch.softmax(logits / 0.5, dim=-1), num_samples=1))
+
+
+# Wrong replays
+
+
+@pytest.mark.parametrize("first", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+    "fault", [faults.stale_logits, faults.filter_dropped, faults.garbage_draws], ids=lambda fault: fault.__name__
+)
+def test_a_wrong_draw_is_detected_and_withdrawn(fault, first, pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=first, draws=True))
+    prepared, stock = pair(graphs=None)
+    assert same(prepared, stock, new=40, **SAMPLED)
+    assert known(prepared).disabled == "a replayed draw was wrong"
+    assert same(prepared, stock, new=40, **SAMPLED)
+
+
+def test_a_wrong_largest_logit_is_detected(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.argmax_dropped, first=6, last=6))
+    prepared, stock = pair(graphs=None)
+    assert same(prepared, stock, new=40)
+    assert "differed from the step itself" in known(prepared).disabled
+
+
+def test_a_draw_that_cannot_be_recorded_is_drawn_uncaptured(pair, chosen, monkeypatch):
+    def raises(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("hf_rocm.generation.recorded_draw._drawn", raises)
+    monkeypatch.setattr(token_choice, "draws_like_multinomial", lambda device: True)
+    prepared, stock = pair()
+    for seed in (0, 1):
+        assert same(prepared, stock, seed=seed, new=20, **SAMPLED)
+    assert not chosen["drawn"] and counted(prepared)[1] > 20
+
+
+def test_another_multinomial_is_not_recorded(pair, chosen, monkeypatch):
+    monkeypatch.setattr(token_choice, "draws_like_multinomial", lambda device: False)
+    prepared, stock = pair()
+    for _ in range(2):
+        assert same(prepared, stock, new=20, **SAMPLED)
+    assert not chosen["drawn"]

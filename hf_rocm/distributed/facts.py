@@ -139,7 +139,7 @@ def _canonical(value: Any) -> str:
         return f"{type(value).__name__} {_canonical(value.to_dict())}"
     if type(value).__module__ == "torch":  # a dtype
         return str(value)
-    return f"a {type(value).__qualname__}"
+    return f"a value of type {type(value).__qualname__}"
 
 
 def _settings(config: Any) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
 def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
     """Return why a call with this input runs uncaptured, or None."""
     if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
-        return f"an input is a {type(tensor).__name__} of {tensor.dtype}"
+        return f"an input is of type {type(tensor).__name__} and dtype {tensor.dtype}"
     if tensor.device != device:
         return "an input is on a different device from the model"
     return None

@@ -44,11 +44,11 @@ class Outputs:
         if kind in (tuple, list):
             items = [self._form(item, name) for item in value]
             return lambda tensors, inputs: kind([item(tensors, inputs) for item in items])
-        raise Unrecordable(f"it returns {name} as a {kind.__name__}")
+        raise Unrecordable(f"it returns {name} as {kind.__name__}")
 
     def _tensor(self, tensor: Tensor, name: str) -> Form:
         if tensor.__class__ is not Tensor or tensor.is_complex() or tensor.layout is not torch.strided:
-            raise Unrecordable(f"it returns {name} as a {type(tensor).__name__} of {tensor.dtype}")
+            raise Unrecordable(f"it returns {name} as {type(tensor).__name__} of dtype {tensor.dtype}")
         for index, known in enumerate(self._inputs):
             if known is tensor:
                 return lambda tensors, inputs: inputs[index]

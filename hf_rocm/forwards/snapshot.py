@@ -145,7 +145,7 @@ def refuses_weights(model: nn.Module) -> str | None:
     """Return why the addresses of this model's weights can't be compared, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.__class__ not in (nn.Parameter, Tensor):
-            return f"{name} is a {type(tensor).__name__}"
+            return f"{name} is of type {type(tensor).__name__}"
         if tensor.layout is not torch.strided:
             return f"{name} is sparse"
     return None

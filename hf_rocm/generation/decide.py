@@ -193,7 +193,7 @@ def refuses_modules(model: nn.Module) -> str | None:
                     return f"a replay would not run the {attribute} that was set on {where}"
         kind = type(module)
         if kind not in seen and kind.__module__.split(".")[0] not in KNOWN:
-            return f"{where} is a {kind.__name__}, whose code a replay would not run"
+            return f"{where} is of type {kind.__name__}, whose code a replay would not run"
         seen.add(kind)
     return None
 
@@ -235,7 +235,7 @@ def windows(model: Any) -> Sequence[int | None] | str:
             sizes.append(hybrid.RECURRENT)
             continue
         if type(layer) not in (cache_utils.StaticLayer, sliding):
-            return f"the cache of one of its layers is a {type(layer).__name__}"
+            return f"the cache of one of its layers is of type {type(layer).__name__}"
         window = layer.max_cache_len
         sizes.append(window if type(layer) is sliding and window < _LONG else None)
     if sizes and all(size == hybrid.RECURRENT for size in sizes):

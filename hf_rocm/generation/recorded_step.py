@@ -194,7 +194,7 @@ def tensors_of(outputs: Any) -> list[Tensor]:
         if _written(value):
             tensors.append(value)
         elif not isinstance(value, Tensor) and not (value is None or isinstance(value, DecodeCache)):
-            raise Unrecordable(f"the step returns {name} as a {type(value).__name__}")
+            raise Unrecordable(f"the step returns {name} as {type(value).__name__}")
     return tensors
 
 

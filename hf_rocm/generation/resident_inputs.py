@@ -338,7 +338,7 @@ def verifies(cache: Any) -> bool:
 def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, position: int) -> None:
     """Raise `Unlike` if a step has arguments whose later values can't be derived."""
     if not isinstance(cache, DecodeCache) and type(cache).__module__ != "transformers.cache_utils":
-        raise Unlike(f"the cache is a {type(cache).__name__}")
+        raise Unlike(f"the cache is of type {type(cache).__name__}")
     b, n = inputs["input_ids"].shape
     masks, padding_mask = inputs.get("attention_mask"), arguments.get("attention_mask")
     present = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]

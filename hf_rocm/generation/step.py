@@ -68,7 +68,7 @@ def _add(name: str, value: Any, tensors: list[Tensor], ignored: Sequence[object]
         return (name,)
     if type(value) is dict:
         return (name, tuple(_add(str(key), item, tensors, ignored) for key, item in value.items()))
-    raise Unrecordable(f"the step's {name} is a {type(value).__name__}")
+    raise Unrecordable(f"the step's {name} is of type {type(value).__name__}")
 
 
 def _form(tensor: Tensor) -> Hashable:

@@ -111,7 +111,7 @@ def _reason(
     if module.training and dropout:
         return f"attention dropout ({dropout}) in training is left to stock"
     if mask is not None and not isinstance(mask, Tensor):
-        return f"the attention mask is a {type(mask).__name__}, not a tensor"
+        return f"the attention mask is of type {type(mask).__name__}, not a tensor"
     for name in arguments:
         if name in _UNSERVED and (value := arguments[name]) is not None and value is not False:
             if paged and name == CACHE:

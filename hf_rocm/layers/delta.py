@@ -89,10 +89,10 @@ def _states(module: Any, cache: Any) -> DeltaStates | str | None:
     """The states in this cache, None if it has none yet, or why it must be left to stock."""
     own = hasattr(type(cache), "_hf_rocm_slot")
     if not (own or type(cache).__module__ == _HOME) or module.layer_idx >= len(cache.layers):
-        return f"the cache is a {type(cache).__name__}, whose states only stock updates"
+        return f"the cache is of type {type(cache).__name__}, whose states only stock updates"
     layer = cache.layers[module.layer_idx]
     if type(layer).__module__ != _HOME or not hasattr(layer, "recurrent_states"):
-        return f"the cache of this layer is a {type(layer).__name__}, whose states only stock updates"
+        return f"the cache of this layer is of type {type(layer).__name__}, whose states only stock updates"
     if layer.record_past:
         return "the cache records past states"
     if not layer.has_previous_state[0]:

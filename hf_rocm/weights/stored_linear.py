@@ -104,7 +104,7 @@ class StoredLinear(StoredLayer):
 
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
-        return None if type(module) is nn.Linear else f"is a {type(module).__qualname__}, not a plain nn.Linear"
+        return None if type(module) is nn.Linear else f"is of type {type(module).__qualname__}, not a plain nn.Linear"
 
     @classmethod
     def sizes(cls, module: Any) -> tuple[int, ...]:

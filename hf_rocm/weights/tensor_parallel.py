@@ -78,7 +78,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 def _linear_refusal(linear: Any) -> str | None:
     """Return why one layer can't be fused, as a sentence without its subject, or None."""
     if type(linear) is not nn.Linear:
-        return f"is a {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
+        return f"is of type {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
     if "weight" not in linear._parameters:
         return NO_PARAMETER
     if "forward" not in linear.__dict__ and not hooks_of(linear):

@@ -118,7 +118,7 @@ def _odd(group):
 
 REASONS = [
     (_no_such_layer, "there is no b"),
-    (_quantised_layer, "b is a tests.weights.test_eligible.Int8Linear, not a plain nn.Linear"),
+    (_quantised_layer, "b is of type tests.weights.test_eligible.Int8Linear, not a plain nn.Linear"),
     (_quantised_weight, "b has a weight that is of type Quantised, not Parameter"),
     (_plain_tensor, "b has a weight that is of type Tensor, not Parameter"),
     (_hooked, "b has a forward hook"),

@@ -36,11 +36,11 @@ LIBRARIES = [
     pytest.param(torchao, "q_proj has a weight that is of type Int8Tensor, not Parameter", marks=needs("torchao")),
     pytest.param(
         eight_bits,
-        "q_proj is a bitsandbytes.nn.modules.Linear8bitLt, not a plain nn.Linear",
+        "q_proj is of type bitsandbytes.nn.modules.Linear8bitLt, not a plain nn.Linear",
         marks=needs("bitsandbytes"),
     ),
     pytest.param(
-        four_bits, "q_proj is a bitsandbytes.nn.modules.Linear4bit, not a plain nn.Linear", marks=needs("bitsandbytes")
+        four_bits, "q_proj is of type bitsandbytes.nn.modules.Linear4bit, not a plain nn.Linear", marks=needs("bitsandbytes")
     ),
 ]
 

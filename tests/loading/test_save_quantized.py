@@ -25,13 +25,14 @@ LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
 
 # Runs in a separate process, because the package changes nn.Module permanently.
 STOCK = """
-import sys, torch
+import pathlib, sys, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-with torch.no_grad():
-    logits = model(torch.tensor([[3, 1, 4, 1, 5]])).logits
-weights = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith("_proj")}
-torch.save((weights, logits), sys.argv[2])
+for saved in pathlib.Path(sys.argv[1]).iterdir():
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1, 4, 1, 5]])).logits
+    weights = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith("_proj")}
+    torch.save((weights, logits), saved / "read")
 """
 
 
@@ -102,15 +103,24 @@ def test_the_files_have_packed_weights(kind, tmp_path):
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.float32
 
 
+@pytest.fixture(scope="module")
+def read_by_stock(checked, tmp_path_factory):
+    """For every kind, the model and what stock transformers reads: its weights and its logits."""
+    folder = tmp_path_factory.mktemp("saved")
+    built = {}
+    for kind in KINDS:
+        # compressed-tensors decompresses MXFP4 to bf16 only
+        built[kind] = quantized(kind, attention_bias=True, dtype=torch.bfloat16 if kind == "mxfp4" else torch.float32)
+        hf_rocm.save_quantized(built[kind], folder / kind)
+    command = [sys.executable, "-c", STOCK, str(folder)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return {kind: (model, *torch.load(folder / kind / "read")) for kind, model in built.items()}
+
+
 @pytest.mark.skipif(not LIBRARY, reason="not run: needs compressed-tensors")
 @each_kind
-def test_stock_transformers_reads_it(kind, tmp_path):
-    # compressed-tensors decompresses MXFP4 to bf16 only
-    model = quantized(kind, attention_bias=True, dtype=torch.bfloat16 if kind == "mxfp4" else torch.float32)
-    hf_rocm.save_quantized(model, tmp_path / "saved")
-    command = [sys.executable, "-c", STOCK, str(tmp_path / "saved"), str(tmp_path / "read")]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    weights, actual = torch.load(tmp_path / "read")
+def test_stock_transformers_reads_it(kind, read_by_stock):
+    model, weights, actual = read_by_stock[kind]
     ordinary = hf_rocm.dequantize(model)
     assert len(weights) == 7 * models.LAYERS
     for name, weight in weights.items():

@@ -13,6 +13,9 @@ import pytest
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, Build
 
+# gfx1150 and gfx1151 have the instructions of gfx1100 and scalar floats; gfx1200 has those of gfx1201.
+DISTINCT = [name for name in ARCHITECTURES if name not in ("gfx1150", "gfx1151", "gfx1200")]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +26,7 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", DISTINCT)
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr

@@ -99,7 +99,7 @@ VARIABLES = (
         "HF_ROCM_PAD_TOKENS",
         "tokens",
         "largest size (rows × padded length) of an encoder's call that is padded, so that calls of many lengths share "
-        "recordings (default 2048; 0: never)",
+        "recordings (default 16384; 0: never)",
     ),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
     Variable(
@@ -128,7 +128,7 @@ class Options:
     preshuffle_threshold: int = 128  # rows; 0: replace the original, -1: shuffle nothing
     graphs: Switch = Switch.AUTO
     graphs_memory: str = "10%"
-    pad_tokens: int = 2048  # rows × padded length; 0: never
+    pad_tokens: int = 16384  # rows × padded length; 0: never
     ranks_timeout: float = 300.0
 
     def tier(self, operation: str) -> str | None:
@@ -302,7 +302,7 @@ def parse(environment: Mapping[str, str]) -> Options:
         ),
         graphs=_switch(environment, "HF_ROCM_GRAPHS"),
         graphs_memory=memory(environment, "HF_ROCM_GRAPHS_MEMORY", default="10%"),
-        pad_tokens=number(environment, "HF_ROCM_PAD_TOKENS", default=2048, allowed="a number of tokens, or 0 (never)"),
+        pad_tokens=number(environment, "HF_ROCM_PAD_TOKENS", default=16384, allowed="a number of tokens, or 0 (never)"),
         ranks_timeout=seconds(environment, "HF_ROCM_RANKS_TIMEOUT", default=300.0, largest=1e9),
     )
 

@@ -85,7 +85,7 @@ def test_preshuffling():
     requested = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}
     parsed = parse(requested)
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("all", "25%", -1)
-    assert (parse({}).pad_tokens, parse({"HF_ROCM_PAD_TOKENS": "0"}).pad_tokens) == (2048, 0)
+    assert (parse({}).pad_tokens, parse({"HF_ROCM_PAD_TOKENS": "0"}).pad_tokens) == (16384, 0)
 
 
 @pytest.mark.parametrize(

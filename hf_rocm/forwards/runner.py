@@ -10,6 +10,7 @@ its recording, and its results are dropped if the state differs.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -129,7 +130,7 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
             return _NOT_REPLAYED
         state.unsettled = 0
         if copies is None:
-            return _compare(model, state, recording, call)
+            return _compare(model, state, key, path, recording, call)
         recording.schedule.count()
         state.replayed += 1
         return recording.output(copies, call.inputs.tensors)
@@ -263,11 +264,17 @@ def _padding_agrees(
     return reason is None
 
 
-def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) -> Any:
+def _compare(model: Any, state: State, key: Hashable, path: Path, recording: RecordedForward, call: _Call) -> Any:
     """Replay the call and run it uncaptured, both padded and as given. Returns the result of the call as given."""
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
-    output = compared.output if call.padded is None else call.given()
+    slower = False
+    if call.padded is None:
+        output = compared.output
+    elif schedule.comparisons == _TIMED and _is_timed(state.device):
+        output, slower = _against_unpadded(state.device, recording, call)
+    else:
+        output = call.given()
     if compared.agrees:
         if recording.alarm.rang():
             recording.alarm.ignored = True  # the model's own outputs are not finite
@@ -277,6 +284,8 @@ def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) 
             state.replayed += 1
             state.compared += 1
         schedule.agreed()
+        if slower and call.padded is not None:
+            state.stop_padding_to(call.padded.bucket, key, path)
         return output
     reason = f"a replayed forward differed from the forward itself by up to {compared.difference:.3g}"
     if schedule.since:
@@ -290,6 +299,38 @@ def _compare(model: Any, state: State, recording: RecordedForward, call: _Call) 
     )
     state.disable(reason)
     return output
+
+
+# Padded calls are timed in the comparison after this number of comparisons. By then, all kernels have run before.
+_TIMED = 2
+
+
+def _is_timed(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _against_unpadded(device: torch.device, recording: RecordedForward, call: _Call) -> tuple[Any, bool]:
+    """Return the output of the unpadded call, and whether the replay of its padded form takes longer.
+
+    On a GPU that is busy with the unpadded call longer than the host needs to launch it, padding only adds work.
+    """
+    output, unpadded = _timed(device, lambda: call.given())
+    replays = [_timed(device, lambda: recording.copies(call.inputs.tensors, call.padded))[1] for _ in range(2)]
+    return output, min(replays) > unpadded
+
+
+def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
+    """Return what `run` returns, and its duration on the host and the device in seconds."""
+    _wait(device)
+    began = time.perf_counter()
+    result = run()
+    _wait(device)
+    return result, time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _reserved(device: torch.device) -> int:

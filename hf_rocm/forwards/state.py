@@ -71,6 +71,7 @@ class State:
         self.turned_away: Counter[str] = Counter()  # reason → calls that ran uncaptured
         self.padded: Counter[int] = Counter()  # length → calls that were padded to it
         self.unpadded: str | None = None  # why padding has stopped
+        self.slower: Counter[int] = Counter()  # length → forms of calls for which padding to it takes longer
         self.snapshots: list[Snapshot] = []  # the current one last
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
@@ -101,6 +102,13 @@ class State:
         self.unpadded = reason
         self.clear()
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
+
+    def stop_padding_to(self, length: int, key: Hashable, path: Path) -> None:
+        """Stop padding calls of this form to this length, and free its recording."""
+        self.slower[length] += 1
+        self._drop((key, path))
+        place = (key, path if key in self._roots else ())
+        self._seen[place] = f"padding to {length} tokens takes longer than the unpadded forward"
 
     def refuses_padding(self, model: Any, snapshot: Snapshot) -> str | None:
         """Return why the calls of this model are not padded in this state, or None."""

@@ -48,6 +48,9 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
         yield f"{recordings} recordings ({nbytes / 2**20:.1f} MiB) are kept"
     for length, count in sorted(state.padded.items()):
         yield f"padded × {count}: to {length} tokens"
+    for length, count in sorted(state.slower.items()):
+        forms = "1 form of call" if count == 1 else f"{count} forms of calls"
+        yield f"no longer padded to {length} tokens, {forms}: it takes longer than the unpadded forward"
     if state.unpadded is not None:
         yield f"calls are no longer padded: {state.unpadded}"
     fault = suspects.fault_of(model.device) if required else None

@@ -11,7 +11,7 @@ import transformers
 
 import hf_rocm
 from hf_rocm import features, options
-from hf_rocm.forwards import padding
+from hf_rocm.forwards import padding, runner
 from hf_rocm.forwards.state import known
 from hf_rocm.generation import recorder
 from tests.forwards.conftest import call, close, counted, equal, reasons, recorder_with
@@ -186,6 +186,30 @@ def test_the_size_of_padded_calls_is_an_option(tokens, expected, pair):
             given = inputs("bert", length=length)
             assert close(call(prepared, given), call(stock, given))
     assert padded(prepared) == expected
+
+
+@pytest.mark.parametrize(("replay", "padded_to"), [(0.5, {32: 12}), (2.0, {32: 4})], ids=["faster", "slower"])
+def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, monkeypatch):
+    prepared, stock = pair()
+    timed = []
+
+    def time(device, run):
+        timed.append(run)
+        return run(), 1.0 if len(timed) == 1 else replay  # the unpadded call is timed first
+
+    monkeypatch.setattr(runner, "_is_timed", lambda device: True)
+    monkeypatch.setattr(runner, "_timed", time)
+    for seed, length in enumerate(range(5, 18)):
+        given = inputs("bert", length=length, seed=seed)
+        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+    assert len(timed) == 3 and padded(prepared) == padded_to
+    lines = [line for line in hf_rocm.explain(prepared).forwards if line.startswith("no longer padded")]
+    assert len(lines) == (replay > 1) and all("32 tokens, 1 form of call" in line for line in lines)
+    assert not reasons(prepared) and known(prepared).disabled is None
+    given = inputs("bert", length=20)
+    for _ in range(4):  # a repeated shape is recorded as it is
+        assert close(call(prepared, given), call(stock, given))
+    assert counted(prepared)[0] == (1 if replay < 1 else 2)
 
 
 def test_lengths_above_the_models_are_not_padded(pair):

@@ -313,6 +313,7 @@ def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
 def _report(left: list[Change]) -> None:
     for change in left:
         _log.warning(
-            "%s was replaced by other code after hf_rocm; that stays, and hf_rocm's wrapper only calls the original",
+            "%s was replaced by other code after hf_rocm; that code's value stays, and hf_rocm's wrapper only calls "
+            "the original",
             change,
         )

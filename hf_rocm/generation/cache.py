@@ -85,7 +85,7 @@ class DecodeCache(Cache):
 
     @property
     def longest_step(self) -> int:
-        """The largest number of tokens that a step writes to rows which the device reads."""
+        """The largest number of tokens of a step that writes to rows whose indices the device reads."""
         return 1 if self.drafts is None else LONGEST_STEP
 
     def aim(self, tokens: int = 1) -> None:
@@ -314,7 +314,7 @@ class DecodeCache(Cache):
         return max(self.target, self._sized(layer_idx).capacity)
 
     def _sized(self, layer_idx: int) -> Layer:
-        """The layer of that index, or the first one with keys if there is none or it has no keys."""
+        """The layer with this index, or the first one with keys if there is none or it has no keys."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer if isinstance(layer, Layer) else self.attending[0]
 

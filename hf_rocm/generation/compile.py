@@ -98,7 +98,7 @@ def check() -> None:
         if is_rocm() and conflicting(environment.get(name, "")):
             _log.warning(
                 "%s=%s: max_split_size_mb and expandable_segments don't work together on ROCm; "
-                "hf_rocm.setup_environment() leaves max_split_size_mb out",
+                "hf_rocm.setup_environment() removes max_split_size_mb",
                 name,
                 environment[name],
             )

@@ -96,7 +96,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """The address of the shuffled weight in use. After a write, the prompt's forward updates a copy in place."""
+    """The address of the shuffled weight in use. After a write to the weight, the next prompt updates the copy."""
     group = module.__dict__[SLOT]
     data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
     kept.append(data)

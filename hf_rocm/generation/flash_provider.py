@@ -107,7 +107,7 @@ def take_request(arguments: dict[str, Any]) -> bool:
 
     transformers would raise an error while it builds the model; the implementation is set after `prepare` instead.
     """
-    config = arguments.get("config")  # to which `AutoModel*` moves the request
+    config = arguments.get("config")  # `AutoModel*` moves the request to it
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
     if requested != NAME or unavailable() is not None:
         return False
@@ -197,7 +197,7 @@ def _imported() -> Any:
 
 
 def _paged_faults(model: Any) -> str | None:
-    """What paged flash attention in transformers 5.18 and earlier computes wrongly for this model, or None."""
+    """Why paged flash attention of transformers 5.18 and earlier is wrong for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return "flash attention over pages of this release of transformers drops the softcap"

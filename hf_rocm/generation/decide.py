@@ -19,7 +19,7 @@ from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# The methods that hooks.py sets on the model's class.
+# Methods that hooks.py replaces. A class that overrides one of them is refused.
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_sample")
 
 

@@ -63,7 +63,7 @@ class Late:
             self._drawn.set_state(before)
 
     def _draws_alike(self) -> bool:
-        """Whether the generator advanced as far in the last step as in the one before, so no other thread has drawn.
+        """Whether the last step drew as many numbers as the step before it, which means that no other thread drew any.
 
         A GPU's generator counts its numbers. A CPU's does not, but no check is deferred there.
         """

@@ -16,7 +16,7 @@ from hf_rocm import options
 
 NAME = "graph_events.jsonl"
 
-_MOST = 100  # the largest number of events that are returned, which are the newest
+_MOST = 100  # the largest number of events that are returned; older ones are left out
 
 _log = logging.getLogger("hf_rocm")
 

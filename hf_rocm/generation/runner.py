@@ -68,7 +68,7 @@ class Runner:
         self._call = next(_calls)
         self._unproven = 0  # replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
-        self._arguments: Mapping[str, Any] = {}  # of the last step, if its tensors are resident
+        self._arguments: Mapping[str, Any] = {}  # the last step's, if their tensors are resident
         self._inputs: Inputs | None = None
         self._last: tuple[RecordedStep | None, Any] = None, None  # the last step whose outputs have a stand-in
 
@@ -304,7 +304,7 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """The `Rewind` for a call that has ended, if a replay since the last comparison raised the alarm, or None.
+    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
 
     Disables recording for the model of these replays.
     """

@@ -151,7 +151,7 @@ class BlockGroup(WeightGroup):
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory, because one would keep the whole block.
+        """Move parameters that are still in this group to their own memory; one alone would keep the whole block.
 
         shared: also move parameters whose memory is shared with another tensor.
         """

@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The requirements on a layer's tensor. shapes: () for any. check: returns how the values are wrong, or None."""
+    """The requirements on a layer's tensor. shapes: () for any. check: returns an error for wrong values, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]

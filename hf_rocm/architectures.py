@@ -87,7 +87,7 @@ def least_of_cards(texts: Iterable[str | None]) -> int:
 
 
 def gfx_of_version(text: str) -> str | None:
-    """Convert the form of HSA_OVERRIDE_GFX_VERSION, such as `11.0.0`, to `gfx1100`; None for any other form.
+    """Convert a value of HSA_OVERRIDE_GFX_VERSION, such as `11.0.0`, to `gfx1100`; return None for any other text.
 
     The minor number and the stepping are hexadecimal digits in the name: 9.0.10 is gfx90a.
     """
@@ -99,7 +99,7 @@ def gfx_of_version(text: str) -> str | None:
 
 
 def gfx_of_target(number: int) -> str | None:
-    """Convert the driver's `gfx_target_version` (90402 is gfx942, 110501 is gfx1151); None for 0, a CPU."""
+    """Convert the driver's `gfx_target_version` (90402 is gfx942, 110501 is gfx1151); return None for 0, a CPU."""
     if number <= 0:
         return None
     return gfx_of_version(f"{number // 10000}.{number // 100 % 100}.{number % 100}")

@@ -87,7 +87,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_GENERATION}_prefill_chunking",
         *_STATIC_CACHES,
     ),
-    # caches of the user, which are written back with their own `update`
+    # the user's caches, which are written back with their own `update`
     "user_caches": (
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,
@@ -234,7 +234,7 @@ def refuses(feature: str) -> str | None:
 
 
 def replaced(feature: str) -> str | None:
-    """Return which part of transformers that a feature depends on was replaced in this process, or None."""
+    """Return a sentence about the part of a feature that was replaced in this process, or None."""
     missing, watch = _watches.get(feature, _NOTHING)
     if watch is None or any(module in sys.modules for module in missing):
         missing = tuple(module for module in modules(feature) if module not in sys.modules)
@@ -246,7 +246,7 @@ def replaced(feature: str) -> str | None:
 
 @cache
 def _unlike(feature: str) -> str | None:
-    """Return which part's source in this release was not recorded, or None."""
+    """Return a sentence about the first part whose source in this release was not recorded, or None."""
     record = _manifest().records.get(feature, Record())
     files = {module: _file(module) for module in modules(feature)}
     if combined(content for _, content in sorted(files.items())) not in record.files:

@@ -180,9 +180,9 @@ def lock(descriptor: int) -> bool:
 def poll(
     attempt: Callable[[], T | None], *, timeout: float, waiting: Callable[[float], None] = lambda seconds: None
 ) -> T | None:
-    """Call `attempt`, at least once, until it returns a value other than None. Returns None after `timeout` seconds.
+    """Call `attempt` until it returns a value other than None. Returns None after `timeout` seconds.
 
-    waiting: called after every failed attempt with the seconds since the first one.
+    It is called at least once. waiting: called after every failed attempt with the seconds since the first one.
     """
     began = time.monotonic()
     while (result := attempt()) is None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hf_rocm.errors import OptionError
 from hf_rocm.option_values import flag, memory, number, seconds
 
-# In order of preference; `user` stands for implementations that users register.
+# In order of preference. `user`: the implementations that users register.
 TIERS = ("user", "aiter", "triton", "torch", "eager")
 PRESHUFFLE = ("off", "auto", "all")
 OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm", "rope", "experts")
@@ -87,7 +87,7 @@ VARIABLES = (
     Variable(
         "HF_ROCM_GRAPHS",
         "unset, 0, 1",
-        "record decode steps and forwards of encoders of prepared models as HIP graphs: auto, never, or required",
+        "record decode steps and encoder forwards of prepared models as HIP graphs: auto, never, or required",
     ),
     Variable(
         "HF_ROCM_GRAPHS_MEMORY",
@@ -98,8 +98,8 @@ VARIABLES = (
     Variable(
         "HF_ROCM_PAD_TOKENS",
         "tokens",
-        "largest size (rows × padded length) of an encoder's call that is padded, so that calls of many lengths share "
-        "recordings (default 16384; 0: never)",
+        "largest encoder call (rows × padded length) that is padded, so that calls of many lengths share recordings "
+        "(default 16384; 0: never)",
     ),
     Variable("FORCE_EAGER_ATTENTION", "0, 1", "attention in plain PyTorch (the same as HF_ROCM_TIER=attention=eager)"),
     Variable(

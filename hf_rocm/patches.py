@@ -215,7 +215,7 @@ def sweep() -> None:
 def exchange(owner: Any, name: str, expected: Any, replacement: Any) -> bool:
     """Replace one value of a single object (an entry of an instance's `__dict__`, the contents of a closure cell).
 
-    Nothing is recorded, because copies of the object carry the value: the value itself must reference what it
+    Nothing is recorded, because copies of the object contain the value: the value itself must reference what it
     replaced. The inverse is the same call with `expected` and `replacement` swapped. Either may be ABSENT.
     Returns False, and changes nothing, if the current value is not `expected`.
     """
@@ -313,6 +313,7 @@ def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
 def _report(left: list[Change]) -> None:
     for change in left:
         _log.warning(
-            "%s was replaced by other code after hf_rocm; that stays, and hf_rocm's wrapper only calls the original",
+            "%s was replaced by other code after hf_rocm; that code's value stays, and hf_rocm's wrapper only calls "
+            "the original",
             change,
         )

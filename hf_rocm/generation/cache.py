@@ -22,7 +22,7 @@ from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, re
 from hf_rocm.generation.step import Unrecordable, bits
 from hf_rocm.layers.slots import Slot
 
-# Whether `crop` takes the new length, as in older releases, and not minus the number of tokens to remove.
+# Whether `crop` takes the new length, as in older releases, rather than minus the number of tokens to remove.
 _CROPS_TO_A_LENGTH = "tokens_to_remove" not in inspect.signature(DynamicCache.crop).parameters
 
 
@@ -49,7 +49,7 @@ class DecodeCache(Cache):
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._is_user_defined = False  # read by transformers' stop check, which then drops its extra step
-        self._loaded = 0  # the number of tokens that were copied from it
+        self._loaded = 0  # the number of tokens that were copied from the user's cache
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its tensor and a layer that reads it
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
@@ -85,7 +85,7 @@ class DecodeCache(Cache):
 
     @property
     def longest_step(self) -> int:
-        """The largest number of tokens that a step writes to rows which the device reads."""
+        """The largest number of tokens of a step that writes to rows whose indices the device reads."""
         return 1 if self.drafts is None else LONGEST_STEP
 
     def aim(self, tokens: int = 1) -> None:
@@ -314,7 +314,7 @@ class DecodeCache(Cache):
         return max(self.target, self._sized(layer_idx).capacity)
 
     def _sized(self, layer_idx: int) -> Layer:
-        """The layer of that index, or the first one with keys if there is none or it has no keys."""
+        """The layer with this index, or the first one with keys if there is none or it has no keys."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer if isinstance(layer, Layer) else self.attending[0]
 

@@ -1,4 +1,4 @@
-"""torch.compile with settings that work on ROCm: for a model, and for what transformers compiles automatically.
+"""torch.compile with settings that work on ROCm: for a model, and for calls that transformers compiles automatically.
 
 The settings are arguments of every compilation. No global setting of PyTorch changes, and nothing has to be restored.
 Settings that the user passes take precedence. Published reports disagree on `reduce-overhead`, so it is allowed, and
@@ -98,7 +98,7 @@ def check() -> None:
         if is_rocm() and conflicting(environment.get(name, "")):
             _log.warning(
                 "%s=%s: max_split_size_mb and expandable_segments don't work together on ROCm; "
-                "hf_rocm.setup_environment() leaves max_split_size_mb out",
+                "hf_rocm.setup_environment() removes max_split_size_mb",
                 name,
                 environment[name],
             )

@@ -75,13 +75,13 @@ def describe(model: nn.Module) -> str | None:
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """One sentence for `explain` on the attention of the next batch, or None for a model without batches."""
+    """One sentence for `explain` on the attention of the next batch, or None if the model does not support it."""
     if MARK not in model.__dict__:
         return None
     config: Any = model.config
     own = getattr(config, "_attn_implementation", None)
     if own not in ("sdpa", "eager", flash_provider.NAME):
-        return f"continuous batching runs {own!r}, which is selected"
+        return f"continuous batching runs {own!r}, the selected implementation"
     reason = flash_provider.batches_refused(model)
     if reason is None:
         gathered = sliding_pages.refused() if sliding_pages.concerns(config.get_text_config()) else None
@@ -153,7 +153,7 @@ def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any
         return inherited(*args, **kwargs)
     reason, requested = suspects.reason(fault), _requested(config, {**kwargs, **call.arguments})
     if requested is None and not self.__dict__[MARK]:
-        _warn("continuous batching records no graphs: %s; use_cuda_graph=True of its config records them", reason)
+        _warn("continuous batching records no graphs: %s; use_cuda_graph=True in its config enables them", reason)
         config = copy.copy(config)
         config.use_cuda_graph = False
         call.arguments[name] = config

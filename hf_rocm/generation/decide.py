@@ -19,7 +19,7 @@ from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# The methods that hooks.py sets on the model's class.
+# Methods that hooks.py replaces. A class that overrides one of them is refused.
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_sample")
 
 
@@ -75,7 +75,7 @@ def refuses_model(model: Any) -> str | None:
         return "transformers does not compile its decode steps"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
-        return "transformers doesn't compile steps of its quantisation"
+        return "transformers doesn't compile decode steps with its quantisation"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if not model._supports_default_dynamic_cache():
@@ -177,7 +177,7 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """Which user code a replay would skip (hooks, forwards and classes may have side effects), or None."""
+    """A sentence about user code that a replay would skip, or None: a hook, a forward or a class."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"

@@ -1,13 +1,13 @@
 """Check one step late whether all sequences have ended, so that the host never waits for the last queued step.
 
-After every step transformers reads this flag on the host. The host waits for the step, and the device is idle until the
-host has queued the next one. One step later the flag has already arrived. The cost is one extra step if all rows end
-early. Its tokens are removed, so that the result is the same.
+After every step transformers reads a flag with the answer on the host. The host waits for the step, and the device is
+idle until the host has queued the next one. One step later the flag has already arrived. The cost is one extra step if
+all rows end early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
-`_has_unfinished_sequences`, which is replaced here. This applies only if the extra step has no visible effect: with
-transformers' own processors and criteria. If the extra step draws random numbers, the generator's state from before the
-step is restored, unless another thread has drawn from the generator in the meantime.
+`_has_unfinished_sequences`, which is replaced here. The check is deferred only if the extra step has no visible
+effect: with transformers' own processors and criteria. If the extra step draws random numbers, the generator's state
+from before the step is restored, unless another thread has drawn from the generator in the meantime.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Late:
 
     def __init__(self, device: torch.device, length: int, longest: int, drawn: torch.Generator | None = None) -> None:
         self._drawn = drawn
-        self._states: deque[Tensor] = deque(maxlen=3)  # of the generator, before the last steps and after the last one
+        self._states: deque[Tensor] = deque(maxlen=3)  # its states before the last steps and after the last one
         self._first = self._length = length
         self._steps = -1
         self._longest = longest
@@ -63,7 +63,7 @@ class Late:
             self._drawn.set_state(before)
 
     def _draws_alike(self) -> bool:
-        """Whether the last step drew as many numbers as the one before, and no other thread did.
+        """Whether the last step drew as many numbers as the step before it, which means that no other thread drew any.
 
         A GPU's generator counts its numbers. A CPU's does not, but no check is deferred there.
         """
@@ -143,7 +143,7 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if input_ids.device.type not in devices or call.get("synced_gpus"):
         return False
     if call.get("streamer") is not None and (call["generation_config"].do_sample or not _stock_check()):
-        return False  # before 5.17 it waits for every token anyway; and it may draw random numbers, too
+        return False  # before 5.17 a streamer waits for every token anyway, and it may draw random numbers
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
     # a user's processor may count its calls; transformers' processors and the clock of `hf-rocm bench` don't
     return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)

@@ -19,7 +19,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.static_buffers import settle
 from hf_rocm.generation.step import bits
 
-# Models whose decoders were compared with stock; `layers` is the attribute of the config that counts them.
+# Models whose decoders were compared with stock → the attribute of their config with the number of layers.
 LAYERS: Mapping[str, str] = {
     "bart": "decoder_layers",
     "mbart": "decoder_layers",
@@ -121,7 +121,10 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         return 0 if self.encoder_outputs is None else int(self.encoder_outputs[0].shape[1])
 
     def begin(self, mask: Tensor | None, *, additive: bool) -> None:
-        """Prepare for a call. mask: the encoder's padding, [B, 1, 1, S] or None. additive: the form of its masks."""
+        """Prepare for a call.
+
+        mask: the encoder's padding, [B, 1, 1, S] or None. additive: whether attention takes additive masks only.
+        """
         if mask is not None and self._mask is not None and _alike(self._mask, mask):
             self._mask.copy_(mask)
         elif mask is not None or self._mask is not None:
@@ -207,9 +210,9 @@ def windows_of(config: Any) -> list[int | None] | str:
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
     """The mask of the encoder's padding for every step of a call, or the reason why there is none.
 
-    From 5.0 on decoders take a mask of four dimensions. They omit a mask without padding, but not while a step is
-    recorded, so a mask is always passed. Earlier releases take two dimensions and wait for the device in every step
-    unless the mask is None, so the inputs must not be padded there.
+    From 5.0 on decoders take a four-dimensional mask. They omit a mask without padding, but not while a step is
+    recorded, so a mask is always passed. Earlier releases take a two-dimensional mask and wait for the device in every
+    step unless it is None, so the inputs must not be padded there.
     """
     make = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
     if make is None:
@@ -222,7 +225,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
         mask = make(model.config, query, attention_mask, state)  # releases differ in the second parameter's name
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
-            return mask if fits else "the mask of the encoder's padding has a different form"
+            return mask if fits else "the mask of the encoder's padding has an unexpected shape"
     if model.config._attn_implementation == "eager":
         return torch.zeros(shape, dtype=state.dtype, device=state.device)
     return torch.ones(shape, dtype=torch.bool, device=state.device)

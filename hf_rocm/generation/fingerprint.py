@@ -1,9 +1,9 @@
 """The state of a model that a recorded step depends on: addresses of weights, settings of modules, called functions.
 
 A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. The
-fingerprint changes if a weight moved, a hook was added, or the active adapter or the implementation of attention or
-experts is a different one. Recordings with a different fingerprint are not used. A replay reads the weights themselves,
-so it sees values that were written in place.
+fingerprint changes if a weight is moved, if a hook is added, or if the active adapter or the implementation of
+attention or experts changes. Recordings with a different fingerprint are not used. A replay reads the weights
+themselves, so it sees values that were written in place.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """The address of the shuffled weight in use. After a write, the prompt's forward updates a copy in place."""
+    """The address of the shuffled weight in use. After a write to the weight, the next prompt updates the copy."""
     group = module.__dict__[SLOT]
     data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
     kept.append(data)

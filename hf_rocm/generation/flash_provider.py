@@ -80,7 +80,7 @@ def unavailable() -> str | None:
     if not hasattr(sys.modules.get(_UTILS) or importlib.import_module(_UTILS), "_flash_with_kvcache_fn"):
         return "this release of transformers has no flash attention over pages (5.9 and later have it)"
     if find_spec(_BATCHING) is None:
-        return "continuous batching of this release of transformers has no path for it (5.9 and later have it)"
+        return "continuous batching in this release of transformers has no path for it (5.9 and later have it)"
     return features.refuses(_FEATURE)
 
 
@@ -107,7 +107,7 @@ def take_request(arguments: dict[str, Any]) -> bool:
 
     transformers would raise an error while it builds the model; the implementation is set after `prepare` instead.
     """
-    config = arguments.get("config")  # to which `AutoModel*` moves the request
+    config = arguments.get("config")  # `AutoModel*` moves the request into it
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
     if requested != NAME or unavailable() is not None:
         return False
@@ -197,13 +197,13 @@ def _imported() -> Any:
 
 
 def _paged_faults(model: Any) -> str | None:
-    """What paged flash attention in transformers 5.18 and earlier computes wrongly for this model, or None."""
+    """Why paged flash attention of transformers 5.18 and earlier is wrong for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
-        return "flash attention over pages of this release of transformers drops the softcap"
+        return "flash attention over pages in this release of transformers ignores the softcap"
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
     if getattr(config, "sliding_window", None) and not all(hasattr(layer, "sliding_window") for layer in layers):
-        return "flash attention over pages of this release of transformers drops this model's sliding window"
+        return "flash attention over pages in this release of transformers ignores this model's sliding window"
     return None
 
 

@@ -36,7 +36,7 @@ _lock = threading.RLock()
 
 
 def watch(recording: Releasable, cache: DecodeCache, group: Any) -> None:
-    """Register a recording over a cache that contains collectives of a process group."""
+    """Register a recording that contains collectives of a process group. cache: the cache that it was recorded over."""
     with _lock:
         _watched[:] = [entry for entry in _watched if entry.recording() is not None]
         _watched.append(_Watched(ref(recording), ref(cache), group))
@@ -62,7 +62,7 @@ def release(group: Any = None) -> None:
 
 
 def tidy() -> None:
-    """Undo the changes of recordings that no longer exist. If none is left, also unregister the function at exit."""
+    """Undo the changes of recordings that no longer exist. If none is left, also unregister the exit handler."""
     patches.sweep()
     with _lock:
         if all(entry.recording() is None for entry in _watched):

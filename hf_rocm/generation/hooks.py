@@ -1,5 +1,4 @@
-"""The methods that make a prepared model decode with recorded steps, where transformers prepares its cache and its
-compiled call.
+"""The methods of `generate` that are replaced to make a prepared model decode with recorded steps.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
 does not depend on hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
@@ -65,7 +64,7 @@ def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
 
 
 def wanted_of(graphs: bool | None) -> Switch:
-    """The argument `graphs` as a switch; None stands for `HF_ROCM_GRAPHS`."""
+    """The argument `graphs` as a switch; None means the value of `HF_ROCM_GRAPHS`."""
     return options.current().graphs if graphs is None else Switch.REQUIRED if graphs else Switch.OFF
 
 
@@ -191,7 +190,7 @@ def _cache_of_forward(model: Any) -> Any:
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `generate`, to record its assistant and which user code may access its cache."""
+    """Replaces `generate`: records the call's assistant, and the user code that may read its cache."""
     before = _thread.own_loop, _thread.observer, _thread.assistant, _thread.translated
     call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None
@@ -308,7 +307,7 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
         return loop(self, stock, input_ids, args, attempt)
     except GraphError:
         raise  # replays may have been wrong, so the user's cache is left unchanged
-    except BaseException:  # raised by user code: in stock too, the cache has the tokens so far
+    except BaseException:  # raised by user code: as in stock, the cache has the tokens so far
         _with_users_cache(None, attempt.cache)
         raise
 

@@ -16,7 +16,7 @@ from hf_rocm import options
 
 NAME = "graph_events.jsonl"
 
-_MOST = 100  # the largest number of events that are returned, which are the newest
+_MOST = 100  # the largest number of events that are returned; older ones are left out
 
 _log = logging.getLogger("hf_rocm")
 
@@ -57,7 +57,7 @@ class Event:
 
 
 def path() -> Path:
-    """The file of the events."""
+    """The path of the ledger."""
     return options.cache_folder() / NAME
 
 
@@ -66,7 +66,7 @@ def record(event: Event) -> None:
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")  # one write of less than a page, so processes don't mix lines
+            file.write(json.dumps(asdict(event)) + "\n")  # one write of less than a page, so lines don't mix
     except OSError as error:
         _log.warning("the event can't be written to %s: %s", path(), error)
 

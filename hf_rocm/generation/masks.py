@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
-    """The kinds of layer of these masks. masks: one mask, or a dict with None where no mask is needed.
+    """The kinds of layers that use these masks. masks: one mask, or a dict with None where no mask is needed.
 
     Raises `Unlike` on a mask that is neither causal nor causal with a sliding window.
     """

@@ -23,7 +23,7 @@ _COPIES = "copies"  # the key of the method that finds copies
 def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
     """Call `function(model, inherited, *args, **kwargs)` instead of methods of a model's class, by name.
 
-    inherited: the bound method without this change, which may be a function that another mark put before it.
+    inherited: the bound method without this change, which may be the replacement for another mark.
     mark: a name in a model's `__dict__`. Models without it, and instances of subclasses, call the inherited method.
     """
     cls = type(model)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that draws on this device if the caller names none."""
+    """The generator that PyTorch uses on this device by default."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -26,7 +26,7 @@ Processors = Sequence[Callable[[Any, Tensor], Tensor]]
 # The largest number of replays and uncaptured draws that are compared if their results may vary.
 RUNS = 5
 
-# Processors with a cumulative sum. If it has a single row, a GPU may add it up in a different order in every run.
+# Processors with a cumulative sum. For a single row, a GPU may sum in a different order in every run.
 VARYING = ("TopPLogitsWarper", "TypicalLogitsWarper")
 
 
@@ -110,7 +110,7 @@ def scores_of(logits: Tensor, processors: Processors) -> Tensor:
 
 
 def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """What `torch.multinomial` does after it has drawn this noise: its checks, and the largest ratio of every row."""
+    """The rest of `torch.multinomial` after the draw of this noise: its checks, and the largest ratio of every row."""
     low, high = torch.aminmax(probabilities)
     valid = (high < math.inf) & (low >= 0)
     torch._assert_async(valid, "probability tensor contains either `inf`, `nan` or element < 0")
@@ -121,7 +121,7 @@ def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
 
 @cache
 def draws_like_multinomial(device: torch.device) -> bool:
-    """Whether `torch.multinomial` draws on this device as `RecordedDraw` does. Uses generators of its own."""
+    """Whether `torch.multinomial` draws on this device as `RecordedDraw` does. Does not use the default generator."""
     if not hasattr(torch, "_assert_async"):
         return False
     with torch.inference_mode(False), torch.no_grad():

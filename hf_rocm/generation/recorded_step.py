@@ -22,7 +22,8 @@ class Recorded:
     All other memory of a recording belongs to the pool that all recordings of a device share. Another thread's
     recording may overwrite the pool as soon as a replay has ended, before this thread has read the outputs.
 
-    run: the function to record; it takes the inputs and returns the output tensors. like: tensors like these outputs.
+    run: the function to record; it takes the inputs and returns the output tensors. like: tensors with the
+    shapes and dtypes of these outputs.
     """
 
     alarms = True  # whether outputs that are not finite raise the alarm

@@ -39,8 +39,8 @@ class GraphRecorder:
 
     Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
     nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
-    does in `reduce-overhead`, the allocator does not reuse that memory elsewhere. Recordings that share memory run one
-    after another, on any stream.
+    does with `mode="reduce-overhead"`, the allocator does not reuse that memory elsewhere. Recordings that share memory
+    run one after another, on any stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
 from hf_rocm.generation.static_buffers import settle
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
-_OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that not every step has
+_OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
 _GROWTH = 256  # columns of the padding mask that are allocated ahead
 
 
@@ -30,7 +30,7 @@ class Step:
 
     In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted ones. transformers
     would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An assistant
-    drafts in the same way, in several calls, at whose beginning `resume` gets these arguments again.
+    drafts in the same way, but in several calls. `resume` receives these arguments again when a call begins.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Step:
     def resumes(self, cache: Any, arguments: Mapping[str, Any], input_ids: Tensor) -> bool:
         """Whether these are the arguments of the first step in the next round of an assistant.
 
-        transformers has extended the arguments that grow up to all tokens so far. May wait for the device.
+        transformers has extended the growing arguments to cover all tokens so far. May wait for the device.
         """
         given = _growing(arguments)
         if not self.verifies or self._use != cache.uses or given.keys() != self._given.keys():

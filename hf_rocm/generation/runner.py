@@ -68,7 +68,7 @@ class Runner:
         self._call = next(_calls)
         self._unproven = 0  # replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
-        self._arguments: Mapping[str, Any] = {}  # of the last step, if its tensors are resident
+        self._arguments: Mapping[str, Any] = {}  # the last step's, if their tensors are resident
         self._inputs: Inputs | None = None
         self._last: tuple[RecordedStep | None, Any] = None, None  # the last step whose outputs have a stand-in
 
@@ -208,7 +208,7 @@ class Runner:
         if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
-        most = _MOST + cache.longest_step - 1  # every number of drafts needs its own
+        most = _MOST + cache.longest_step - 1  # every number of drafts needs its own recording
         _drop_oldest(cache.recordings, most - 1)
         cache.recordings[key] = step
         self._state.recorded += 1
@@ -279,7 +279,7 @@ class Runner:
         return result.outputs
 
     def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
-        """Disable recording. The uncaptured results are right unless they depend on what replays wrote."""
+        """Disable recording. The uncaptured results are right unless they depend on values that replays wrote."""
         where = "" if not (result.here and result.intact) else " on another rank"
         what = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
         reason = f"a replayed step differed from the step itself{where}, {what}"
@@ -304,7 +304,7 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call, why it must be repeated if a replay since the last comparison raised the alarm, or None.
+    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
 
     Disables recording for the model of these replays.
     """

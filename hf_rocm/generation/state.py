@@ -35,8 +35,8 @@ class State:
         self.disabled: str | None = None  # the reason why recording has stopped
         self.wrong_replay: str | None = None  # the same, if a replay differed from its step
         self.calls = 0  # the number of calls of generate over a DecodeCache
-        self.recorded = 0  # steps
-        self.replayed = 0  # steps after the first comparison
+        self.recorded = 0  # the number of recorded steps
+        self.replayed = 0  # the number of replayed steps after the first comparison
         self.compared = 0  # replayed steps that were compared again
         self.plain_assistants = 0  # calls whose assistant model is not prepared, so that its steps ran uncaptured
         self.turned_away: Counter[str] = Counter()  # reason → calls or steps that ran uncaptured

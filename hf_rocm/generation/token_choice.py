@@ -1,11 +1,12 @@
 """Choose the next token in transformers' sampling loop with recorded work.
 
 The loop converts a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
-softmax. For a replayed step this work is recorded: the tokens with the largest logits as a part of the step, and a
-draw right after it (`recorded_draw`). The loop then handles stand-ins for the logits, the scores and the probabilities,
-and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes the tensor.
+softmax. For a replayed step this work is recorded: finding the largest logits is a part of the recorded step, and a
+draw has its own recording (`recorded_draw`). The loop then handles stand-ins for the logits, the scores and the
+probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
+the tensor.
 
-This applies only to the unchanged loop with transformers' own processors, and if the loop returns no scores.
+This applies only to the unchanged loop with transformers' own processors, if it returns no scores.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Step(NamedTuple):
 
 
 class _StandIn:
-    """Stands for a tensor that the loop passes on without reading it. Any other use computes the tensor."""
+    """Represents a tensor that the loop passes on without reading it. Any other use computes the tensor."""
 
     def tensor(self) -> Tensor:
         raise NotImplementedError

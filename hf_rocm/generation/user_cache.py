@@ -1,7 +1,7 @@
 """The transformers cache that a call passes or returns while its steps run on a `DecodeCache`.
 
 Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
-`update` when the call ends. So the user's object has the type, the contents and the length that it has in stock.
+`update` when the call ends. So the user's object has the type, the contents and the length that it would have in stock.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
 
 
 def observers(call: Mapping[str, Any]) -> str | None:
-    """Which user code may read the cache during a call of `generate` with these arguments, or None."""
+    """The class of user code that may read the cache during a call of `generate` with these arguments, or None."""
     pieces = [call.get("streamer"), *(call.get("logits_processor") or ()), *(call.get("stopping_criteria") or ())]
     pieces.append(call.get("prefix_allowed_tokens_fn"))
     for piece in pieces:

@@ -93,7 +93,7 @@ def switch_on_from_block() -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Within the block, do not prepare models that this thread loads: the caller prepares them, or wants them stock."""
+    """Within the block, do not prepare models that this thread loads. The caller prepares them or leaves them stock."""
     _loading.depth = getattr(_loading, "depth", 0) + 1
     try:
         yield

@@ -267,7 +267,7 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
-    """Record the forwards of models that don't generate. Returns, by name, why one is not recorded, or None."""
+    """Record the forwards of models that don't generate. Returns by name why a forward is not recorded, or None."""
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of
 

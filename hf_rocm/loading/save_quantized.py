@@ -28,7 +28,8 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     """Write a model that `hf_rocm.quantize` quantised, in the compressed-tensors format, with `save_pretrained`.
 
     The checkpoint contains the packed weights and their scales, so it is as small as the model. Stock transformers
-    (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: of `save_pretrained`.
+    (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: those of
+    `save_pretrained`.
     Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
     the same afterwards; other threads must not use it while it is saved.
     Raises `OptionError` if the model is not quantised, or if it was loaded from a quantised checkpoint, which
@@ -71,7 +72,7 @@ def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iter
 
 
 def _instead(value: Any) -> Callable[[Any], Any]:
-    """Return what an `Entry` calls for its replacement."""
+    """Return a function that an `Entry` calls to get its replacement."""
     return lambda _: value
 
 

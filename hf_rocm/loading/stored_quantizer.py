@@ -88,7 +88,7 @@ class StoredQuantizer(HfQuantizer):
         patches.apply(patches.Entry(model.__dict__, _IGNORED, lambda _: both), user=self)
 
     def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *prefix: str) -> list[str]:
-        """Do the same before transformers 4.57; newer releases would load the keys that are removed here."""
+        """Do the same before transformers 4.57. Newer releases would load the keys that are removed here."""
         if hasattr(model, "_adjust_missing_and_unexpected_keys"):
             return unexpected_keys
         names = {later.full for later in self._later}

@@ -108,7 +108,7 @@ def wanted(module_name: str) -> bool:
     if module_name.startswith("hf_rocm."):
         return True
     if not module_name.startswith("transformers.models."):
-        return False  # a copy of the file under another name, whose classes the overlay is not for
+        return False  # the overlay is not for a copy of the file under another name
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:

@@ -200,7 +200,7 @@ def _directories(root: Path) -> Iterator[Directory]:
             _first_release(path)
         except (InvalidSpecifier, InvalidVersion) as error:
             raise OverlayError(
-                "an overlay directory names no valid range of releases",
+                "an overlay directory has no valid range of releases",
                 facts={"file": file, "found": error},
                 hint="reinstall hf-rocm",
             ) from error

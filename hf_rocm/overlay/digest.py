@@ -1,4 +1,4 @@
-"""The canonical digest of a definition in a Python source text: at top level, or a method of a class.
+"""The canonical digest of a definition in Python source code: at top level, or a method of a class.
 
 Releases of transformers are compared by the code of their definitions, not by their version numbers. A digest ignores
 layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (unlike `ast.dump`).

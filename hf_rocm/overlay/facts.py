@@ -40,7 +40,7 @@ class RocmFacts:
 
 @dataclass(frozen=True)
 class AiterFacts:
-    """The package that `import aiter` would import: AMD's (`amd-aiter` on PyPI), or an unrelated one of that name."""
+    """The package that `import aiter` would import: AMD's (`amd-aiter` on PyPI), or an unrelated one with this name."""
 
     path: str | None = None
     amd: bool = False

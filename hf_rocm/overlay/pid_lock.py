@@ -22,7 +22,10 @@ OLD = 600.0  # seconds; an installer needs a few
 
 @contextmanager
 def claimed(path: Path, *, timeout: float) -> Iterator[None]:
-    """Hold the lock file at `path`. Waits up to `timeout` seconds, then raises `OverlayError`."""
+    """Hold the lock file at `path`, which contains a process ID.
+
+    Waits up to `timeout` seconds, then raises `OverlayError`.
+    """
     mine = f"{socket.gethostname()}\n{os.getpid()}\n{_began(os.getpid())}\n{secrets.token_hex(8)}\n"
 
     def attempt() -> bool | None:

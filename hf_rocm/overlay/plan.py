@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def errors(self) -> tuple[OverlayError, ...]:
-        """The refusals for people: one error for all files that upstream changed, if they are many."""
+        """The refusals as shown to users: one error for all files that upstream changed, if there are many of them."""
         changed = [state for state in self.states if state.outgrown and _refuse_writing(state) is None]
         if self.command != _INSTALL or len(changed) <= LISTED:
             return self.refusals
@@ -92,12 +92,12 @@ class Plan:
 
 
 def plan_install(installation: Installation, states: Iterable[FileState]) -> Plan:
-    """Plan to add or update the block of every file, or the reason for a refusal."""
+    """Plan to add or update the block of every file. Files that must not be changed get a refusal instead."""
     return _plan(_INSTALL, installation, states, _refuse_install, _install)
 
 
 def plan_uninstall(installation: Installation, states: Iterable[FileState]) -> Plan:
-    """Plan to remove the block from every file that has one, or the reason for a refusal."""
+    """Plan to remove the block from every file that has one. Files that must not be changed get a refusal instead."""
     return _plan("uninstall-overlays", installation, states, _refuse_writing, _remove)
 
 

@@ -76,7 +76,7 @@ def unchanged(code: Any) -> bool:
 
 
 def replacement_among(references: Iterable[Reference], known: frozenset[str] = OWN) -> str | None:
-    """Describe the first reference to a function that is neither stock's nor hf_rocm's, or None.
+    """Describe the first reference to a function that is neither stock's nor hf_rocm's; return None if there is none.
 
     known: packages whose functions are not reported. For changes of hf_rocm, the value below them is examined.
     """

@@ -182,7 +182,7 @@ class LeftOut:
     stock: Mapping[str, str] = field(default_factory=dict)
 
     def sentences(self, release: str) -> list[str]:
-        """Return one line about the absent models, and one line per reason. Many reasons lose their details."""
+        """Return one line about the absent models, and one line per reason. If there are many, details are omitted."""
         count = len(self.absent)
         what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
         absent = [f"{what} not in transformers {release}"] if count else []

@@ -1,8 +1,8 @@
 """4-bit checkpoints of bitsandbytes, nf4 and fp4, as transformers' integration writes them.
 
-`weight` has two numbers per byte in the order of the flattened weight, the first in the high bits. Every block of it
-has a scale, `absmax`. Double quantisation stores the scales in 8 bits, with one factor per 256 scales and one offset
-per layer.
+`weight` has two numbers per byte in the order of the flattened weight, the first in the high bits. Every block of
+numbers has a scale, `absmax`. Double quantisation stores the scales in 8 bits, with one factor per 256 scales and one
+offset per layer.
 """
 
 from __future__ import annotations

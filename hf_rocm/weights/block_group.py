@@ -19,7 +19,8 @@ from hf_rocm.weights.fused_storage import capturing, is_aliased, own_memory
 from hf_rocm.weights.moves import follow_moves
 
 SHARED = (
-    "other tensors share the memory of its weights (another model, or a state dict in use?): fused once they are gone"
+    "other tensors share the memory of its weights (another model, or a state dict in use?): "
+    "they are fused once those tensors are gone"
 )
 
 
@@ -150,7 +151,7 @@ class BlockGroup(WeightGroup):
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory, because one would keep all of it alive.
+        """Move parameters that are still in this group to their own memory; one alone would keep the whole block.
 
         shared: also move parameters whose memory is shared with another tensor.
         """

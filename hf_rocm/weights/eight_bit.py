@@ -42,7 +42,7 @@ class EightBitWeight(QuantizedWeight):
         self._choose()
 
     def _choose(self) -> None:
-        """Round x too if the device multiplies this format."""
+        """Round x too if the device supports GEMMs in this format."""
         format = self.data.dtype
         self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 

@@ -37,7 +37,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Whether the instance does not override its class's forward, or has only one of accelerate's that moves nothing.
+    """Whether the instance has its class's forward, or a forward of accelerate whose hook moves nothing.
 
     `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.

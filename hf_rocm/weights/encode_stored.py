@@ -1,4 +1,4 @@
-"""encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place, without rounding a number.
+"""encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place and without rounding.
 
 Layers with the same input share an encoded weight if their tensors allow it. One group is converted at a time, so that
 the peak memory is the model plus one group.
@@ -25,9 +25,8 @@ _log = logging.getLogger("hf_rocm")
 
 def encode(model: nn.Module) -> None:
     """Encode every `StoredLinear` of a model that the kernels support. The report has the reasons for the others.
-    Kernels read `StoredExperts` in place.
 
-    All parameters stop requiring gradients, because quantised layers have none.
+    Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have none.
     """
     stored = [module for module in model.modules() if isinstance(module, (StoredLinear, StoredExperts))]
     if not stored:

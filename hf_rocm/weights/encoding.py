@@ -57,12 +57,12 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def refuses(cls, weight: Tensor, format: Any) -> str | None:
-        """Why a layer with this weight keeps it, or None."""
+        """Why a layer with this weight is not quantised, or None."""
         return None
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
-        """An unwritten weight with n rows, with the device and the K of this one."""
+        """An unwritten weight with n rows, and with the device and the K of `weight`."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:

@@ -135,7 +135,7 @@ class Stacked(BlockGroup):
         return not any("forward" in own for own in self._own) and all(map(is_, map(type, self._around), self._classes))
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Keep experts that are still in the blocks there, because copying all of them would double their memory."""
+        """Do nothing: the experts stay in the blocks, because copying all of them would double their memory."""
 
     def unshuffle(self, module: Module) -> None:
         if self.copies is not None:

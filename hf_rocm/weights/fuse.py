@@ -156,7 +156,7 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
 
     Returns None if they are fused now. Otherwise returns the reason as a sentence, and no weight has changed. The peak
     memory is one block more than before. Weights on the CPU that are not used there, and weights that are still mapped
-    from the checkpoint, are fused in the first use of the group, or when the module moves to a GPU.
+    from the checkpoint, are fused at the first use of the group, or when the module moves to a GPU.
     """
     return _kind(module, names).form(module, tuple(names))
 

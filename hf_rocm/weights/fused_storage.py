@@ -69,7 +69,8 @@ def part_memory(module: nn.Module, names: Sequence[str]) -> None:
 def release_joined(weight: Tensor) -> None:
     """Release the former memory of the weights that now form this block.
 
-    Otherwise the allocator would keep it. It is too small for the next block, so it would add up to a second model.
+    Otherwise the allocator would keep this memory, which is too small for the next block. Over all blocks, it would
+    amount to a second copy of the model.
     """
     if weight.is_cuda:
         torch.cuda.empty_cache()

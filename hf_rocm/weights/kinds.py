@@ -15,7 +15,7 @@ from hf_rocm.weights.tied_weights import first_shared
 
 
 def kinds() -> list[type[WeightGroup]]:
-    """The kinds, in the order that they are tried and restored in."""
+    """The kinds, in the order in which they are tried and restored."""
     import_all()
     return registered()
 

@@ -1,7 +1,7 @@
 """Weights that are still mapped from a file: on the CPU, the checkpoint is read when they are first used.
 
 Copying them while loading would read data that stock does not read, and keep it twice: in the copy and in the pages of
-the file. So they are fused in their first use, and the pages are released.
+the file. So they are fused at their first use, and the pages are released.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def give_back(tensor: Tensor) -> None:
 def release_freed(nbytes: int) -> None:
     """Make the C library return freed memory to the system, after `nbytes` of weights were freed on the CPU.
 
-    The library keeps freed blocks of up to 32 MB, which would add up to a second model.
+    The library keeps freed blocks of up to 32 MB, which would amount to a second copy of the model.
     """
     trim = _trim()
     if nbytes >= _WORTH and trim is not None:

@@ -1,6 +1,6 @@
 """Patch embeddings as GEMMs: the convolutions at the start of vision models, whose patches do not overlap.
 
-Such a convolution is a linear layer over flattened patches. MIOpen computes it slowly, and for Conv3d it ends the
+Such a convolution is a linear layer over flattened patches. MIOpen computes it slowly, and for Conv3d it crashes the
 process on some GPUs in some releases (https://github.com/Comfy-Org/ComfyUI/issues/15895). The weights keep their memory
 and their shape.
 """

@@ -42,8 +42,8 @@ def plan(
 ) -> tuple[list[Group], dict[str, str]]:
     """Return the groups to quantise, and the reason for every other linear layer and module of stacked experts.
 
-    refuses: why the encoding can't be used for a weight, or None. head: also quantise the layer of the logits.
-    experts: why stacked experts keep their dtype, or None; without it, all of them do.
+    refuses: returns why the encoding can't be used for a weight, or None. head: also quantise the layer that computes
+    the logits. experts: returns why stacked experts keep their dtype, or None; without it, all of them keep it.
     """
     others, left, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))

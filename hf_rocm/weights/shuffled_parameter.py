@@ -255,7 +255,7 @@ class ShuffledGroup(WeightGroup):
 
 
 def replace(linear: nn.Module, shuffled: Shuffled | None = None) -> ShuffledWeight:
-    """Shuffle the weight of an eligible layer in place. Meanwhile, a second copy of this weight is in memory.
+    """Shuffle the weight of an eligible layer in place. While it runs, a second copy of this weight is in memory.
 
     shuffled: the weight, already shuffled as part of a larger matrix.
     """

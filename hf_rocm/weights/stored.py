@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The requirements on a layer's tensor. shapes: () for any. check: returns the fault of the values, or None."""
+    """The requirements on a layer's tensor. shapes: () for any. check: returns an error for wrong values, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -317,7 +317,7 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
-    """Raise `Unsupported` if a setting is set that is not among the known ones."""
+    """Raise `Unsupported` if a setting other than the known ones is set."""
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
         raise Unsupported(f"the setting {other!r} of its {of} is not supported")

@@ -126,7 +126,7 @@ def _keeps_its_part(linear: Any) -> bool:
 def _is_colwise(before: Any, after: Any) -> bool:
     """Whether these are the functions of a colwise style that the two hooks call.
 
-    Up to 5.0 they are partials, and later methods of a style.
+    Up to 5.0 they are partials, and since then methods of a style.
     """
     functions = [function.func if isinstance(function, partial) else function for function in (before, after)]
     names = [getattr(function, "__qualname__", "") for function in functions]

@@ -194,7 +194,7 @@ def test_an_ended_child_is_replaced():
     assert attend(window=3).name == "mha_fwd"
 
 
-def test_a_check_during_tracing():
+def test_a_check_passes_during_tracing():
     torch._dynamo.reset()
     weight = torch.randn(8, 24, dtype=BF16)
 
@@ -206,7 +206,7 @@ def test_a_check_during_tracing():
         torch.testing.assert_close(torch.compile(project, fullgraph=True, backend="aot_eager")(x), project(x))
 
 
-def test_a_check_in_inference_mode():
+def test_a_check_passes_in_inference_mode():
     with torch.inference_mode():
         assert attend(head_dim=24).name == "mha_fwd"
 

@@ -58,7 +58,7 @@ def numbers(generator, power_of_two):
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_pair_of_exponents(arch, power_of_two):
+def test_every_pair_of_exponents_is_rounded_correctly(arch, power_of_two):
     with np.errstate(all="ignore"):
         a, b = numbers(np.random.default_rng(5), power_of_two)
         quotient, inverse = divided(arch, a, b)
@@ -81,7 +81,7 @@ def wrong(arch, lines):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_sequence_is_recognised_in_the_forms_that_compilers_give_it(arch):
+def test_the_sequence_is_recognised_in_all_forms_that_compilers_emit(arch):
     lines = sequence(arch)
     assert wrong(arch, lines) == []
     assert wrong(arch, ["v_mov_b32_e32 v9, v2", lines[0], lines[1].replace("v2", "v9"), *lines[2:]]) == []

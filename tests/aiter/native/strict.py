@@ -24,7 +24,7 @@ CALLS: list[Call] = []
 
 
 class WrongCall(Exception):
-    """The real kernel would have computed something else, or crashed."""
+    """A call for which the real kernel would return a wrong result or crash."""
 
 
 def need(condition: object, sentence: str) -> None:

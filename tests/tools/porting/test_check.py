@@ -132,7 +132,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
     cells = [
         {"cell_type": "code", "source": ["from numba import cuda\n", "x = 1\n"]},
         {"cell_type": "markdown", "source": ["import pynvml"]},
-        {"cell_type": "code", "source": ["this is no Python"]},
+        {"cell_type": "code", "source": ["this is not Python"]},
         {"cell_type": "code", "source": "%%bash\necho 1\nnvidia-smi"},
         {"cell_type": "code", "source": ["if x:\n", "    !pip install numpy \\\n", "      pynvml\n", "y = 'ä'"]},
         {"cell_type": "code", "source": ["%%time\n", "import cupy"]},
@@ -167,7 +167,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
         ("'unclosed", [(1, ("unclosed",))]),
     ],
 )
-def test_shell_text_as_commands(text, expected):
+def test_shell_text_is_split_into_commands(text, expected):
     assert [(command.line, command.words) for command in commands(text)] == expected
 
 
@@ -181,7 +181,7 @@ def test_shell_text_as_commands(text, expected):
         ("case $(uname) in *) a ;; esac", ""),
     ],
 )
-def test_guards_of_a_command(text, guarded):
+def test_guarded_commands_are_recognised(text, guarded):
     assert (
         "".join(command.program for command in commands(text) if command.guarded and command.program.isalpha())
         == guarded

@@ -1,4 +1,4 @@
-"""Marks for tests that only run in some of the tested releases. docs/testing.md gives the reasons."""
+"""Marks for tests that run only with some of the tested releases. docs/testing.md gives the reasons."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OTHERS = frozenset({"_attn_fwd"})  # of aiter
+OTHERS = frozenset({"_attn_fwd"})  # a kernel of aiter
 
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"')
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")

@@ -135,7 +135,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
 
 
 def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
-    assert attend(window=3).name == "mha_fwd"  # the child is running
+    assert attend(window=3).name == "mha_fwd"  # the child process is running from here on
     break_kernel("mha_fwd:hang")
     messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
@@ -161,7 +161,7 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     facts = json.loads(file.read_text())
     assert facts["arch"] == "gfx942" and facts["version"] == "0.1.7.post2.dev18" and facts["torch"] == torch.__version__
 
-    # another process: it only has the cache on disk
+    # as in another process, which has only the cache on disk
     probe.forget()
     registry.forget_choices()
     assert (attend().name, len(requests)) == ("mha_fwd", 1)

@@ -13,7 +13,7 @@ from tests.amdgcn.one import ARCHITECTURES, CDNA, execute, lanes, program
 f32 = np.float32
 SMALLEST, LARGEST = -149, 127  # exponents of float32, including subnormal numbers
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-38, 3e38, 1, -1], f32)
-WAVES = 600  # numbers per launch
+WAVES = 600  # per launch
 
 
 def sequence(arch):

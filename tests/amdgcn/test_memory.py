@@ -344,7 +344,7 @@ def test_diverged_waves_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # spills with buffer_store
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # which spills with buffer_store
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_private_to_a_lane(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))

@@ -59,7 +59,7 @@ def leaf(function: Any) -> Any:
                     argument.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter compares signatures only if the docstring starts differently
+    called.__doc__ = "Members:"  # aiter does not compare the signatures of functions whose docstring starts like this
     return called
 
 

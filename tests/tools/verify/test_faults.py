@@ -121,7 +121,7 @@ def test_a_recording_that_becomes_stale_is_detected(build, recorded_on_cpu, monk
 
     monkeypatch.setattr(Operators, "replay", stale)
     report = hf_rocm.verify(build("llama"), force=True, quick=True)
-    assert not report.passed and report.check("greedy tokens").status == "passed"  # its calls were repeated
+    assert not report.passed and report.check("greedy tokens").status == "passed"  # the affected calls were repeated
     check = report.check("graph replay")
     assert check.status == "failed" and "a replayed step differed from the step itself" in check.note
     assert check.note in " ".join(str(report).split())

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 # Possible faults of a server. The process takes them as arguments.
 FAULTS = (
-    "status",  # the status 500
+    "status",  # HTTP status 500
     "garbage",  # a line that is not JSON
     "no-choices",
     "no-usage",

@@ -12,9 +12,8 @@ STOCK = ["abcd", "efgh"]
 def test_the_lost_share_is_the_text_from_the_first_difference_on():
     assert lost(STOCK, STOCK) == 0
     assert lost(STOCK, ["abXd", "efgh"]) == pytest.approx(2 / 8)
-    assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(
-        1 / 8
-    )  # the end of the first text is lost, and nothing of the second
+    # the end of the first text is lost, and nothing of the second
+    assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(1 / 8)
     assert lost(STOCK, ["", ""]) == 1 and lost(["", ""], ["a", ""]) == 0
 
 

@@ -88,7 +88,7 @@ def test_the_details_state_a_shared_reason_once(llama):
         assert all(name in text for name, _ in kernel.refused)
 
 
-def test_a_reason_of_one_operation_is_below_it():
+def test_a_reason_of_one_operation_is_listed_below_it():
     def kernel(operation, *refused):
         return Kernel(operation, "decode", "torch", "eager", refused)
 

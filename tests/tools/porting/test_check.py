@@ -118,7 +118,7 @@ def test_a_translated_include_needs_no_change(tmp_path):
     assert finding.instead == "no change needed: hipify translates this include"
 
 
-def test_several_rules_report_one_line(tmp_path):
+def test_several_rules_can_report_the_same_line(tmp_path):
     line = 'asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(__shfl_down_sync(0xffffffff, y, threadIdx.x & 31)));\n'
     report = checked(tmp_path, "a.cu", line)
     assert sorted(finding.rule for finding in report.findings) == ["inline-ptx", "lane-mask-32", "warp-size-32"]
@@ -290,7 +290,8 @@ def words(number):
     return str(number).translate(str.maketrans("0123456789", "abcdefghij")) + "x"
 
 
-# Functions that return the text of a file with n parts. Reading something again for every part would be quadratic.
+# Functions that return the text of a file with n parts. A check that rereads something for every part would take
+# quadratic time.
 HOSTILE = {
     "guards.py": lambda n: "def f():\n" + "".join(f"    if {words(number)}: return\n" for number in range(n)),
     "findings.py": lambda n: "import pynvml\n" * n,

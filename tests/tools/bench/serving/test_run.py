@@ -110,7 +110,7 @@ def test_a_server_that_dies_is_an_error_with_its_exit_code(bench, stubs, capsys,
     assert "the server of hf_rocm ended with exit code 7 while it answered requests" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
+def test_a_missing_model_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
     monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
     assert main(["bench", "serve", str(tmp_path / "nothing"), *FAST]) == 1

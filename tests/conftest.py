@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# before torch or transformers is imported by a test module
+# set before a test module imports torch or transformers
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -52,7 +52,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests without their hardware, with reasons that scripts/test lists as not run.
+    """Skip tests whose hardware is missing, with a reason that scripts/test lists as not run.
 
     Tests that compare all loaded objects run first, before other tests prepare models in the process. Tests that
     measure the allocator's memory also run first, because the recordings of other tests keep some of it.
@@ -75,7 +75,7 @@ def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iterator[None]:
-    """Keep injected faults of replays out of the user's ledger, which `hf-rocm doctor` reports.
+    """Keep injected replay faults out of the user's ledger, which `hf-rocm doctor` reports.
 
     The scope is the module, because a module's fixture may start processes before its first test.
     """
@@ -105,7 +105,7 @@ def no_network() -> Iterator[None]:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """scripts/test tests the wheel in isolation, so child processes must not start in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe
+        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as if to a pipe
             patch.delenv(name, raising=False)
         if sys.flags.isolated:
             patch.chdir(tmp_path_factory.mktemp("elsewhere"))

@@ -142,7 +142,7 @@ def promises() -> Record:
 
 
 def codes() -> Record:
-    """The constants of JSON outputs that programs compare with, by location."""
+    """The constants in JSON outputs that programs compare against, by location."""
     from hf_rocm import errors
     from hf_rocm.overlay import audit, plan, state
     from hf_rocm.tools.doctor.report import Level

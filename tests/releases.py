@@ -1,4 +1,4 @@
-"""Marks for tests that only run in some of the tested releases. docs/testing.md gives the reasons."""
+"""Marks for tests that run only with some of the tested releases. docs/testing.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ RELEASE = Version(transformers.__version__)
 TESTED = [Version(path.stem) for path in (Path(__file__).resolve().parents[1] / "docs" / "support").glob("*.json")]
 
 at_the_ends = pytest.mark.skipif(
-    min(TESTED) < RELEASE < max(TESTED), reason="in the oldest and the newest tested release"
+    min(TESTED) < RELEASE < max(TESTED), reason="runs with the oldest and the newest tested release"
 )
-in_the_newest = pytest.mark.skipif(max(TESTED) > RELEASE, reason="in the newest tested release")
+in_the_newest = pytest.mark.skipif(max(TESTED) > RELEASE, reason="runs with the newest tested release")

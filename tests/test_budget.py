@@ -23,7 +23,7 @@ from hf_rocm.errors import OptionError
         ("100 %", 1000),
     ],
 )
-def test_budgets_in_bytes(budget, expected):
+def test_budgets_are_converted_to_bytes(budget, expected):
     assert in_bytes(budget, 1000) == expected
 
 
@@ -45,5 +45,5 @@ def test_an_invalid_budget_is_refused_with_the_valid_forms(budget):
         (135, 32, 96, 128),  # the carve-out and all of the host's memory
     ],
 )
-def test_memory_shared_by_host_and_gpu(gpu, host, carved_out, expected):
+def test_memory_shared_by_host_and_gpu_is_limited_by_both(gpu, host, carved_out, expected):
     assert of_one_pool(gpu, host, carved_out) == expected

@@ -35,7 +35,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     device.describe.cache_clear()
 
 
-def test_on_this_machine_they_agree_with_torch() -> None:
+def test_on_this_machine_the_helpers_agree_with_torch() -> None:
     assert hf_rocm.is_rocm() is (torch.version.hip is not None)
     assert hf_rocm.gpu_available() is torch.cuda.is_available()
     if not hf_rocm.is_rocm():

@@ -58,12 +58,12 @@ def test_on_rocm_incompatible_settings_are_separated(settings, users: dict[str, 
     assert "expandable_segments:True" in text[0]
 
 
-def test_on_other_builds_they_are_unchanged(settings) -> None:
+def test_on_other_builds_incompatible_settings_are_unchanged(settings) -> None:
     assert settings(hip=None, allocator=BOTH)[1] == {"PYTORCH_CUDA_ALLOC_CONF": BOTH}
 
 
 @pytest.mark.parametrize("fine", ["max_split_size_mb:128", "expandable_segments:False,max_split_size_mb:128"])
-def test_one_of_them_alone_is_unchanged(settings, fine: str) -> None:
+def test_compatible_settings_are_unchanged(settings, fine: str) -> None:
     assert settings(allocator=fine)[1] == {"PYTORCH_CUDA_ALLOC_CONF": fine}
 
 

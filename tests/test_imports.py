@@ -80,7 +80,7 @@ def test_overlay_imports_neither_torch_nor_transformers() -> None:
 def test_packages_import_downwards_only() -> None:
     rows = {package: number for number, row in enumerate(ORDER) for package in row}
     unplaced = {_package(name) for name, _ in _trees()} - rows.keys()
-    assert not unplaced, f"give them a row of ORDER: {sorted(unplaced)}"
+    assert not unplaced, f"add them to a row of ORDER: {sorted(unplaced)}"
     graph = _graph(_trees())
     upward = {
         (_short(importer), _short(imported))
@@ -158,7 +158,7 @@ def test_modules_that_import_triton_are_imported_inside_functions() -> None:
 
 
 @pytest.mark.parametrize("start", CHEAP)
-def test_cheap_modules_import_no_heavy_ones(start: str) -> None:
+def test_cheap_modules_import_no_expensive_modules(start: str) -> None:
     at_import: dict[str, list[Import]] = {}
     for edge in _all_imports():
         if edge.at_import:
@@ -318,7 +318,7 @@ def _imports(importer: str, tree: ast.AST, *, at_import: bool = True) -> Iterato
             for alias in node.names:
                 yield Import(importer, alias.name, node.lineno, at_import)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{importer}:{node.lineno}: imports are absolute here"
+            assert not node.level, f"{importer}:{node.lineno}: imports must be absolute"
             yield Import(importer, node.module or "", node.lineno, at_import)
             for alias in node.names:
                 yield Import(importer, f"{node.module}.{alias.name}", node.lineno, at_import)

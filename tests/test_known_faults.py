@@ -30,7 +30,7 @@ from hf_rocm.known_faults import GRAPH_FAULTS, graph_faults, rocm_release
         (None, "7.2.0", []),
     ],
 )
-def test_the_faults_of_a_gpu_and_a_release(gfx: str | None, rocm: str | None, names: list[str]) -> None:
+def test_faults_depend_on_the_gpu_and_the_release(gfx: str | None, rocm: str | None, names: list[str]) -> None:
     assert [fault.name for fault in graph_faults(gfx, rocm)] == names
 
 
@@ -49,7 +49,7 @@ def test_the_faults_of_a_gpu_and_a_release(gfx: str | None, rocm: str | None, na
         ({}, None),
     ],
 )
-def test_the_release_of_a_build(build: dict[str, str], expected: str | None) -> None:
+def test_the_rocm_release_is_read_from_the_build(build: dict[str, str], expected: str | None) -> None:
     assert rocm_release(**build) == expected
 
 
@@ -62,7 +62,7 @@ def test_every_fault_has_a_source_and_known_architectures() -> None:
         assert not fault.what.endswith("."), fault
 
 
-def test_the_text_of_affected_releases() -> None:
+def test_affected_releases_are_described() -> None:
     words = {fault.name: fault.releases for fault in GRAPH_FAULTS}
     assert words == {
         "garbage-in-some-processes": "ROCm 7.2.0 to 7.2.3",

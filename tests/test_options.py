@@ -17,7 +17,7 @@ def test_the_default_is_auto_for_all_operations():
     assert set(parsed.aiter.values()) == {Switch.AUTO}
 
 
-def test_one_tier_for_all_operations_or_one_per_operation():
+def test_a_tier_is_set_for_all_operations_or_per_operation():
     assert parse({"HF_ROCM_TIER": "torch"}).tiers == dict.fromkeys(options.OPERATIONS, "torch")
     assert parse({"HF_ROCM_TIER": "attention=torch, linear=eager"}).tiers == {"attention": "torch", "linear": "eager"}
 
@@ -29,7 +29,7 @@ def test_an_unknown_tier_is_named_with_the_known_ones(text):
     assert "attention" in str(caught.value) and "eager" in str(caught.value)
 
 
-def test_aiter_switches():
+def test_aiter_switches_apply_to_their_operations():
     parsed = parse({"USE_AITER_ATTENTION": "1", "USE_AITER_GEMM": "0", "USE_OPTIMIZED_OPS": "0"})
     assert parsed.aiter == {
         "attention": Switch.REQUIRED,
@@ -47,7 +47,7 @@ def test_an_invalid_value_is_an_error(name):
         parse({name: "maybe"})
 
 
-def test_force_eager_attention():
+def test_force_eager_attention_selects_the_eager_tier():
     assert parse({"FORCE_EAGER_ATTENTION": "1"}).tier("attention") == "eager"
     with pytest.raises(OptionError, match="contradicts"):
         parse({"FORCE_EAGER_ATTENTION": "1", "HF_ROCM_TIER": "torch"})
@@ -79,7 +79,7 @@ def test_tuned_tables_are_distinguished_by_modification_time(monkeypatch, tmp_pa
     assert first[0][1] > 1 and options.tuned_tables()[0] == (str(table), 1)
 
 
-def test_preshuffling():
+def test_preshuffling_has_defaults_and_is_configurable():
     parsed = parse({})
     assert (parsed.preshuffle, parsed.preshuffle_budget, parsed.preshuffle_threshold) == ("auto", "0", 128)
     requested = {"HF_ROCM_PRESHUFFLE": "all", "HF_ROCM_PRESHUFFLE_BUDGET": "25%", "PRESHUFFLE_M_THRESH": "-1"}

@@ -111,7 +111,7 @@ def test_inherited_attributes_are_inherited_again(owner):
     assert "method" not in vars(owner) and "of_class" not in vars(owner)
 
 
-def test_static_methods_modules_and_entries(owner):
+def test_static_methods_modules_and_entries_are_restored(owner):
     module, table = types.ModuleType("somewhere"), {"first": 1, "second": 2}
     module.function = stock = len
     result = vars(owner)["free"]
@@ -128,7 +128,7 @@ def test_static_methods_modules_and_entries(owner):
     assert list(table.items()) == [("first", 1), ("second", 2)]
 
 
-def test_all_or_none(owner):
+def test_changes_are_applied_all_or_none(owner):
     stock = dict(vars(owner))
     user = User()
     with pytest.raises(TypeError):

@@ -30,18 +30,18 @@ ALLOWED = {
     # an object that exists for one call: a log record, a foreign function of ctypes, a config, a stand-in module
     "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
     "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
-    # the output of generate, before it is returned
-    "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
     "hf_rocm/weights/mmap_pages.py": {"argtypes"},
     "hf_rocm/weights/experts.py": {"_modules"},
     "hf_rocm/overlay/activate.py": {"__file__"},
+    # the output of generate, before it is returned
+    "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
     # attributes of hf_rocm's functions, which torch.compile reads
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
     # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
-    # copies that tools make of a model, and settings of the model under test, which are restored if it is the user's
+    # copies of a model that tools make, and settings of the model under test, which are restored if it is the user's
     "hf_rocm/tools/bench/parity.py": {"()"},
     "hf_rocm/tools/bench/variants.py": {
         "_compile_all_devices",

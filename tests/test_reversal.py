@@ -140,7 +140,7 @@ def can_shuffle():
 
 def test_transformers_stop_check_is_replaced_only_within_a_call():
     if not hasattr(transformers.generation.utils, "DeferredStopCheck"):
-        pytest.skip("this release has none")
+        pytest.skip("this release has no DeferredStopCheck")
     seen = []
 
     class Looking(transformers.LogitsProcessor):

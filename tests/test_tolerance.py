@@ -10,12 +10,12 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10), (torch.float32, 2**-23)])
-def test_it_is_twice_the_eager_error_plus_one_rounding_step_of_the_largest_value(dtype, eps):
+def test_the_tolerance_is_twice_the_eager_error_plus_a_rounding_step_of_the_largest_value(dtype, eps):
     assert allowed_error(0.0, dtype) == eps
     assert allowed_error(0.25, dtype, largest=8.0) == 0.5 + 8 * eps
 
 
-def test_runs_that_were_rounded_once_are_made_where_the_eager_run_does_not_do():
+def test_rounded_runs_are_computed_only_if_the_eager_run_is_not_enough():
     expected = {"a": torch.ones(2, dtype=torch.float64), "b": torch.full((2,), 10.0, dtype=torch.float64)}
 
     def run(error, dtype=torch.float32):

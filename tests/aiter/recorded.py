@@ -54,7 +54,7 @@ def _recorded(kind: str, version: str, name: str) -> Function | None:
     signature = inspect.signature(namespace["declared"])
 
     def call(*positional: Any, **keywords: Any) -> Any:
-        assert not positional, "positions move between releases"
+        assert not positional, "arguments must be passed by keyword, because their positions differ between releases"
         values = dict(signature.bind(**keywords).arguments)
         kernels.CALLS.append(kernels.Call(name, dict(values)))
         return COMPUTE[name](Version(version), values)
@@ -73,8 +73,13 @@ def _mha_fwd(version: Version, a: dict[str, Any]) -> tuple[Tensor, ...]:
     output, lse = kernels.attend(a["q"], a["k"], a["v"], *where, name="mha_fwd", ends=ends)
     if a.get("sink_ptr") is not None:
         sinks = a["sink_ptr"]
-        kernels.need(sinks.dtype == torch.float32 and sinks.shape == (a["q"].shape[2],), "sinks are fp32 [H]")
-        kernels.need(a["q"].shape[1] > 1 or a["q"].shape[2] == a["k"].shape[2] or sides[0] >= 0, "regrouped sinks")
+        kernels.need(
+            sinks.dtype == torch.float32 and sinks.shape == (a["q"].shape[2],), "sinks must be fp32 with the shape [H]"
+        )
+        kernels.need(
+            a["q"].shape[1] > 1 or a["q"].shape[2] == a["k"].shape[2] or sides[0] >= 0,
+            "regrouped single queries can't have sinks",
+        )
         share = torch.sigmoid(lse - sinks[None, :, None])
         output = (output.float() * share.transpose(1, 2)[..., None]).to(output.dtype)
     assert a.get("sink_size", 0) == 0

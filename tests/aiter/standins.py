@@ -29,6 +29,7 @@ TOOLS = {
 
 def environment(folder: Path) -> dict[str, str]:
     """The environment variables that aiter needs.
+
     Writes the scripts to `folder`. Child processes inherit the variables.
     """
     folder.mkdir(parents=True, exist_ok=True)

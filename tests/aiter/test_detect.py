@@ -1,4 +1,4 @@
-"""Detection: AMD's aiter, nothing, or the unrelated package of that name, each in one sentence."""
+"""AMD's aiter is detected; without it, or with the unrelated package of that name, the reason is one sentence."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_build_that_exits_at_import_does_not_end_the_program(tmp_path):
     assert sentence == "amd-aiter 0.1.9 can't be imported here: SystemExit: [aiter] build failed"
 
 
-def test_nothing_installed(tmp_path, monkeypatch):
+def test_a_missing_aiter_is_a_reason(tmp_path, monkeypatch):
     from hf_rocm.overlay.facts import AiterFacts
 
     monkeypatch.setattr(detect, "aiter_facts", lambda: AiterFacts())
@@ -108,5 +108,5 @@ def test_an_invalid_version_counts_as_old():
 
 
 @pytest.mark.parametrize(("text", "line"), [("a\nb", "a"), ("", "no message")])
-def test_first_line(text, line):
+def test_the_reason_is_the_first_line_of_the_message(text, line):
     assert detect._first_line(RuntimeError(text)) == line

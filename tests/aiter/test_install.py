@@ -30,7 +30,7 @@ def machine(installer):
     )
 
 
-def test_from_source_for_this_gpu(installer, machine):
+def test_the_default_is_a_build_from_source_for_this_gpu(installer, machine):
     plan = installer.plan(machine)
     assert plan.variables == {"GPU_ARCHS": "gfx942"}
     assert plan.commands[-1][-1].endswith(f"ROCm/aiter.git@v{installer.RELEASE}")
@@ -39,7 +39,7 @@ def test_from_source_for_this_gpu(installer, machine):
         assert not {"torch", "triton"} & set(command)
 
 
-def test_the_old_build_and_its_limitations(installer, machine):
+def test_the_build_on_pypi_is_reported_with_its_limitations(installer, machine):
     plan = installer.plan(machine, pypi=True)
     assert plan.commands[-1] == ("install", "--no-deps", f"amd-aiter=={installer.PYPI}")
     text = "\n".join(plan.words)

@@ -192,7 +192,7 @@ def test_act_and_mul(kernels, dtype, activation, shape):
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     if len(shape) == 4:
-        x = x.transpose(1, 2)  # the layout of a norm of heads
+        x = x.transpose(1, 2)  # the layout of query and key norms
     output, _, calls = run(kernels, "rms_norm", x, weight, eps=1e-6)
     assert [call.kernel for call in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
     if x.numel():

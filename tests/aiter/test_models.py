@@ -41,7 +41,7 @@ def build(name, **changes):
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and sinks too: constants hide errors
+        for parameter in model.parameters():  # norms and sinks too, because constant values hide errors
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(torch.bfloat16)
 
@@ -75,7 +75,7 @@ def check(model, wide):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_overlaid_models(kernels, name):
+def test_models_with_overlays_run_on_aiter(kernels, name):
     import hf_rocm
 
     model = build(name)
@@ -155,7 +155,7 @@ def interface(monkeypatch):
         ("GptOss", {**EXPERTS, "sliding_window": 5}, "mha_fwd"),
     ],
 )
-def test_models_with_softcap_windows_and_sinks(kernels, interface, name, changes, kernel):
+def test_softcap_windows_and_sinks_run_on_aiter(kernels, interface, name, changes, kernel):
     """These models have no overlay: their attention runs through `ops.attention`, and the rest is stock."""
     model = build(name, **changes, layer_types=["sliding_attention", "full_attention"])
     if hasattr(model, "set_experts_implementation"):

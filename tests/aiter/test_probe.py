@@ -135,7 +135,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
 
 
 def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
-    assert attend(window=3).name == "mha_fwd"  # the child is running
+    assert attend(window=3).name == "mha_fwd"  # the child process is running from here on
     break_kernel("mha_fwd:hang")
     messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
@@ -161,7 +161,7 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     facts = json.loads(file.read_text())
     assert facts["arch"] == "gfx942" and facts["version"] == "0.1.7.post2.dev18" and facts["torch"] == torch.__version__
 
-    # another process: it only has the cache on disk
+    # as in another process, which has only the cache on disk
     probe.forget()
     registry.forget_choices()
     assert (attend().name, len(requests)) == ("mha_fwd", 1)
@@ -194,7 +194,7 @@ def test_an_ended_child_is_replaced():
     assert attend(window=3).name == "mha_fwd"
 
 
-def test_a_check_during_tracing():
+def test_a_check_passes_during_tracing():
     torch._dynamo.reset()
     weight = torch.randn(8, 24, dtype=BF16)
 
@@ -206,7 +206,7 @@ def test_a_check_during_tracing():
         torch.testing.assert_close(torch.compile(project, fullgraph=True, backend="aot_eager")(x), project(x))
 
 
-def test_a_check_in_inference_mode():
+def test_a_check_passes_in_inference_mode():
     with torch.inference_mode():
         assert attend(head_dim=24).name == "mha_fwd"
 

@@ -136,7 +136,7 @@ class TestRealPackage:
 
 @pytest.mark.parametrize("version", recorded.RELEASES)
 @pytest.mark.parametrize(("format", "shuffled"), [(INT8, False), (FP8_FNUZ, False), (FP8_FNUZ, True)])
-def test_every_release(recorded_as, version, format, shuffled):
+def test_every_release_serves_or_refuses_with_a_reason(recorded_as, version, format, shuffled):
     recorded_as(version)
     given = tensors((3,), *WHOLE_TILES, BF16, format, True)
     name = "gemm_a8w8_bpreshuffle" if shuffled else "gemm_a8w8"

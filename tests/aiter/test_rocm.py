@@ -1,4 +1,4 @@
-"""The same checks on real hardware, with the installed aiter: `pytest -m rocm`."""
+"""Checks of aiter's kernels on real hardware, with the installed aiter: `pytest -m rocm`."""
 
 from __future__ import annotations
 

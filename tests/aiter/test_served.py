@@ -72,7 +72,7 @@ PORTABLE = [activation.refuses, norm.refuses, norm.add_refuses, rope.refuses, tr
         (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, and this is a cuda device without it"),
     ],
 )
-def test_unsupported_devices(recorded_as, refuses, device, sentence):
+def test_unsupported_devices_are_refused(recorded_as, refuses, device, sentence):
     recorded_as(NEWEST)
     assert refuses(None, device) == sentence
 
@@ -111,7 +111,7 @@ def test_the_newest_release_serves_radeon(recorded_as, refuses, spec):
     assert refuses(spec, Device("cuda", rocm=True, arch="gfx1201")) is None
 
 
-def test_attention_gradients_on_the_radeon_that_supports_them(recorded_as):
+def test_attention_gradients_are_served_on_the_radeon_that_supports_them(recorded_as):
     recorded_as(NEWEST, "gfx1151")
     assert triton.refuses(ATTENTION._replace(grad=True), Device("cuda", rocm=True, arch="gfx1151")) is None
 
@@ -153,7 +153,7 @@ def test_decode_without_running_sums_uses_hf_rocms_decode_kernel(recorded_as, mo
         assert decode.refuses(DECODING, device) is None
 
 
-def test_an_unknown_required_argument(monkeypatch):
+def test_a_release_with_an_unknown_required_argument_is_refused(monkeypatch):
     """A future release inserts a required argument: the call is refused."""
     arguments = (Argument("A", True), Argument("B", True), Argument("swizzle", True), Argument("bias", False))
     arguments += (Argument("otype", False),)

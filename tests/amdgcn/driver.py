@@ -106,7 +106,7 @@ class Utils:
 
 
 class Launcher:
-    """Triton creates one for every compiled kernel and calls it for every launch."""
+    """The launcher that Triton creates for every compiled kernel and calls for every launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.kinds = tuple(source.signature.values())
@@ -269,7 +269,7 @@ def driver_for(gpu: Gpu) -> type[Any]:
             return 0
 
         def get_benchmarker(self) -> Any:
-            raise NotImplementedError("times here mean nothing")
+            raise NotImplementedError("times measured on a CPU mean nothing")
 
     return Driver
 

@@ -114,7 +114,7 @@ class Faults:
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
                 continue  # not valid assembly
             return self._tried(code, fault, changed)
-        raise AssertionError("drawn() does not end")
+        raise AssertionError("drawn() is endless")
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
         """Plant the faults of an earlier session in the same form, or in the nearest equal instruction of the

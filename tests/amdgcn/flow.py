@@ -1,8 +1,8 @@
 """Data flow of a program: what registers depend on, and which are overwritten before they are read. Used to prove that
 faults have no effect.
 
-Both analyses are conservative: in doubt a register counts as read, and it depends on everything that an instruction
-names.
+Both analyses are conservative: in case of doubt, a register counts as read, and depends on everything that an
+instruction names.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _lanes(text: str, rng: random.Random) -> str | None:
 
 
 def _mask(text: str, rng: random.Random) -> str | None:
-    """Change the row or bank mask, or the choice between two values."""
+    """Change the row mask, swap the two values of a selection, or change a comparison."""
     if "row_mask:0xa" in text:
         return text.replace("row_mask:0xa", "row_mask:0x5")
     if text.startswith("v_cndmask_b32") and "::" not in text:

@@ -50,7 +50,7 @@ class Record:
         return {form.kernel for form in self.forms.values()}
 
     def shares(self) -> list[Share]:
-        """How much of every kernel was reached."""
+        """For every kernel, the share of its code that was reached."""
         return list(shares(self.arch, map(vars, self.forms.values())))
 
     def write(self, path: Path) -> None:

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", metavar="ARCH", nargs="*", default=list(ARCHITECTURES))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=60, help="faults for fault architecture (default: 60)")
+    parser.add_argument("--count", type=int, default=60, help="number of faults per architecture (default: 60)")
     options = parser.parse_args(arguments)
     for arch in options.architectures:
         text = section(arch, options.seed, plant(arch, options.seed, options.count))

@@ -63,7 +63,7 @@ def _is_division(values: Values, quotient: int, denominator: int, numerator: int
 
 
 def _lowest(values: Values, result: int | None) -> int | None:
-    """If this is the lowest bit of a number as bfloat16: the number, otherwise None."""
+    """The number whose lowest bit in bfloat16 is this result, or None."""
     key = values.keys[result] if result is not None else ()
     if key[:1] != ("masked",):
         return None
@@ -102,7 +102,8 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
-    """The numbers of which a value is the rounded sum, or its upper half. Signs and factors may be merged into it."""
+    """The numbers that a value may be the rounding of: their sum with the rounding terms, or its upper half. Signs and
+    factors may be merged into it."""
     name, *parts = values.keys[value]
     numbers = [part for part in parts if name in _WITH_CONSTANTS and values.keys[part][0] == "constant"]
     if name == "negative" or (numbers and _WITH_CONSTANTS[name] in (None, values.keys[numbers[0]][1])):

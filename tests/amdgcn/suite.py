@@ -40,7 +40,7 @@ HOST = re.compile(
 # The number of cases per module, from different functions, drawn by architecture and name.
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
-# For the smallest share: one function per module, or the first part of the names of its cases. One case of it runs.
+# For the smallest share, one case per module runs: a case of this function, or one whose name starts with this text.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",
@@ -114,7 +114,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases that run elsewhere or are not in the share; the check of what was executed runs last."""
+    """Deselect cases that run elsewhere or are not in the share, and move the check of what was executed to the end."""
     count = SHARES[config.getoption("--machine-code-share")]
     on_triton = [item for item in items if "tests/triton/" in item.path.as_posix()]
     chosen = [item for item in on_triton if item.path.stem not in ELSEWHERE]

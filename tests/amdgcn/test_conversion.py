@@ -32,7 +32,7 @@ def wrong(arch, lines):
     return [index for index, _ in sequences.wrong(program(arch, lines))]
 
 
-def test_the_sequence_is_recognised_in_the_forms_that_compilers_give_it():
+def test_the_sequence_is_recognised_in_all_forms_that_compilers_emit():
     assert wrong("gfx1100", PLAIN) == wrong("gfx942", OLD) == []
     shifts = ["v_lshrrev_b32_e32 v2, 16, v1", "v_and_b32_e32 v2, 1, v2", *PLAIN[1:]]
     assert wrong("gfx1100", shifts) == []

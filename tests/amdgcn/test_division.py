@@ -13,7 +13,7 @@ from tests.amdgcn.one import ARCHITECTURES, CDNA, execute, lanes, program
 f32 = np.float32
 SMALLEST, LARGEST = -149, 127  # exponents of float32, including subnormal numbers
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-38, 3e38, 1, -1], f32)
-WAVES = 600  # numbers per launch
+WAVES = 600  # per launch
 
 
 def sequence(arch):
@@ -58,7 +58,7 @@ def numbers(generator, power_of_two):
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_pair_of_exponents(arch, power_of_two):
+def test_every_pair_of_exponents_is_rounded_correctly(arch, power_of_two):
     with np.errstate(all="ignore"):
         a, b = numbers(np.random.default_rng(5), power_of_two)
         quotient, inverse = divided(arch, a, b)
@@ -81,7 +81,7 @@ def wrong(arch, lines):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_sequence_is_recognised_in_the_forms_that_compilers_give_it(arch):
+def test_the_sequence_is_recognised_in_all_forms_that_compilers_emit(arch):
     lines = sequence(arch)
     assert wrong(arch, lines) == []
     assert wrong(arch, ["v_mov_b32_e32 v9, v2", lines[0], lines[1].replace("v2", "v9"), *lines[2:]]) == []

@@ -88,7 +88,7 @@ def test_every_bit_of_an_address_and_every_carry_matters():
 
 
 @pytest.mark.parametrize("dtype", NANS)
-def test_a_nan_that_is_stored_is_one_that_operations_produce(dtype):
+def test_a_stored_nan_with_bits_that_no_operation_produces_is_an_error(dtype):
     space, values = Space(cdna=True), torch.tensor([1.0, float("inf"), float("nan"), -float("nan")]).to(dtype)
     written = {space.address(values): np.ones(values.nbytes, bool)}
     space.check_numbers(written)
@@ -127,7 +127,7 @@ def argument(offset, size, kind="by_value"):
     return SimpleNamespace(offset=offset, size=size, kind=kind)
 
 
-def test_arguments_are_put_where_the_code_reads_them():
+def test_arguments_are_packed_at_the_offsets_that_the_code_reads():
     fields = [argument(0, 8), argument(8, 4), argument(16, 8), argument(24, 4, "hidden_block_count_x")]
     program = SimpleNamespace(arguments=fields, kernarg_size=32)
     block = pack(program, [bytes(range(8)), b"abcd"], (7, 1, 1), 256)

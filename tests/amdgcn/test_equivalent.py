@@ -1,4 +1,4 @@
-"""A proof that a fault changes nothing succeeds only if it is true."""
+"""A fault is proven to change nothing only if it really changes nothing."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def proof(index, after, bound="8"):
         (10, "v_sub_u32_e32 v2, v2, v3", None),
     ],
 )
-def test_a_proof(index, after, words):
+def test_a_proof_has_its_reason(index, after, words):
     why = proof(index, after)
     assert why is None if words is None else words in why
 
 
 @pytest.mark.parametrize(("index", "after"), [(6, "v_and_b32_e32 v5, 15, v0"), (1, "s_load_dword s6, s[0:1], 0xc")])
 def test_what_depends_on_an_argument_is_not_proven(index, after):
-    """The result is equal in this launch only: with a larger bound the lanes would not be idle."""
+    """The result is equal only in this launch: with a larger bound, the lanes would not be idle."""
     assert proof(index, after, bound="s6") is None
 
 
-def test_registers_and_flags_that_are_read_are_alive():
+def test_registers_and_flags_that_are_read_are_live():
     lines = ["s_cmp_lg_u32 s4, 0", "s_mul_i32 s5, s4, s4", "s_cselect_b32 s6, s4, s5", "s_mov_b32 s6, 0"]
     program = one.program(ARCH, lines)
     assert not flow.dead(program, 0, {flow.SCC})  # s_mul does not write it

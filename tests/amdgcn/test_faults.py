@@ -25,7 +25,7 @@ def loaded():
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 
     def check():
-        torch.use_deterministic_algorithms(True)  # elements that are not written are NaN
+        torch.use_deterministic_algorithms(True)  # fills elements that are not written with NaN
         try:
             with options.override(tier="triton", probe=False):
                 output = ops.rms_norm(x, weight, eps=1e-6)

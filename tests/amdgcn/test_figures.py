@@ -29,7 +29,7 @@ def test_gfx12_counts_loads_separately():
     assert figures.in_flight(both, "gfx1201") == 32 * (16 + 8)
 
 
-def test_littles_law():
+def test_bytes_in_flight_follow_littles_law():
     assert figures.MEMORIES["gfx942"].needed() == pytest.approx(13947, abs=1)
     assert {arch: memory.units for arch, memory in figures.MEMORIES.items()} == {
         arch: gpu.units for arch, gpu in GPUS.items()

@@ -66,7 +66,7 @@ def test_fused_multiply_add_rounds_once(arch):
     np.testing.assert_array_equal(vector(state, "v4", f32), np.array(expected, f32))
 
 
-def test_rounding_twice_would_be_wrong():
+def test_rounding_twice_would_differ():
     """Neither sum is exact in float64, where both round to the midpoint between two float32 numbers."""
     a, b = np.array([1 + 2.0**-23], f32), np.array([1 + 2.0**-23 * 0.5], f32)
     total = np.array([1 + 2.0**-24], np.float64)

@@ -43,7 +43,7 @@ def test_wait_states(arch, first, second, states):
     assert program(arch, [first, *filler[1:], second]).hazards
 
 
-def test_pairs_without_wait_states():
+def test_other_pairs_need_no_wait_states():
     for arch, first, second in (
         ("gfx90a", "v_cmp_eq_u32_e32 vcc, v1, v2", "v_cndmask_b32_e32 v3, v4, v5, vcc"),
         ("gfx942", MATRIX, "v_mov_b32_e32 v8, v4"),

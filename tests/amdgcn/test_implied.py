@@ -17,7 +17,7 @@ def reason(*lines, at):
     return implied.implied(one.program("gfx942", list(lines)), at)
 
 
-def test_another_wait_completes_in_time():
+def test_a_wait_is_implied_if_another_one_completes_in_time():
     words = "completes the same operations"
     assert words in reason(LOAD, WAIT, IDLE, WAIT, USE, at=1)
     assert words in reason(LOAD, OTHER, "s_waitcnt vmcnt(1)", "s_waitcnt vmcnt(1)", USE, at=2)
@@ -40,7 +40,7 @@ def test_another_wait_completes_in_time():
     ],
     ids=" ".join,
 )
-def test_a_required_wait(between):
+def test_a_required_wait_is_not_implied(between):
     assert reason(LOAD, WAIT, *between, USE, "end:", "s_nop 0", at=1) is None
 
 
@@ -54,7 +54,7 @@ def test_scalar_loads_arrive_in_any_order():
     assert reason(*mixed, at=1) is None
 
 
-def test_nothing_is_in_flight_on_any_path():
+def test_a_wait_is_implied_if_nothing_is_in_flight_on_any_path():
     words = "no operation that it waits for"
     assert words in reason(IDLE, WAIT, at=1)
     assert words in reason(LOAD, WAIT, "s_barrier", WAIT, at=3)

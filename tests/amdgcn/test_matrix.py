@@ -11,8 +11,8 @@ from .one import ARCHITECTURES, execute, lanes, program
 
 # For every instruction: rows (and columns), K, bits per element, and the lane group that contains an element of K.
 # A[i][k] is in lane i + size × (k // per lane), starting at the lowest bits of the lane's first register, where "per
-# lane" is K × size / 64 (CDNA), K / 2 (RDNA 4, where 16-bit elements alternate between the halves of the wave in groups
-# of four). On RDNA 3 both halves of a wave contain all of K. B has the layout of A transposed.
+# lane" is K × size / 64 (CDNA) or K / 2 (RDNA 4, where 16-bit elements alternate between the halves of the wave in
+# groups of four). On RDNA 3 both halves of a wave contain all of K. B has the layout of A transposed.
 MFMA16, MFMA32, INTERLEAVED, HALVES = "mfma16", "mfma32", "interleaved", "halves"
 
 

@@ -110,7 +110,7 @@ def test_buffers_end_in_zeros(arch):
         ({}, [0x80000080], "0x80000080 of an unmasked lane"),
     ],
 )
-def test_a_compilers_buffers_are_checked(change, offsets, words):
+def test_buffers_are_checked_against_the_compilers_rules(change, offsets, words):
     """Errors that the hardware would silently ignore: a wrong limit, and unmasked addresses beyond the end."""
     arch = "gfx942"
     memory, _, registers = buffer(256)
@@ -159,7 +159,7 @@ def test_scalar_loads(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_early_accesses(arch):
+def test_early_accesses_are_errors(arch):
     memory, _, registers = buffer(256)
     registers |= {"v1": 0}
     load = f"global_load_{word(arch)} v4, v1, s[4:5]"
@@ -287,7 +287,7 @@ def test_races_in_lds(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_equal_stores_are_no_race(arch):
+def test_equal_stores_are_not_a_race(arch):
     store = f"{write(arch)}_b32 v1, v3"
     execute(arch, store, {"v1": 0, "v3": 5}, lds=64, waves=2)
     with pytest.raises(Race):
@@ -344,7 +344,7 @@ def test_diverged_waves_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # spills with buffer_store
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # which spills with buffer_store
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_private_to_a_lane(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))

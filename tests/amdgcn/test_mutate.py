@@ -28,12 +28,12 @@ from tests.amdgcn import mutate
         ("another operation", "s_endpgm", None),
     ],
 )
-def test_a_change(kind, before, after):
+def test_every_kind_makes_the_expected_change(kind, before, after):
     assert mutate.KINDS[kind](before, random.Random(0)) == after
 
 
 @pytest.mark.parametrize("kind", ["another address", "another operand", "another constant"])
-def test_a_change_that_is_drawn(kind):
+def test_a_random_change_keeps_the_operation(kind):
     before = {
         "another address": "ds_read_b32 v0, v1 offset:16",
         "another operand": "v_fma_f32 v0, v1, v2, v3",

@@ -114,7 +114,7 @@ def test_single_operands_and_immediates(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compares_and_selects(arch):
+def test_comparisons_and_selects(arch):
     for text, flag in {
         "s_cmp_lt_i32 s4, s5": 1,
         "s_cmp_lt_u32 s4, s5": 0,

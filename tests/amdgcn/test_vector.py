@@ -193,7 +193,7 @@ def test_64_bits(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", ["i32", "u32", "f32"])
-def test_compares(arch, kind):
+def test_comparisons(arch, kind):
     a, b = values(arch, 8), values(arch, 9)
     b[::5] = a[::5]
     mask = "s[4:5]" if arch in CDNA else "s4"
@@ -232,7 +232,7 @@ def test_compares(arch, kind):
         assert scalar(state, mask) == expected, text
 
 
-def test_compares_that_execute():
+def test_comparisons_that_write_exec():
     """v_cmpx writes EXEC on RDNA, so later instructions run in fewer lanes."""
     values = {"v1": np.arange(32, dtype=np.uint32), "v2": 7}
     state = execute("gfx1100", ["v_cmpx_gt_i32_e32 10, v1", "v_mov_b32_e32 v2, 1"], values)

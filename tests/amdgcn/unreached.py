@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OTHERS = frozenset({"_attn_fwd"})  # of aiter
+OTHERS = frozenset({"_attn_fwd"})  # a kernel of aiter
 
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"')
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
@@ -91,7 +91,7 @@ def missed(shares: Sequence[Share]) -> float:
 
 
 def table(shares: Iterable[Share]) -> str:
-    """Markdown, a row for every share."""
+    """Format the shares as a Markdown table, one row per share."""
     rows = ["| GPU | Kernel | Forms | Instructions | Not reached | Explained | Where |", "|---" * 7 + "|"]
     for share in shares:
         where = ", ".join(f"{place} ({count})" for place, count in share.places.most_common(4))

@@ -42,7 +42,7 @@ PRIVATE = (
 def block(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def run(*arguments: str, name: str = "mi300x", variables: dict[str, str] | None = None) -> str:
         recorded = Recorded(name)
-        recorded.told["environment"] = {**recorded.environment, **(variables or {})}
+        recorded.data["environment"] = {**recorded.environment, **(variables or {})}
         monkeypatch.setattr(machine, "ThisMachine", lambda: recorded)
         assert main(["env", *arguments]) == 0
         return capsys.readouterr().out

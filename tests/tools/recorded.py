@@ -23,23 +23,24 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 class Recorded:
     """One recorded machine.
+
     `base` names another machine. Only the differences are stored, and "-" removes an entry.
     """
 
     def __init__(self, name: str) -> None:
-        self.told = read(name)
+        self.data = read(name)
 
     @property
     def system(self) -> System:
-        return System(**self.told["system"])
+        return System(**self.data["system"])
 
     @property
     def environment(self) -> Mapping[str, str]:
-        return self.told.get("environment", {})
+        return self.data.get("environment", {})
 
     @property
     def groups(self) -> tuple[str, ...]:
-        return tuple(self.told.get("groups", ()))
+        return tuple(self.data.get("groups", ()))
 
     def text(self, path: str) -> str | None:
         return self._files.get(path)
@@ -58,44 +59,44 @@ class Recorded:
         return Node() if path in self._files or self.names(path) else None
 
     def free_bytes(self, path: str) -> int | None:
-        return self.told.get("free", {}).get(path)
+        return self.data.get("free", {}).get(path)
 
     def resolves(self) -> bool | None:
-        return self.told.get("resolves")
+        return self.data.get("resolves")
 
     def run(self, *command: str, timeout: float) -> Ran | None:
-        results = self.told.get("commands", {}).get(command[0])
+        results = self.data.get("commands", {}).get(command[0])
         return None if results is None else Ran(results.get("code", 0), results.get("out", ""), results.get("err", ""))
 
     def packages(self) -> Mapping[str, str]:
-        return self.told.get("packages", {})
+        return self.data.get("packages", {})
 
     def torch(self) -> TorchFacts:
-        return TorchFacts(**self.told.get("torch", {}))
+        return TorchFacts(**self.data.get("torch", {}))
 
     def aiter(self) -> AiterFacts:
-        return AiterFacts(**self.told.get("aiter", {}))
+        return AiterFacts(**self.data.get("aiter", {}))
 
     def transformers(self) -> TransformersFacts:
-        return TransformersFacts(**self.told.get("transformers", {}))
+        return TransformersFacts(**self.data.get("transformers", {}))
 
     def graph_events(self) -> tuple[Event, ...]:
-        return tuple(Event(**event) for event in self.told.get("graph_events", ()))
+        return tuple(Event(**event) for event in self.data.get("graph_events", ()))
 
     def ask(self, task: str, *, timeout: float) -> Answer:
-        return Answer(**self.told.get("child", {}).get(task, {}))
+        return Answer(**self.data.get("child", {}).get(task, {}))
 
     @property
     def expected(self) -> dict[str, Any]:
-        return self.told["expect"]
+        return self.data["expect"]
 
     @property
     def _files(self) -> dict[str, str]:
-        return self.told.get("files", {})
+        return self.data.get("files", {})
 
     @property
     def _nodes(self) -> dict[str, dict[str, Any]]:
-        return self.told.get("nodes", {})
+        return self.data.get("nodes", {})
 
 
 def read(name: str) -> dict[str, Any]:

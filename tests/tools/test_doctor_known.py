@@ -45,7 +45,7 @@ def with_gpu(facts: Facts, gfx: str, **torch_facts: str | None) -> Facts:
     return replace(facts, driver=driver, torch=replace(facts.torch, **torch_facts))
 
 
-def test_a_machine_without_any_of_them(good: Facts) -> None:
+def test_a_machine_without_known_faults_has_no_findings(good: Facts) -> None:
     assert not applied(good)
     without = replace(good, driver=replace(good.driver, gpus=(), cards=()), rocm=replace(good.rocm, agents=()))
     assert not list(known(replace(without, torch=replace(good.torch, hip=None))))
@@ -65,7 +65,9 @@ def test_a_machine_without_any_of_them(good: Facts) -> None:
         ("gfx1201", {"version": "2.11.0+rocm7.1", "hip": "7.1.25424"}, None, True, True),
     ],
 )
-def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, reported: bool) -> None:
+def test_releases_that_break_graph_replays_are_reported(
+    good: Facts, gfx: str, torch_facts, system: str | None, bundled: bool, reported: bool
+) -> None:
     facts = replace(
         with_gpu(good, gfx, **torch_facts),
         rocm=replace(good.rocm, version=system),
@@ -79,7 +81,7 @@ def test_graph_replays(good: Facts, gfx: str, torch_facts, system: str | None, b
         assert [finding.level.value for finding in off] == ["ok"]
 
 
-def test_recommended_builds_of_torch() -> None:
+def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
     """A release that breaks a GPU's graph replays is not recommended for it, unless every release breaks them."""
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
@@ -95,7 +97,9 @@ def test_recommended_builds_of_torch() -> None:
         ("7.0.0-14-generic", "gfx1100", None),
     ],
 )
-def test_copies_from_mapped_files(good: Facts, kernel: str, gfx: str, level: str | None) -> None:
+def test_kernels_that_stall_in_copies_from_mapped_files_are_reported(
+    good: Facts, kernel: str, gfx: str, level: str | None
+) -> None:
     facts = replace(with_gpu(good, gfx), system=System("Linux", kernel, "3.12.3"))
     findings = [finding for finding in applied(facts) if finding.check == "mapped-copies"]
     assert [finding.level.value for finding in findings] == [level] * (level is not None)
@@ -107,7 +111,8 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
-    assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]  # no version
+    # its version is not reported
+    assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]
     wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)
     assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
@@ -125,7 +130,7 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
         (Answer({"seconds": {"0": [0.003, 0.002]}}), "ok"),
     ],
 )
-def test_a_conv3d_for_patch_embeddings(good: Facts, answer: Answer, level: str) -> None:
+def test_a_slow_or_crashing_conv3d_is_reported(good: Facts, answer: Answer, level: str) -> None:
     named = ModelFacts("org/qwen-vl", conv3d=True)
     facts = replace(good, model=named, patch_embedding=answer)
     (finding,) = applied(facts)
@@ -134,7 +139,7 @@ def test_a_conv3d_for_patch_embeddings(good: Facts, answer: Answer, level: str) 
         assert "hf_rocm.prepare" in finding.fix
 
 
-def test_a_model_with_a_conv3d_is_recognised_and_tried(tmp_path: Path, good: Facts) -> None:
+def test_a_model_with_a_conv3d_is_recognised_and_its_conv3d_is_run(tmp_path: Path, good: Facts) -> None:
     config = {"model_type": "qwen3_vl", "vision_config": {"temporal_patch_size": 2}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
@@ -157,7 +162,7 @@ def test_a_model_with_a_conv3d_is_recognised_and_tried(tmp_path: Path, good: Fac
     assert {"bitsandbytes", "patch-embedding"} <= set(requests)
 
 
-def test_the_backward_of_rocm_10(good: Facts) -> None:
+def test_the_slower_backward_of_rocm_10_is_reported(good: Facts) -> None:
     ten = {"version": "2.13.0+rocm10.0.0", "hip": "7.15.26333", "rocm": "10.0.0"}
     assert [finding.check for finding in applied(with_gpu(good, "gfx950", **ten))] == ["backward"]
     assert not applied(with_gpu(good, "gfx942", **ten))
@@ -174,7 +179,7 @@ def test_the_backward_of_rocm_10(good: Facts) -> None:
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
-def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, reported: list[str]) -> None:
+def test_faulty_hub_kernels_are_reported(good: Facts, kernels_here: str | None, hub, reported: list[str]) -> None:
     packages = {**good.packages, **({"kernels": kernels_here} if kernels_here else {})}
     facts = replace(
         good,
@@ -184,14 +189,14 @@ def test_kernels_of_the_hub(good: Facts, kernels_here: str | None, hub, reported
     assert [finding.check for finding in applied(facts)] == reported
 
 
-def test_rows_of_padding_in_fp16(good: Facts) -> None:
+def test_padded_rows_in_fp16_are_reported(good: Facts) -> None:
     half = replace(good, model=ModelFacts("org/model", dtype="float16"))
     assert [finding.check for finding in applied(half)] == ["padded-rows"]
     assert not applied(replace(half, transformers=replace(good.transformers, version="4.57.6")))
     assert not applied(replace(good, model=ModelFacts("org/model", dtype="bfloat16")))
 
 
-def test_a_kernels_package_out_of_range_and_the_disabled_features(good: Facts) -> None:
+def test_a_kernels_package_out_of_range_is_reported_with_the_disabled_features(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "kernels": "0.17.2"})
     (finding,) = (finding for finding in transformers(facts) if finding.check == "kernels")
     assert finding.level.value == "warning"
@@ -200,7 +205,7 @@ def test_a_kernels_package_out_of_range_and_the_disabled_features(good: Facts) -
     assert finding.link.startswith("https://github.com/huggingface/transformers/")
 
 
-def test_kernels_that_this_release_loads_from_the_hub() -> None:
+def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
     """The facts are read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
     from importlib.util import find_spec
 
@@ -249,12 +254,12 @@ class Bitsandbytes:
     ("fault", "words"),
     [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
 )
-def test_the_probe_of_4_bit_gemms(fault: str | None, words: str | None) -> None:
+def test_the_probe_of_4_bit_gemms_detects_every_fault(fault: str | None, words: str | None) -> None:
     why = kernels.four_bit_product(torch, Bitsandbytes(fault), "cpu")
     assert why is None if words is None else words in str(why)
 
 
-def test_the_probe_of_a_conv3d(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_a_conv3d_returns_two_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PATCHES", 3)
     monkeypatch.setattr(kernels, "EMBEDDING", 8)
     convolution, product = kernels.patch_embedding(torch, "cpu")

@@ -47,13 +47,13 @@ def levels(findings) -> list[str]:
     return [finding.level.value for finding in findings]
 
 
-def test_architectures_from_the_drivers_number_and_from_overrides() -> None:
+def test_architectures_are_read_from_the_drivers_number_and_from_overrides() -> None:
     numbers = {90402: "gfx942", 90010: "gfx90a", 110501: "gfx1151", 120001: "gfx1201", 100306: "gfx1036", 0: None}
     assert {number: gfx_of_target(number) for number in numbers} == numbers
     assert (gfx_of_version("9.4.2"), gfx_of_version("9.0.10"), gfx_of_version("11")) == ("gfx942", "gfx90a", None)
 
 
-def test_rocminfo_with_trailing_blanks_and_without_agents() -> None:
+def test_rocminfo_is_parsed_with_trailing_blanks_and_without_agents() -> None:
     text = "*******\nAgent 2\n*******                  \n  Name:                    gfx90a             \n"
     text += "  Marketing Name:          AMD Instinct MI210                 \n  Device Type:             GPU     \n"
     result = rocminfo.agents(text.replace("Agent 2\n", "Agent 2                  \n"))
@@ -63,7 +63,7 @@ def test_rocminfo_with_trailing_blanks_and_without_agents() -> None:
     assert rocminfo.complaint(failed) == "hsa api call failure at: rocminfo.cc:1306"
 
 
-def test_rocminfo_that_hangs_and_tools_that_are_elsewhere(good: Facts) -> None:
+def test_a_hanging_rocminfo_and_a_rocm_outside_opt_are_reported(good: Facts) -> None:
     hanging = replace(good, rocm=replace(good.rocm, rocminfo=Ran(None), agents=()))
     assert any("timed out" in finding.what for finding in rocm(hanging))
     none = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
@@ -83,7 +83,7 @@ def test_every_kind_of_container_has_its_own_advice(good: Facts, container: str,
     assert fix in next(driver(cut)).fix
 
 
-def test_compute_access_without_render_nodes(good: Facts) -> None:
+def test_missing_or_unreadable_device_files_are_reported(good: Facts) -> None:
     half = replace(good, container="docker", driver=replace(good.driver, render={}))
     finding = next(driver(half))
     assert finding.level.value == "problem" and "--device=/dev/dri" in finding.fix
@@ -95,36 +95,36 @@ def test_compute_access_without_render_nodes(good: Facts) -> None:
     assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
 
 
-def test_a_driver_that_is_not_loaded_or_lacks_compute_support(good: Facts) -> None:
+def test_a_driver_that_is_not_loaded_or_lacks_compute_support_has_a_fix(good: Facts) -> None:
     cut = replace(good, driver=replace(good.driver, kfd=None, loaded=False))
     assert "modprobe amdgpu" in next(driver(cut)).fix
     cut = replace(good, driver=replace(good.driver, kfd=None))
     assert "dmesg" in next(driver(cut)).fix
 
 
-def test_wsl_without_the_windows_drivers_part(good: Facts) -> None:
+def test_wsl_without_dxg_has_a_fix(good: Facts) -> None:
     assert "wsl --update" in next(driver(replace(good, wsl=True, driver=replace(good.driver, dxg=False)))).fix
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
-def test_variables_that_hide_every_gpu(good: Facts, value: str) -> None:
+def test_variables_that_hide_every_gpu_are_a_problem(good: Facts, value: str) -> None:
     findings = list(driver(with_environment(good, HIP_VISIBLE_DEVICES=value)))
     assert levels(findings) == ["ok", "problem"] and findings[1].fix == "unset HIP_VISIBLE_DEVICES"
 
 
-def test_variables_that_select_gpus_and_variables_that_conflict(good: Facts) -> None:
+def test_variables_that_select_different_gpus_are_a_warning(good: Facts) -> None:
     assert levels(driver(with_environment(good, ROCR_VISIBLE_DEVICES="1"))) == ["ok", "ok"]
     both = with_environment(good, HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="1")
     assert levels(driver(both)) == ["ok", "ok", "warning"]
 
 
-def test_empty_and_invalid_overrides(good: Facts) -> None:
+def test_an_invalid_override_is_a_warning(good: Facts) -> None:
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="9.4.2"))) == ["ok"]
     assert levels(override(with_environment(good, HSA_OVERRIDE_GFX_VERSION="gfx942"))) == ["warning"]
     assert levels(override(good)) == []
 
 
-def test_a_torch_that_is_missing_old_or_wrong(good: Facts) -> None:
+def test_a_torch_that_is_missing_old_or_computes_wrong_results_is_reported(good: Facts) -> None:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
@@ -141,7 +141,7 @@ def test_a_generic_build_serves_its_family(good: Facts) -> None:
     )
 
 
-def test_flags_that_a_build_lacks_and_flags_of_nvidia(good: Facts) -> None:
+def test_missing_flags_and_nvidia_variables_are_reported(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "flags": {"backends.cuda.matmul.allow_tf32": "AttributeError: no"}}
     findings = list(torch_settings(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
     assert findings[0].level.value == "warning" and "setup_environment" in findings[0].fix
@@ -165,7 +165,7 @@ def radeon(facts: Facts, *gpus: str) -> Facts:
     return replace(facts, driver=replace(facts.driver, gpus=gpus))
 
 
-def test_aiter_on_unsupported_cards(good: Facts) -> None:
+def test_unsupported_releases_and_cards_of_aiter_are_reported(good: Facts) -> None:
     old = radeon(with_packages(good, amd_aiter="0.1.9.post1"), "gfx1201")
     first = next(aiter(old))
     assert first.level.value == "warning" and "older than 0.1.19, the first release that supports gfx1201" in first.what
@@ -201,7 +201,9 @@ def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, f
         ({"triton": "3.6.0", "pytorch-triton-rocm": "3.5.1"}, "problem", "overwrite each other's files"),
     ],
 )
-def test_triton(good: Facts, versions: dict[str, str], level: str, words: str) -> None:
+def test_missing_untested_and_duplicate_tritons_are_reported(
+    good: Facts, versions: dict[str, str], level: str, words: str
+) -> None:
     (finding,) = triton(replace(good, packages=versions))
     assert finding.level.value == level and words in f"{finding.what}; {finding.means}"
 
@@ -213,7 +215,7 @@ def test_the_oldest_triton_is_the_one_that_the_kernels_require() -> None:
     assert OLDEST == detect.OLDEST
 
 
-def test_an_allocator_that_was_not_tested_or_failed(good: Facts) -> None:
+def test_an_allocator_that_was_not_tested_or_failed_is_reported(good: Facts) -> None:
     changed = with_environment(good, PYTORCH_ALLOC_CONF="max_split_size_mb:128")
     assert "not tested: there is no GPU" in next(allocator(with_answer(changed, allocator=None))).what
     failed = with_answer(changed, allocator={"error": "ArithmeticError: a live block was overwritten"})
@@ -221,13 +223,13 @@ def test_an_allocator_that_was_not_tested_or_failed(good: Facts) -> None:
     assert finding.level.value == "problem" and "fails with max_split_size_mb:128: ArithmeticError" in finding.what
 
 
-def test_an_override_for_a_card_that_torch_does_not_support(good: Facts) -> None:
+def test_an_override_for_a_card_that_torch_does_not_support_is_a_warning(good: Facts) -> None:
     laptop = with_environment(radeon(good, "gfx1103"), HSA_OVERRIDE_GFX_VERSION="11.0.0")
     (finding,) = override(laptop)
     assert finding.level.value == "warning" and "hf-rocm verify" in finding.fix
 
 
-def test_packages_of_another_release(good: Facts) -> None:
+def test_packages_of_other_releases_are_reported(good: Facts) -> None:
     old = replace(with_packages(good, bitsandbytes="0.46.1"), files={"bitsandbytes_rocm": True})
     assert "older than 0.50" in next(packages(old)).what
     left = with_packages(good, nvidia_cublas_cu12="12.8", nvidia_cudnn_cu12="9.1")
@@ -242,19 +244,19 @@ def test_a_changed_file_without_a_block_is_a_warning(good: Facts, installed: str
     assert finding.what == f"1 model file differs from its release; 3 overlays match, {count} installed"
 
 
-def test_overlays_of_another_release_and_a_kernels_package_in_range(good: Facts) -> None:
+def test_overlays_of_another_hf_rocm_are_a_warning_and_kernels_in_range_is_ok(good: Facts) -> None:
     older = replace(good, transformers=replace(good.transformers, overlays={"old/verified": 3, "no/verified": 72}))
     result = {row.check: row for row in transformers(with_packages(older, kernels="0.18.5", unsloth="2026.10.9"))}
     assert result["overlays"].fix == "hf-rocm install-overlays" and result["overlays"].level.value == "warning"
     assert result["kernels"].level.value == "ok" and "Unsloth" in result["patches"].what
 
 
-def test_a_mac(good: Facts) -> None:
+def test_a_mac_is_a_problem(good: Facts) -> None:
     (finding,) = system(replace(good, system=replace(good.system, name="Darwin")))
     assert finding.level.value == "problem" and "this is Darwin" in finding.what
 
 
-def test_gpus_without_peer_access(good: Facts) -> None:
+def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
     apart = replace(
         good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
@@ -264,7 +266,7 @@ def test_gpus_without_peer_access(good: Facts) -> None:
     assert "no RCCL" in findings[0].what and "(0-1)" in findings[1].what and "64 MiB" in findings[2].what
 
 
-def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None:
+def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) -> None:
     (wrong,) = options(with_environment(good, HF_ROCM_TIER="fastest"))
     assert wrong.level.value == "problem" and "HF_ROCM_TIER=fastest: unknown tier 'fastest'" in wrong.what
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
@@ -276,7 +278,7 @@ def test_hf_rocms_variables_that_are_invalid_or_restrict_it(good: Facts) -> None
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
 
 
-def test_a_transformers_newer_than_the_last_checked_release(good: Facts) -> None:
+def test_a_transformers_newer_than_the_last_checked_release_is_reported(good: Facts) -> None:
     for verdict, level in (
         ("proceed: every overlay can be used", "ok"),
         ("do not proceed: none can be used", "warning"),
@@ -322,7 +324,9 @@ def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path
         (0, "5.23.0", {"model": "problem"}),
     ],
 )
-def test_whether_a_model_fits(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
+def test_a_model_that_does_not_fit_is_reported(
+    good: Facts, weights: int, release: str, expected: dict[str, str]
+) -> None:
     named = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
     actual = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
     assert {finding.check: finding.level.value for finding in actual} == expected
@@ -348,14 +352,14 @@ def test_a_gpu_without_dedicated_memory_has_the_available_host_memory(
     assert {finding.check: finding.level.value for finding in actual}["model-memory"] == expected
 
 
-def test_the_range_of_kernels_is_read_from_transformers_table(tmp_path: Path) -> None:
+def test_the_range_of_the_kernels_package_is_read_from_transformers_table(tmp_path: Path) -> None:
     table = tmp_path / "table.py"
     table.write_text('deps = {"accelerate": "accelerate>=1", "kernels": "kernels>=0.18.2,<0.19"}\n')
     assert required(table, "kernels") == "kernels>=0.18.2,<0.19"
     assert required(table, "absent") is None and required(tmp_path / "none.py", "kernels") is None
 
 
-def test_a_missing_transformers_or_one_that_cannot_be_patched(good: Facts) -> None:
+def test_a_transformers_that_is_missing_or_cannot_be_patched_is_reported(good: Facts) -> None:
     absent = TransformersFacts(refused="transformers is not installed", hint="pip install transformers")
     (match,) = transformers(replace(good, transformers=absent))
     assert (match.level.value, match.fix) == ("problem", "pip install transformers")

@@ -62,7 +62,7 @@ def test_variables_of_torchrun_are_fine(good: Facts) -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, "problem", "4 ranks on this machine, and each sees 2 GPUs", "--nproc-per-node 2"),
     ],
 )
-def test_inconsistent_variables_of_ranks(
+def test_inconsistent_rank_variables_are_reported(
     good: Facts, changes: dict[str, str], level: str, words: str, fix: str
 ) -> None:
     result = [
@@ -84,7 +84,7 @@ def test_inconsistent_variables_of_ranks(
         ("NCCL_SOCKET_IFNAME", "ib", True),
     ],
 )
-def test_named_network_interfaces(good: Facts, name: str, value: str, wrong: bool) -> None:
+def test_network_interfaces_that_do_not_exist_are_a_problem(good: Facts, name: str, value: str, wrong: bool) -> None:
     facts = with_environment(with_host(good, interfaces=("eno1", "lo")), **{name: value})
     assert levels(ranks(facts)) == ["problem"] * wrong
 
@@ -100,7 +100,7 @@ def test_an_unresolved_host_name_matters_on_several_machines_only(good: Facts) -
     assert levels(ranks(with_environment(with_host(good, resolves=True), **among))) == ["ok"]
 
 
-def test_settings_that_slow_down_rccl(good: Facts) -> None:
+def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
     assert levels(several(good)) == ["ok"]
     for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
         assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
@@ -116,7 +116,7 @@ def test_settings_that_slow_down_rccl(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
-def test_rccl_of_another_rocm(good: Facts, loaded: str, fine: bool) -> None:
+def test_rccl_of_another_rocm_release_is_reported(good: Facts, loaded: str, fine: bool) -> None:
     facts = {**good.torch_answer.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
     result = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
     assert result == (["ok"] if fine else ["ok", "warning"])
@@ -137,6 +137,6 @@ def test_facts_of_the_host_are_read_from_files() -> None:
     assert (host.numa_balancing, host.iommu, host.locked, host.networks) == (True, "", 65536, ("mlx5_0",))
     machine = Recorded("mi300x")
     assert collect(machine).host.iommu == "pt"
-    machine.told["files"]["/sys/devices/virtual/dmi/id/bios_version"] = "Hyper-V UEFI Release v4.1"
+    machine.data["files"]["/sys/devices/virtual/dmi/id/bios_version"] = "Hyper-V UEFI Release v4.1"
     assert collect(machine).host.iommu is None
     assert ThisMachine().resolves() in (True, False)

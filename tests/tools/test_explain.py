@@ -29,7 +29,7 @@ def part(model, name):
     return next(part for part in hf_rocm.explain(model).parts if part.cls == name)
 
 
-def test_a_served_model(llama):
+def test_a_served_model_is_described_by_class_and_kernel(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
@@ -88,7 +88,7 @@ def test_the_details_state_a_shared_reason_once(llama):
         assert all(name in text for name, _ in kernel.refused)
 
 
-def test_a_reason_of_one_operation_is_below_it():
+def test_a_reason_of_one_operation_is_listed_below_it():
     def kernel(operation, *refused):
         return Kernel(operation, "decode", "torch", "eager", refused)
 
@@ -153,7 +153,7 @@ def test_a_model_that_is_stock_because_there_is_no_rocm_names_the_next_step(monk
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
-def test_counts_stay_with_their_class(llama, monkeypatch, columns):
+def test_a_count_is_on_the_same_line_as_its_class(llama, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     lines = str(hf_rocm.explain(llama)).splitlines()
     assert any(" × " in line for line in lines)
@@ -276,7 +276,7 @@ def test_a_wrapper_around_a_bound_forward_is_named(llama, monkeypatch):
     assert f"  {cls.__name__}.forward" in explanation.details().splitlines()
 
 
-def test_a_restored_model(llama):
+def test_a_restored_model_is_reported_as_stock(llama):
     hf_rocm.restore(llama)
     explanation = hf_rocm.explain(llama)
     assert explanation.state.startswith("stock") and explanation.kernels == ()

@@ -46,7 +46,8 @@ def test_a_known_difference_is_measured():
     loss = quality.compare([second], [first], [ids], predicts=True)
     assert (loss.largest, loss.mean, loss.size) == (2.0, 2 / 12, 0.0)
     assert math.isclose(loss.same_choice, 2 / 3)
-    # the divergence at one of three positions between equal probabilities and ones of which one is e² times the others
+    # two of the three positions agree; at the third, equal probabilities are compared with probabilities of which one
+    # is e² times the others
     divergence = math.log((3 + math.e**2) / 4) - 2 / 4
     assert math.isclose(loss.divergence, divergence / 3, rel_tol=1e-6)
     impossible = torch.tensor([[[0.0, -math.inf, 1.0, 0.0]]])

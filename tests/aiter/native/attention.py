@@ -43,7 +43,10 @@ def attend(
     if right >= 0:
         seen &= column <= row + right
     if ends is not None and how != "unwritten":
-        need(ends.dtype == torch.int32 and len(ends) == len(q) + 1, "the running sum of the lengths is int32")
+        need(
+            ends.dtype == torch.int32 and len(ends) == len(q) + 1,
+            "the running sum of the lengths must be int32 with one entry more than there are rows",
+        )
         need(s_q == 1 and right < 0 and left < 0, "with lengths, this stand-in supports only single queries")
         seen = seen & (column < ends.diff()[:, None])[:, None, None, :]
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -53,14 +56,20 @@ def attend(
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    need(q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype, "fp16 or bf16, one dtype")
+    need(
+        q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype,
+        "q, k and v must have one dtype, fp16 or bf16",
+    )
     for tensor in (q, k, v):
         need(tensor.stride(-1) == 1, "the last dim must be dense")
         need(all(stride % 8 == 0 for stride in tensor.stride()[:-1]), "rows must be aligned to 16 bytes")
-        need(tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256, "head dims are multiples of 8 up to 256")
-    need(q.shape[0] > 0 and k.shape[-3] > 0, "no keys")
-    need(q.shape[-2] % k.shape[-2] == 0 and k.shape[-2] == v.shape[-2], "grouped heads")
-    need(q.shape[-1] == k.shape[-1], "queries and keys have one head dim")
+        need(tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256, "head dims must be multiples of 8 up to 256")
+    need(q.shape[0] > 0 and k.shape[-3] > 0, "queries and keys must not be empty")
+    need(
+        q.shape[-2] % k.shape[-2] == 0 and k.shape[-2] == v.shape[-2],
+        "the number of query heads must be a multiple of the number of key and value heads",
+    )
+    need(q.shape[-1] == k.shape[-1], "queries and keys must have the same head dim")
 
 
 def mha_fwd(
@@ -86,13 +95,13 @@ def mha_fwd(
         dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None,
         "not supported by this stand-in",
     )
-    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "rows without visible keys")
+    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "some rows see no key")
     left = -1 if window_size_left >= k.shape[1] else window_size_left
     right = -1 if window_size_right >= k.shape[1] else window_size_right
     if q.shape[1] == 1:
         is_causal = False
         regrouped = q.shape[2] > k.shape[2] and left < 0 and right < 0
-        need(not regrouped or q.shape[-1] == v.shape[-1], "regrouped single queries need one head dim")
+        need(not regrouped or q.shape[-1] == v.shape[-1], "regrouped single queries need equal head dims")
     output, lse = attend(q, k, v, softmax_scale, is_causal, left, right, name="mha_fwd", ends=cu_seqlens_kv)
     return output, lse if return_softmax_lse else lse.new_empty(0), lse.new_empty(0), _random_state()
 
@@ -115,7 +124,10 @@ def fmha_v3_fwd(
     gen: Any = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == 128, "the assembly kernel: bf16, head dim 128")
+    need(
+        q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == 128,
+        "the assembly kernel needs bf16 and head dim 128",
+    )
     need(window_size_left == -1 and window_size_right in (-1, 0), "the assembly kernel has no windows")
     need(os.environ["GPU_ARCHS"] in ("gfx942", "gfx950"), "the assembly kernel is for gfx942 and gfx950")
     output, lse = attend(q, k, v, softmax_scale, is_causal, -1, -1, name="fmha_v3_fwd")
@@ -145,7 +157,7 @@ def mha_bwd(
     gen: Any = None,
 ) -> tuple[Tensor, ...]:
     check_attention(q, k, v)
-    need(softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1]), "the log-sum-exp of the forward")
+    need(softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1]), "the log-sum-exp must be that of the forward pass")
     with torch.enable_grad():
         inputs = [tensor.detach().float().requires_grad_() for tensor in (q, k, v)]
         output, _ = attend(*inputs, softmax_scale, is_causal, window_size_left, window_size_right, name="mha_bwd")
@@ -177,7 +189,10 @@ def fmha_v3_bwd(
     rng_state: Tensor | None = None,
     gen: Any = None,
 ) -> tuple[Tensor, ...]:
-    need(64 <= q.shape[-1] <= 128 and q.shape[-1] == v.shape[-1], "the assembly backward: head dims 64 to 128")
+    need(
+        64 <= q.shape[-1] <= 128 and q.shape[-1] == v.shape[-1],
+        "the assembly backward needs equal head dims from 64 to 128",
+    )
     before = [dout, q, k, v, out, softmax_lse, dropout_p, softmax_scale, is_causal, window_size_left]
     return mha_bwd(*before, window_size_right, deterministic, dq, dk, dv)
 
@@ -211,8 +226,8 @@ def mha_varlen_fwd(
     check_attention(q, k, v)
     need(cu_seqlens_k is not None and block_table is None and out is None, "not supported by this stand-in")
     for cu, total, longest in ((cu_seqlens_q, len(q), max_seqlen_q), (cu_seqlens_k, len(k), max_seqlen_k)):
-        need(cu.dtype == torch.int32 and cu.is_contiguous(), "cumulative lengths are int32")
-        need(cu[0] == 0 and cu[-1] <= total and cu.diff().max() <= longest, "cumulative lengths fit the tensors")
+        need(cu.dtype == torch.int32 and cu.is_contiguous(), "cumulative lengths must be contiguous int32")
+        need(cu[0] == 0 and cu[-1] <= total and cu.diff().max() <= longest, "cumulative lengths must fit the tensors")
     output, lse = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=q.dtype), torch.zeros(q.shape[1], len(q))
     for row in range(len(cu_seqlens_q) - 1):
         a, b = slice(*cu_seqlens_q[row : row + 2].tolist()), slice(*cu_seqlens_k[row : row + 2].tolist())
@@ -255,7 +270,10 @@ def fmha_v3_varlen_fwd(
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_k_padded: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    need(q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == 128, "the assembly kernel: bf16, head dim 128")
+    need(
+        q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == 128,
+        "the assembly kernel needs bf16 and head dim 128",
+    )
     need(window_size_left == -1 and window_size_right in (-1, 0), "the assembly kernel has no windows")
     need(logits_soft_cap == 0, "the assembly kernel drops the softcap")
     lengths = [q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q]

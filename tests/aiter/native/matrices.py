@@ -13,14 +13,20 @@ from .strict import CALLS, need
 
 def check_rows(*tensors: Tensor) -> None:
     for tensor in tensors:
-        need(tensor.dim() == 2 and tensor.is_contiguous(), "a contiguous matrix")
-        need(tensor.numel() > 0, "not empty")
+        need(tensor.dim() == 2 and tensor.is_contiguous(), "the tensor must be a contiguous matrix")
+        need(tensor.numel() > 0, "the tensor must not be empty")
 
 
 def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
     check_rows(out, input)
-    need(out.dtype == input.dtype and out.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16, one dtype")
-    need(input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0, "[gate | up], each a multiple of 8 wide")
+    need(
+        out.dtype == input.dtype and out.dtype in (torch.float16, torch.bfloat16),
+        "input and output must have one dtype, fp16 or bf16",
+    )
+    need(
+        input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0,
+        "the input must be [gate | up], both a multiple of 8 wide",
+    )
     gate, up = input.float().chunk(2, -1)
     out.copy_(activation(gate) * up)
 
@@ -39,8 +45,11 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
 
 def _normed(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     check_rows(input)
-    need(weight.dtype == input.dtype and weight.is_contiguous(), "the weight is read as the input's dtype")
-    need(input.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16")
+    need(
+        weight.dtype == input.dtype and weight.is_contiguous(),
+        "the weight must be contiguous and have the input's dtype",
+    )
+    need(input.dtype in (torch.float16, torch.bfloat16), "the input must be fp16 or bf16")
     wide = input.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(input.dtype)
 
@@ -76,11 +85,11 @@ def rope_cached_2c_fwd_impl(
 ) -> None:
     need(
         cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == input_x.dtype,
-        "dense angles, one dtype",
+        "angles must be contiguous and have the input's dtype",
     )
     need(not reuse_freqs_front_part and not nope_first, "not supported by this stand-in")
     r = cos.shape[-1]
-    need(cos.shape == (input_x.shape[0], 1, 1, r), "angles are [s, 1, 1, d]")
+    need(cos.shape == (input_x.shape[0], 1, 1, r), "angles must have the shape [s, 1, 1, d]")
     for source, target in ((input_x, output_x), (input_y, output_y)):
         need(source.stride(-1) == target.stride(-1) == 1, "the last dim must be dense")
         turning = source[..., :r].float()
@@ -118,7 +127,10 @@ def hipb_mm(
     scaleOut: Tensor | None = None,
     bpreshuffle: bool | None = None,
 ) -> Tensor:
-    need(any(call.kernel == "hipb_create_extension" for call in CALLS), "hipBLASLt without its handle")
+    need(
+        any(call.kernel == "hipb_create_extension" for call in CALLS),
+        "hipBLASLt is called before its handle is created",
+    )
     return torch.nn.functional.linear(mat1, mat2.t(), bias)
 
 

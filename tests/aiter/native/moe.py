@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .strict import need
 
-SLOT = 24  # a sorted id is the token in the low 24 bits, and an index among the token's experts above
+SLOT = 24  # a sorted id has the token in its low 24 bits, and the index among the token's experts above them
 
 
 def moe_sorting_fwd(
@@ -25,8 +25,8 @@ def moe_sorting_fwd(
     dispatch_policy: int = 0,
 ) -> None:
     """Write the (token, index) pairs of every expert, padded to whole blocks with a token that doesn't exist."""
-    need(topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32, "int32 ids and fp32 weights")
-    need(topk_ids.is_contiguous() and topk_weights.is_contiguous(), "dense ids and weights")
+    need(topk_ids.dtype == torch.int32 and topk_weights.dtype == torch.float32, "ids must be int32 and weights fp32")
+    need(topk_ids.is_contiguous() and topk_weights.is_contiguous(), "ids and weights must be contiguous")
     tokens, top = topk_ids.shape
     row = block = 0
     for expert in range(num_experts):
@@ -56,7 +56,7 @@ def _pairs(sorted_ids: Tensor, expert_ids: Tensor, valid: Tensor, tokens: int, b
 
 def _plain(weight: Tensor) -> Tensor:
     """Undo the order that the kernels read: tiles of 16 rows by 32 columns, in runs of 8."""
-    need(weight.is_contiguous(), "dense weights")
+    need(weight.is_contiguous(), "weights must be contiguous")
     experts, n, k = weight.shape
     tiles = weight.reshape(experts, n // 16, k // 32, 4, 16, 8)
     return tiles.permute(0, 1, 4, 2, 3, 5).reshape(experts, n, k).float()
@@ -79,7 +79,10 @@ def ck_moe_stage1(
     quant_type: int = 0,
     activation: int = 0,
 ) -> None:
-    need(hidden_states.is_contiguous() and w1.dtype == hidden_states.dtype, "dense rows of the weights' dtype")
+    need(
+        hidden_states.is_contiguous() and w1.dtype == hidden_states.dtype,
+        "hidden states must be contiguous and have the weights' dtype",
+    )
     need(activation == 0 and quant_type == 0 and sorted_weights is None, "not supported by this stand-in")
     weight = _plain(w1)
     pairs = _pairs(sorted_token_ids, sorted_expert_ids, num_valid_ids, len(hidden_states), block_m or 32)
@@ -105,7 +108,7 @@ def ck_moe_stage2(
     quant_type: int = 0,
     activation: int = 0,
 ) -> None:
-    need(sorted_weights is not None, "the weights of the sum")
+    need(sorted_weights is not None, "the second GEMM needs the routing weights")
     assert sorted_weights is not None
     weight, total = _plain(w2), out.float()
     for row, token, slot, expert in _pairs(sorted_token_ids, sorted_expert_ids, num_valid_ids, len(out), block_m or 32):

@@ -14,19 +14,22 @@ TILE = 256  # the largest tile that any number of rows uses; nothing is padded
 
 def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, Y: Tensor) -> None:
     check_rows(XQ, WQ, Y)
-    need(XQ.dtype == WQ.dtype and XQ.dtype in (torch.int8, *FP8), "both int8 or both fp8")
-    need(x_scale.dtype == w_scale.dtype == torch.float32, "scales are fp32")
-    need(x_scale.shape == (len(XQ), 1) and w_scale.shape == (1, len(WQ)), "one scale per row")
-    need(x_scale.is_contiguous() and w_scale.is_contiguous(), "dense scales")
-    need(Y.dtype in (torch.float16, torch.bfloat16), "fp16 or bf16")
+    need(XQ.dtype == WQ.dtype and XQ.dtype in (torch.int8, *FP8), "both operands must be int8 or both fp8")
+    need(x_scale.dtype == w_scale.dtype == torch.float32, "scales must be fp32")
+    need(x_scale.shape == (len(XQ), 1) and w_scale.shape == (1, len(WQ)), "there must be one scale per row")
+    need(x_scale.is_contiguous() and w_scale.is_contiguous(), "scales must be contiguous")
+    need(Y.dtype in (torch.float16, torch.bfloat16), "the output must be fp16 or bf16")
 
 
 def gemm_a8w8(
     XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, Y: Tensor, bias: Tensor | None = None, splitK: int = 0
 ) -> Tensor:
     _check(XQ, WQ, x_scale, w_scale, Y)
-    need(bias is None or (bias.dtype == Y.dtype and bias.is_contiguous()), "the bias has the output's dtype")
-    need(XQ.shape[1] % 16 == 0 and len(WQ) % 8 == 0, "loads of 16 bytes, stores of 8 numbers")
+    need(
+        bias is None or (bias.dtype == Y.dtype and bias.is_contiguous()),
+        "the bias must be contiguous and have the output's dtype",
+    )
+    need(XQ.shape[1] % 16 == 0 and len(WQ) % 8 == 0, "K must be a multiple of 16 and N of 8")
     output = XQ.float() @ WQ.float().t() * x_scale * w_scale
     return Y.copy_(output if bias is None else output + bias)
 
@@ -36,8 +39,8 @@ def gemm_a8w8_bpreshuffle(
 ) -> Tensor:
     _check(XQ, WQ, x_scale, w_scale, Y)
     n, k = WQ.shape
-    need(XQ.dtype in FP8, "fp8")
-    need(n % TILE == 0 and k % TILE == 0 and k >= 512, "whole tiles")
+    need(XQ.dtype in FP8, "the operands must be fp8")
+    need(n % TILE == 0 and k % TILE == 0 and k >= 512, "N and K must be whole tiles, and K at least 512")
     tiles = WQ.view(torch.uint8).view(n // 16, k // 32, 2, 16, 16)
     plain = tiles.permute(0, 3, 1, 2, 4).reshape(n, k).view(WQ.dtype)
     return Y.copy_(XQ.float() @ plain.float().t() * x_scale * w_scale)

@@ -24,7 +24,7 @@ CALLS: list[Call] = []
 
 
 class WrongCall(Exception):
-    """The real kernel would have computed something else, or crashed."""
+    """A call for which the real kernel would return a wrong result or crash."""
 
 
 def need(condition: object, sentence: str) -> None:
@@ -59,7 +59,7 @@ def leaf(function: Any) -> Any:
                     argument.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter compares signatures only if the docstring starts differently
+    called.__doc__ = "Members:"  # aiter does not compare the signatures of functions whose docstring starts like this
     return called
 
 

@@ -1,4 +1,4 @@
-"""Compare instructions, which write lane masks, and v_cndmask, which reads one."""
+"""Comparison instructions, which write lane masks, and v_cndmask, which reads one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is needed to compile one instruction: its operands, its modifiers and the architecture.
+"""The inputs for compiling one instruction: its operands, its modifiers and the architecture.
 
-For every family of instructions a function takes a `Compiling` and returns a step (a function of the state that
+For every family of instructions, a function takes a `Compiling` and returns a step (a function of the state that
 executes the instruction), or None if the mnemonic does not belong to the family. A modifier that the family does not
 read is an error, so that no modifier is silently ignored.
 """
@@ -31,7 +31,7 @@ class Compiling:
 
     instruction: Instruction
     target: Target
-    machine: Any  # the Environment: labels, memory, LDS, logs
+    machine: Any  # the Environment: memory, LDS and scratch; None for shared steps
     index: int
     taken: set[str] = field(default_factory=set)
 

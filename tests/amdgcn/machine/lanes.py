@@ -132,7 +132,7 @@ def _permlanex(c: Compiling) -> Step | None:
     if c.base not in ("v_permlane16_b32", "v_permlanex16_b32"):
         return None
     if c.target.cdna:
-        raise c.refuse("RDNA only")
+        raise c.refuse("the instruction exists only on RDNA")
     low, high = (scalar_reader(operand, "u") for operand in c.operands[2:4])
     options = c.take("op_sel", (0, 0))
     inactive_too, zero = bool(options[0]), bool(options[1])
@@ -169,7 +169,7 @@ def _swap(c: Compiling) -> Step | None:
 
     def step(state: State) -> None:
         if not state.full:
-            raise c.refuse("with inactive lanes")
+            raise c.refuse("inactive lanes are not implemented")
         a = state.v[first].reshape(state.count, -1, 2, size)
         b = state.v[second].reshape(state.count, -1, 2, size)
         upper = a[:, :, 1].copy()
@@ -209,4 +209,4 @@ def _named_swizzle(c: Compiling, name: str, rest: str, lanes: np.ndarray) -> np.
         return (lanes & -numbers[0]) + numbers[1]
     if name == "QUAD_PERM":
         return (lanes & ~3) + np.array(numbers)[lanes & 3]
-    raise c.refuse(f"swizzle {name}")
+    raise c.refuse(f"swizzle {name} is not implemented")

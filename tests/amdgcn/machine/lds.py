@@ -224,7 +224,7 @@ def _transposed(c: Compiling, bits: int) -> Step:
 
     def step(state: State) -> None:
         if not state.full:
-            raise c.refuse("with inactive lanes")
+            raise c.refuse("inactive lanes are not implemented")
         words, access = machine.lds.load(state, machine.lds.places(state, address(state), offset, 8), 8, index)
         elements = np.ascontiguousarray(words).view(dtype).reshape(-1, rows, 16)
         columns = np.ascontiguousarray(elements.transpose(0, 2, 1)).view(u32).reshape(state.count, state.lanes, 2)

@@ -133,7 +133,7 @@ class Memory:
     # Accesses of one instruction
 
     def _place(self, addresses: np.ndarray, size: int) -> Buffer | None:
-        """The buffer that contains all of these addresses, or None if they are in several."""
+        """The buffer that contains all of these addresses, or None if there is no such buffer."""
         low, high = int(addresses.min()), int(addresses.max())
         place = bisect_right(self._starts, low) - 1
         if place >= 0:

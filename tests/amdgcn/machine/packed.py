@@ -96,7 +96,7 @@ def _packed16(c: Compiling) -> Step | None:
     minus = [c.take(name, (0,) * len(sources)) for name in ("neg_lo", "neg_hi")]
     clamp = bool(c.take("clamp", False))
     if clamp and letter != "h":
-        raise c.refuse("an integer that is clamped")
+        raise c.refuse("clamped integer results are not implemented")
     parts = [
         [negated(vector_reader(operand, letter, half=halves[i]), signs[i]) for i, operand in enumerate(sources)]
         for halves, signs in zip((low, high), minus, strict=True)

@@ -140,7 +140,7 @@ def _compile(instruction: Instruction, target: Target, environment: Environment,
 def _single(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
     family = instruction.mnemonic.split("_", 1)[0]
     if family == "v" or (family == "s" and "load" not in instruction.mnemonic):
-        # depends on the state alone: all programs share one step
+        # such a step depends only on the state, so all programs share it
         key = instruction.mnemonic, instruction.operands, tuple(sorted(instruction.modifiers.items()))
         return _shared(Key(*key, instruction), target.name)
     return _compiled(instruction, target, environment, index, family)
@@ -176,7 +176,7 @@ def _shared(key: Key, target: str) -> Step:
 
 
 def _dual(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
-    """A dual instruction: both halves read before either writes."""
+    """A step for a dual instruction, whose halves both read before either writes."""
     assert instruction.second
     halves = [replace(instruction, second=None), instruction.second]
     plain = [replace(half, mnemonic=half.mnemonic.replace("v_dual_", "v_", 1)) for half in halves]
@@ -202,7 +202,8 @@ def _dual(instruction: Instruction, target: Target, environment: Environment, in
 
 
 def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
-    """A step for control flow. It returns an index, a mask of the waves that branch and an index, or a word."""
+    """A step for control flow. It returns the index of the next instruction, (the waves that branch, the index), "end",
+    "barrier" or None."""
     name = instruction.mnemonic
     if name == "s_endpgm":
         return lambda state: "end"

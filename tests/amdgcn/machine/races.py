@@ -121,8 +121,8 @@ def _describe(
 def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: Sequence[str], where: str) -> None:
     """Check one global buffer; raises `Race`. Barriers order the waves of one workgroup only.
 
-    If no place is accessed by two waves, there is nothing to check. Otherwise no workgroup may write a place that
-    another one accesses, and within a workgroup every interval is checked separately.
+    If no wave writes a place that another wave accesses, there is no race. Otherwise no workgroup may write a place
+    that another one accesses, and within a workgroup every interval is checked separately.
     """
     try:
         check_interval(accesses, size, texts, where)

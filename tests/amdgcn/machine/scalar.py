@@ -241,7 +241,7 @@ def _saveexec(c: Compiling) -> Step | None:
     if not match or match[1] not in BITWISE:
         return None
     if int(match[2]) != c.target.lanes:
-        raise c.refuse("EXEC has another width")
+        raise c.refuse("EXEC has a different width")
     wide = match[2] == "64"
     function, letter = BITWISE[match[1]], "U" if wide else "u"
     read, write = scalar_reader(c.operands[1], letter), put(c, c.operands[0], wide=wide)

@@ -107,7 +107,7 @@ class Destination:
         self.scale = DTYPES[letter](multiplied / divided) if letter in "fh" else None
         if self.clamp and letter not in "fh":
             if c.base not in SATURATING:
-                raise c.refuse("an integer that is clamped")
+                raise c.refuse("clamped integer results are not implemented")
             self.clamp = False
         self.part = _SELECT[c.take("dst_sel", "DWORD")] if c.sdwa else (0, 32)
         self.unused = c.take("dst_unused", "UNUSED_PAD") if c.sdwa else ""

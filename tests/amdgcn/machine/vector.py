@@ -282,7 +282,7 @@ def compile_vector(c: Compiling) -> Step | None:
     if c.base in _ACCUMULATE:
         texts.append(c.instruction.operands[0])
     if len(texts) != len(letters):
-        raise c.refuse(f"{len(texts)} sources instead of {len(letters)}")
+        raise c.refuse(f"expected {len(letters)} sources, got {len(texts)}")
     if c.base in SATURATING and c.take("clamp", False):
         function = SATURATING[c.base]
     sources = Sources(c, texts, letters)

@@ -58,14 +58,17 @@ class Contract:
     masked: int
 
     def check(self, words: np.ndarray, offsets: np.ndarray | None, dropped: np.ndarray) -> None:
-        """words: [4, waves]; offsets: of the lanes, without the instruction's offset; dropped: lanes beyond the end."""
+        """Raise `Descriptor` for a violation.
+
+        words: [4, waves]. offsets: of the lanes, without the instruction's offset. dropped: lanes beyond the end.
+        """
         if (words[2] != self.records).any():
             raise Descriptor(f"expected a limit of {self.records:#x}, got {int(words[2].max()):#x}")
         if (words[3] != self.flags).any():
             raise Descriptor(f"expected flags {self.flags:#x}, got {int(words[3].max()):#x}")
         if dropped.any():
             if offsets is None:
-                raise Descriptor("a uniform offset beyond the buffer's end")
+                raise Descriptor("a uniform offset is beyond the buffer's end")
             stray = np.broadcast_to(offsets, dropped.shape)[dropped]
             stray = stray[stray != self.masked]
             if stray.size:

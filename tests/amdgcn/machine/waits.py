@@ -25,9 +25,8 @@ _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")
 
 @dataclass(eq=False)
 class Ticket:
-    """One operation in flight. kind: "vmem", "lds" or "scalar". origin: the instruction's index and a count of its
-    executions since the wave last had nothing in flight. deliver: writes the result. access: the memory access, to
-    detect races."""
+    """One operation in flight. kind: "vmem", "lds" or "scalar". origin: the index of the instruction. registers: the
+    registers that it writes. result: their values, which `deliver` writes. accesses: to detect races."""
 
     counter: str
     kind: str

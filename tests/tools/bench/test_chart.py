@@ -42,7 +42,7 @@ def test_segments_of_several_commits_are_named_with_all_rates():
     assert "4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in text
 
 
-def test_no_word_is_cut_at_the_right():
+def test_no_word_is_cut_off_at_the_right_edge():
     commits = [segment(commit=f"{number:012x}") for number in range(6)]
     for part in words_of(chart.draw("x", commits)):
         width = chart.CHARACTER * part.size * len(part.text)

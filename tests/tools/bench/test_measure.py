@@ -153,7 +153,7 @@ def test_the_grid_has_every_combination():
     assert len(cases) == 8 and cases[0] == Case("decode", 1, 128, 64) and cases[-1] == Case("prefill", 8, 1024)
 
 
-def test_spread_and_device_time():
+def test_a_spread_has_the_median_and_quartiles_and_device_time_has_a_warm_up():
     assert spread([0.004]) == (4.0, 4.0, 4.0)
     assert spread([0.001, 0.002, 0.003, 0.004, 0.005]) == pytest.approx((3.0, 2.0, 4.0))
     called = []

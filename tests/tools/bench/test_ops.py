@@ -21,7 +21,7 @@ def lines(*names):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_is_compared_on_all_its_implementations(name):
+def test_every_operation_is_compared_across_all_its_implementations(name):
     result = lines(name)
     candidates = {
         f"{implementation.tier}: {implementation.name}" for implementation in operations()[name].implementations
@@ -57,7 +57,7 @@ def test_attention_is_measured_with_every_backend_of_pytorch():
     assert result["torch: SDPA, cudnn_attention"].reason is not None
 
 
-def test_the_floor_of_a_gemm():
+def test_the_floor_of_a_gemm_is_the_longer_of_memory_and_compute_time():
     (line, *_) = [outcome for outcome in lines("linear") if outcome.case.startswith("o,")]
     assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
 

@@ -42,7 +42,7 @@ def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     assert error.value.facts["case"] == case.title
 
 
-def test_a_rounding_error_is_no_mismatch(model, monkeypatch):
+def test_a_rounding_error_is_not_a_mismatch(model, monkeypatch):
     spoil(monkeypatch, 1e-9)
     assert len(run(model, ["hf_rocm"], PREFILL).timings) == 1
 
@@ -55,7 +55,7 @@ def spoil(monkeypatch, by):
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # cached lookups stay correct
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # a new cache
 
 
 def test_another_side_with_wrong_results_is_skipped(model):

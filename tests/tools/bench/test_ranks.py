@@ -34,11 +34,11 @@ RAISED = """
 import json, sys, time
 from pathlib import Path
 rank = int(sys.argv[2])
-told = [{"message": "the peer is gone"}, {"message": "no such file", "facts": {"file": "x"}, "hint": "look"}][rank]
+failure = [{"message": "the peer is gone"}, {"message": "no such file", "facts": {"file": "x"}, "hint": "look"}][rank]
 place = Path(sys.argv[1])
 while rank == 0 and not (place / "failed-1.json").exists():  # fails after its peer
     time.sleep(0.01)
-(place / f"failed-{rank}.draft").write_text(json.dumps({"at": time.time(), "facts": {}, "hint": None, **told}))
+(place / f"failed-{rank}.draft").write_text(json.dumps({"at": time.time(), "facts": {}, "hint": None, **failure}))
 (place / f"failed-{rank}.draft").rename(place / f"failed-{rank}.json")
 while rank == 1 and not (place / "failed-0.json").exists():
     time.sleep(0.01)
@@ -51,9 +51,9 @@ TOGETHER = """
 import json, sys, time
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
-said = {"at": 0, "error": "Mismatch", "message": "wrong everywhere", "facts": {"error": "1"}, "hint": "report"}
+failure = {"at": 0, "error": "Mismatch", "message": "wrong everywhere", "facts": {"error": "1"}, "hint": "report"}
 if rank == 1:
-    (place / "failed-1.json").write_text(json.dumps(said))
+    (place / "failed-1.json").write_text(json.dumps(failure))
     sys.exit(1)
 time.sleep(600)
 """
@@ -61,8 +61,8 @@ WELL = """
 import json, sys
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
-asked = json.loads((place / "question.json").read_text())
-assert asked["world"] == 2 and asked["sides"] == ["stock"] and asked["port"] > 0
+question = json.loads((place / "question.json").read_text())
+assert question["world"] == 2 and question["sides"] == ["stock"] and question["port"] > 0
 (place / "progress").write_text("working")
 import time; time.sleep(0.3)
 if rank == 0:
@@ -190,7 +190,7 @@ def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
     assert error.value.facts["unlike rank 0"] == "2"
 
 
-def test_the_number_of_equal_leading_tokens_of_two_sides():
+def test_the_number_of_equal_leading_tokens_is_reported():
     one = object.__new__(rank._Rank)
     one.question = SimpleNamespace(sides=["stock", "hf_rocm"])
     first, other = rank._Taken(), rank._Taken()

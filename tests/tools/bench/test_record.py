@@ -25,7 +25,7 @@ def test_segments_are_read_as_written(tmp_path):
     assert list(tmp_path.rglob("*")) == [file.parent, file]
 
 
-def test_the_schema():
+def test_the_schema_is_unchanged():
     """Programs read this schema, so a change requires a new FORMAT."""
     data = segment().to_dict()
     assert set(data) == {

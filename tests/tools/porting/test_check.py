@@ -118,7 +118,7 @@ def test_a_translated_include_needs_no_change(tmp_path):
     assert finding.instead == "no change needed: hipify translates this include"
 
 
-def test_several_rules_report_one_line(tmp_path):
+def test_several_rules_can_report_the_same_line(tmp_path):
     line = 'asm volatile("mov.u32 %0, %1;" : "=r"(x) : "r"(__shfl_down_sync(0xffffffff, y, threadIdx.x & 31)));\n'
     report = checked(tmp_path, "a.cu", line)
     assert sorted(finding.rule for finding in report.findings) == ["inline-ptx", "lane-mask-32", "warp-size-32"]
@@ -132,7 +132,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
     cells = [
         {"cell_type": "code", "source": ["from numba import cuda\n", "x = 1\n"]},
         {"cell_type": "markdown", "source": ["import pynvml"]},
-        {"cell_type": "code", "source": ["this is no Python"]},
+        {"cell_type": "code", "source": ["this is not Python"]},
         {"cell_type": "code", "source": "%%bash\necho 1\nnvidia-smi"},
         {"cell_type": "code", "source": ["if x:\n", "    !pip install numpy \\\n", "      pynvml\n", "y = 'ä'"]},
         {"cell_type": "code", "source": ["%%time\n", "import cupy"]},
@@ -167,7 +167,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
         ("'unclosed", [(1, ("unclosed",))]),
     ],
 )
-def test_shell_text_as_commands(text, expected):
+def test_shell_text_is_split_into_commands(text, expected):
     assert [(command.line, command.words) for command in commands(text)] == expected
 
 
@@ -181,7 +181,7 @@ def test_shell_text_as_commands(text, expected):
         ("case $(uname) in *) a ;; esac", ""),
     ],
 )
-def test_guards_of_a_command(text, guarded):
+def test_guarded_commands_are_recognised(text, guarded):
     assert (
         "".join(command.program for command in commands(text) if command.guarded and command.program.isalpha())
         == guarded
@@ -290,7 +290,8 @@ def words(number):
     return str(number).translate(str.maketrans("0123456789", "abcdefghij")) + "x"
 
 
-# Functions that return the text of a file with n parts. Reading something again for every part would be quadratic.
+# Functions that return the text of a file with n parts. A check that rereads something for every part would take
+# quadratic time.
 HOSTILE = {
     "guards.py": lambda n: "def f():\n" + "".join(f"    if {words(number)}: return\n" for number in range(n)),
     "findings.py": lambda n: "import pynvml\n" * n,

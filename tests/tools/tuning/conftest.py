@@ -36,10 +36,10 @@ with open(given["--tuned_file"], "w") as out:
     for number, shape in enumerate(shapes):
         if "some" in how and number % 2:
             continue
-        found = {"gfx": os.environ["GPU_ARCHS"], "cu_num": os.environ["CU_NUM"], "libtype": "hipblaslt",
-                 "solidx": number, "splitK": 0, "us": 9.5, "soltimes": 9.5, "kernelName": "", "err_ratio": 0.0,
-                 "tflops": 1.0, "bw": 1.0}
-        out.write(",".join(str({**shape, **found}[name]) for name in columns) + "\\n")
+        result = {"gfx": os.environ["GPU_ARCHS"], "cu_num": os.environ["CU_NUM"], "libtype": "hipblaslt",
+                  "solidx": number, "splitK": 0, "us": 9.5, "soltimes": 9.5, "kernelName": "", "err_ratio": 0.0,
+                  "tflops": 1.0, "bw": 1.0}
+        out.write(",".join(str({**shape, **result}[name]) for name in columns) + "\\n")
         out.flush()
         if "hangs" in how:
             time.sleep(600)

@@ -64,7 +64,7 @@ def test_the_users_rows_precede_tuned_rows_and_shipped_rows(fake_aiter, tmp_path
     assert os.environ[VARIABLE] == f"{one}{os.pathsep}{two}"
 
 
-def test_with_tuned_rows_only(fake_aiter):
+def test_tuned_rows_alone_are_set_as_the_table(fake_aiter):
     fake = fake_aiter("0.1.20")
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=3, kernelName="here")))
     active.before_import()

@@ -41,7 +41,7 @@ def test_every_generations_tuner_is_run_on_its_own_files(version, fake_aiter, mo
     assert engines.known(MI300X, fake.release) == {row.key(*MI300X) for row in SHAPES}
 
 
-def test_the_command_of_an_installed_and_of_a_named_release(fake_aiter):
+def test_the_command_depends_on_whether_the_release_is_installed(fake_aiter):
     fake = fake_aiter("0.1.20")
     line = engines.command(fake.release, "in.csv", "out.csv")
     script = fake.site / "aiter_meta/csrc/gemm_a16w16/gemm_a16w16_tune.py"
@@ -103,7 +103,7 @@ def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):
     assert not any(str(fake.how.parent).encode() in command for command in commands)
 
 
-def test_a_release_without_its_tuner(fake_aiter):
+def test_a_release_without_its_tuner_is_refused(fake_aiter):
     fake = fake_aiter("0.1.20")
     assert fake.release.tuner is not None
     fake.release.tuner.unlink()
@@ -121,7 +121,7 @@ def test_a_damaged_table_is_refused_with_its_line_and_not_overwritten(fake_aiter
     assert store.tuned(MI300X, fake.release).read_text() == damaged
 
 
-def test_the_gemms_that_are_passed_to_aiters_tuner():
+def test_only_gemms_that_aiter_supports_are_passed_to_its_tuner():
     assert engines.takes(SHAPES[0]) and engines.takes(SHAPES[0]._replace(dtype="torch.float16"))
     assert not engines.takes(SHAPES[0]._replace(dtype="torch.float32"))
     assert not engines.takes(SHAPES[0]._replace(k=36))

@@ -12,7 +12,7 @@ from tests.tools.tuning.conftest import MI300X, table_text, write
 
 
 @pytest.mark.parametrize("version", [layout.since for layout in LAYOUTS])
-def test_the_installed_aiter_its_tuner_and_its_tables(version, fake_aiter):
+def test_the_installed_aiter_is_detected_with_its_tuner_and_tables(version, fake_aiter):
     fake = fake_aiter(version, models={"x_bf16_tuned_gemm.csv": "a\n", "x_bf16_untuned_gemm.csv": "a\n"})
     assert fake.release.layout == layout_of(version)
     assert fake.release.tuner == fake.site / "aiter_meta" / fake.release.layout.tuner

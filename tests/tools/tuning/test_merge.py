@@ -73,7 +73,7 @@ def test_a_missing_gfx_is_filled_in_and_flags_are_normalised(read):
     assert line.startswith("gfx942,304,8,4096,512,True,torch.bfloat16,torch.bfloat16,False,False,asm")
 
 
-def test_the_m_to_which_aiter_pads():
+def test_m_is_padded_as_in_aiter():
     assert {m: padded(m, 4096) for m in (1, 16, 17, 257, 1025, 4097)} == {
         1: (16, 1),
         16: (16, 16),
@@ -85,7 +85,7 @@ def test_the_m_to_which_aiter_pads():
     assert padded(9000, 4096) == (9088, 16384) and padded(9000, 4097) == (9088, 8192)
 
 
-def test_the_number_of_gemms_that_aiter_finds(read):
+def test_gemms_are_counted_as_tuned_if_aiter_finds_a_row(read):
     merged = merge([(YOURS, read(row(LAYOUT, M=16), row(LAYOUT, M=64, bias=True)))], LAYOUT, MI300X)
     shapes = [
         Gemm(16, 4096, 512, "torch.bfloat16", False),

@@ -87,7 +87,7 @@ def test_a_loop_that_depends_on_values_ends(checkpoints, monkeypatch):
         record(built, [1], [1])
 
 
-def test_an_encoder_decoder(tmp_path):
+def test_an_encoder_decoder_is_recorded(tmp_path):
     config = transformers.T5Config(
         d_model=64, d_ff=96, num_layers=1, num_heads=4, d_kv=16, vocab_size=131, decoder_start_token_id=0
     )
@@ -97,7 +97,7 @@ def test_an_encoder_decoder(tmp_path):
     assert {shape.m for shape in gemms} == {2, 14}
 
 
-def test_models_that_cannot_be_recorded_are_an_error(checkpoints, tmp_path):
+def test_a_model_that_cannot_be_recorded_is_an_error(checkpoints, tmp_path):
     with pytest.raises(LoadError, match="no config could be loaded"):
         seen_without(str(tmp_path / "nothing"), [1], [1])
     with pytest.raises(TuningError, match="there is no dtype 'bf17'"):

@@ -50,7 +50,7 @@ def test_fused_layers_count_as_one():
     assert {shape.n for shape in seen.shapes([(q, k, v)])} == {16, 4}
 
 
-def test_layers_that_prepare_would_not_fuse():
+def test_layers_that_prepare_would_not_fuse_are_not_fusable():
     plain = nn.Linear(8, 4)
     assert shapes.fusable((plain, nn.Linear(8, 16)))
     assert not shapes.fusable((plain,))

@@ -86,7 +86,7 @@ def test_a_damaged_row_is_refused_with_its_line(changes, words, tmp_path):
     assert refused.value.facts["line 3"].startswith(words)
 
 
-def test_a_row_with_too_few_or_too_many_fields(tmp_path):
+def test_a_row_with_too_few_or_too_many_fields_is_a_problem(tmp_path):
     whole = row(LAYOUT)
     text = table_text(LAYOUT, whole, whole.rpartition(",")[0], whole + ",1")
     assert problems(write(tmp_path / "t.csv", text)) == {
@@ -95,7 +95,7 @@ def test_a_row_with_too_few_or_too_many_fields(tmp_path):
     }
 
 
-def test_two_rows_for_one_shape(tmp_path):
+def test_two_different_rows_for_one_shape_are_a_problem(tmp_path):
     text = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9), row(LAYOUT), row(LAYOUT, us=1.0))
     assert problems(write(tmp_path / "t.csv", text)) == {5: "the same shape as line 2, with another kernel or time"}
     by_gfx = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, gfx="gfx90a", us=1.0))
@@ -106,7 +106,7 @@ def test_two_rows_for_one_shape(tmp_path):
     }
 
 
-def test_a_table_without_gfx(tmp_path):
+def test_without_a_gfx_column_the_compute_units_determine_the_gpu(tmp_path):
     old = layout_of("0.1.12")
     text = table_text(old, row(old), row(old, cu_num=110), row(old, cu_num=256))
     assert problems(write(tmp_path / "t.csv", text)) == {
@@ -142,7 +142,7 @@ def test_a_newer_table_serves_an_older_release_that_ignores_gfx(tmp_path):
     assert table.problems == [] and table.rows[0].key.gfx == "gfx942" and "gfx" not in table.rows[0].values
 
 
-def test_an_invalid_header(tmp_path):
+def test_an_invalid_header_is_refused(tmp_path):
     with pytest.raises(TableError, match="is empty"):
         read(write(tmp_path / "t.csv", "\n\n"))
     with pytest.raises(TableError) as refused:

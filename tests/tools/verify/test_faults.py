@@ -26,7 +26,7 @@ def faults_of(model, **arguments):
     return {check.name: check.fault for check in report.checks if check.status == "failed"}
 
 
-def test_a_wrong_weight_of_one_layer(build):
+def test_a_wrong_weight_of_one_layer_is_located(build):
     model = faults.prepared(build("llama"))
     faults.wrong_block(model, "model.layers.1.mlp")
     report = faults_of(model)
@@ -36,7 +36,7 @@ def test_a_wrong_weight_of_one_layer(build):
     assert "weights" not in report  # the parameters themselves are unchanged
 
 
-def test_a_stale_fused_weight(build, monkeypatch):
+def test_a_stale_fused_weight_is_located(build, monkeypatch):
     """If there is too little memory to examine all layers at once, they are examined one by one."""
     monkeypatch.setattr("hf_rocm.tools.verify.examine.ROOM", 1)
     model = faults.prepared(build("llama"))
@@ -55,7 +55,7 @@ def test_a_stale_fused_weight(build, monkeypatch):
         ("qwen3", "rope", faults.first_rows_positions, {"padded batch"}, "self_attn.rotated query"),
     ),
 )
-def test_a_fault_of_a_kernel(model, operation, call, checks, point, build):
+def test_a_kernel_fault_is_located(model, operation, call, checks, point, build):
     """The fault is reported in the first layer, and separately in every other layer that has it."""
     built = build(model)
     with faults.instead(operation, call):
@@ -71,7 +71,7 @@ def test_a_fault_of_a_kernel(model, operation, call, checks, point, build):
     assert report[next(iter(checks))].others in ((), ("model.layers.1",))
 
 
-def test_weights_damaged_by_prepare(build, monkeypatch):
+def test_weights_damaged_by_prepare_are_located(build, monkeypatch):
     from hf_rocm.weights import fuse
 
     honest = fuse._join
@@ -88,7 +88,7 @@ def test_weights_damaged_by_prepare(build, monkeypatch):
     assert report["restore"].layer == report["weights"].layer
 
 
-def test_faults_in_gradients_only(build):
+def test_a_fault_in_gradients_only_is_located(build):
     """A backward pass that is wrong by a factor does not change the results of the forward pass."""
 
     def call(query, key, value, **terms):
@@ -107,7 +107,7 @@ def test_faults_in_gradients_only(build):
     assert "mlp" not in fault.operation and "o_proj" not in fault.operation
 
 
-def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
+def test_a_recording_that_becomes_stale_is_detected(build, recorded_on_cpu, monkeypatch):
     """The first three replays are correct. Later ones do nothing, so the logits of the third remain."""
     clean = hf_rocm.verify(build("llama"), force=True, quick=True)
     assert clean.passed, str(clean)
@@ -121,7 +121,7 @@ def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
 
     monkeypatch.setattr(Operators, "replay", stale)
     report = hf_rocm.verify(build("llama"), force=True, quick=True)
-    assert not report.passed and report.check("greedy tokens").status == "passed"  # its calls were repeated
+    assert not report.passed and report.check("greedy tokens").status == "passed"  # the affected calls were repeated
     check = report.check("graph replay")
     assert check.status == "failed" and "a replayed step differed from the step itself" in check.note
     assert check.note in " ".join(str(report).split())
@@ -135,7 +135,7 @@ def test_a_recording_that_becomes_stale(build, recorded_on_cpu, monkeypatch):
     ],
     ids=["operation", "results"],
 )
-def test_leftovers_of_restore(left, words, build, monkeypatch):
+def test_leftovers_of_restore_are_detected(left, words, build, monkeypatch):
     restore = saving.restore
 
     def leaves_a_forward(model):

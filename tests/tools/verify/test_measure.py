@@ -37,7 +37,7 @@ def test_the_bound_is_twice_the_largest_error_plus_a_rounding_step():
     assert bound.exceeded(Difference(True, 0, 0, 0.0, 0.3, 0))  # a small error at every position
 
 
-def test_predictions_compared_with_a_reference():
+def test_predictions_are_compared_with_a_reference():
     exact = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     result = predictions(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), exact, exact)
     p = math.exp(1) / (1 + math.exp(1))

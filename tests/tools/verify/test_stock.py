@@ -1,4 +1,4 @@
-"""Stand-ins for three faults of stock on AMD GPUs are injected. The check of stock finds and names them."""
+"""The check of stock detects and names injected stand-ins for three faults of stock on AMD GPUs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def check_of(model, **arguments) -> Check:
         ("llama", torch.float32), ("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt_oss", torch.float32)
     ),
 )
-def test_correct_stock(name, dtype, build):
+def test_correct_stock_passes(name, dtype, build):
     check = check_of(build(name, dtype))
     assert check.status == PASSED and check.error <= check.allowed, check
 
 
-def test_an_encoder_has_none_of_them(build):
+def test_the_check_of_stock_does_not_apply_to_encoders(build):
     assert "no causal attention" in check_of(build("bert")).note
 
 
-def test_a_rotary_kernel_that_uses_the_first_rows_positions(build, monkeypatch):
+def test_a_rotary_kernel_that_uses_the_first_rows_positions_is_detected(build, monkeypatch):
     honest = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotates_by_the_first_row(honest))
     check = check_of(build("llama"))
@@ -41,7 +41,7 @@ def test_a_rotary_kernel_that_uses_the_first_rows_positions(build, monkeypatch):
     assert "with padding only: rows use the positions of other rows" in check.note
 
 
-def test_rows_of_padding_that_become_nan(build, monkeypatch):
+def test_padded_rows_that_become_nan_are_detected(build, monkeypatch):
     honest = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", faults.nan_where_no_key_is_seen(honest))
     model = build("llama")
@@ -52,7 +52,7 @@ def test_rows_of_padding_that_become_nan(build, monkeypatch):
 
 
 @pytest.mark.skipif(not those_here(("gpt_oss",)), reason="this release has no model with sinks")
-def test_a_flash_interface_that_drops_sinks(build):
+def test_a_flash_interface_that_drops_sinks_is_detected(build):
     name = "attention_without_sinks"  # in 5.0, the config of gpt_oss refuses names that contain "flash"
     AttentionInterface.register(name, faults.attention_without_sinks)
     AttentionMaskInterface.register(name, eager_mask)

@@ -52,7 +52,7 @@ def test_a_correct_model_passes(name, dtype, passed, build):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_the_verbose_text_and_the_data(build, monkeypatch):
+def test_the_report_is_complete_as_text_and_as_data(build, monkeypatch):
     """The model is prepared and in training mode when it is passed, and is returned in this state."""
     model = faults.prepared(build("llama")).train()
     report = hf_rocm.verify(model, force=True, train=True)

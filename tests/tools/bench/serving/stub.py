@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 # Possible faults of a server. The process takes them as arguments.
 FAULTS = (
-    "status",  # the status 500
+    "status",  # HTTP status 500
     "garbage",  # a line that is not JSON
     "no-choices",
     "no-usage",
@@ -30,7 +30,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 0}
 
 
 def word(prompt: str, index: int) -> str:
-    """The text of a token. It depends on the prompt, and is the same in every server without `other`."""
+    """The text of a token. It depends on the prompt, and is the same in all servers that don't set `other`."""
     return f" {sum(prompt.encode()) % 97 + index}"
 
 

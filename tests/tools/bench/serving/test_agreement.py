@@ -9,10 +9,11 @@ from hf_rocm.tools.bench.serving.agreement import Agreement, agreement, lost
 STOCK = ["abcd", "efgh"]
 
 
-def test_the_lost_share_is_what_comes_after_a_first_difference():
+def test_the_lost_share_is_the_text_from_the_first_difference_on():
     assert lost(STOCK, STOCK) == 0
     assert lost(STOCK, ["abXd", "efgh"]) == pytest.approx(2 / 8)
-    assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(1 / 8)  # the first text loses its end, the second nothing
+    # the end of the first text is lost, and nothing of the second
+    assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(1 / 8)
     assert lost(STOCK, ["", ""]) == 1 and lost(["", ""], ["a", ""]) == 0
 
 
@@ -34,7 +35,7 @@ def test_in_fp32_every_answer_must_be_equal():
         (["Xbcd", "eXgh"], ["abcd", "eXgh"], True),  # 7 / 8
     ],
 )
-def test_in_16_bits_twice_what_stock_loses_between_alone_and_batched(answers, batched, wrong):
+def test_in_16_bits_the_limit_is_twice_the_share_that_stock_loses_by_batching(answers, batched, wrong):
     assert agreement(STOCK, answers, batched=batched, dtype="bfloat16").wrong is wrong
 
 
@@ -47,6 +48,6 @@ def test_the_sentence_has_the_tolerance_where_it_was_needed():
     assert "itself in 12 %" in sentence and "`hf-rocm verify`" in sentence
 
 
-def test_it_survives_json():
+def test_an_agreement_is_unchanged_by_a_json_round_trip():
     result = agreement(STOCK, ["abXd", "efgh"], batched=STOCK, dtype="float16")
     assert Agreement.from_dict(result.to_dict()) == result and result.to_dict()["allowed"] == 0.5

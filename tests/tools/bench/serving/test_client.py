@@ -58,7 +58,7 @@ def test_a_failure_is_an_answer_with_its_kind(fault):
 
 
 @pytest.mark.parametrize("fault", ["garbage", "no-usage", "short"])
-def test_whole_answers_fail_by_the_same_kinds(fault):
+def test_whole_answers_fail_with_the_same_kinds(fault):
     with answering(fault) as server:
         assert one(server.port, stream=False).error == KINDS[fault]
 
@@ -68,7 +68,7 @@ def test_the_answer_of_a_failed_request_is_its_detail():
         assert one(server.port).detail == '{"error": "no memory"}'
 
 
-def test_nobody_listens():
+def test_a_port_without_a_server_is_a_refused_connection():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         assert one(taken.getsockname()[1]).error == "connection refused"

@@ -30,20 +30,20 @@ def bench(tiny_checkpoint, monkeypatch):
 def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
     runs, chart = tmp_path / "runs.json", tmp_path / "chart.svg"
     assert bench("--rate", "500", "--answers", "both", "--save", str(runs), "--chart", str(chart)) == 0
-    told = capsys.readouterr()
-    assert "parity: hf_rocm returned stock's text for all 8 greedy requests" in told.out
+    output = capsys.readouterr()
+    assert "parity: hf_rocm returned stock's text for all 8 greedy requests" in output.out
     assert (
         "closed loop, 2 clients: 6 requests, prompts of 4 to 9 tokens, 3 new tokens each, streamed and whole"
-        in told.out
+        in output.out
     )
-    assert "open loop, 500 requests per second" in told.out and "forced without ROCm" in told.out
+    assert "open loop, 500 requests per second" in output.out and "forced without ROCm" in output.out
     for label in (
         "tokens per second",
         "time to first token, ms",
         "time between tokens, ms",
         "time to complete answer, ms",
     ):
-        assert told.out.count(f"\n{label} ") == 2
+        assert output.out.count(f"\n{label} ") == 2
     (segment,) = record.load(runs)
     assert segment.rates is None and segment.serving["command"][:2] == ["transformers", "serve"]
     cases = segment.serving["cases"]
@@ -56,18 +56,18 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
 
 def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
     assert bench("--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["serving"]["parity"]["equal"] == 8 and told["rates"] is None
-    assert {case["load"]["clients"] for case in told["serving"]["cases"]} == {2}
+    output = json.loads(capsys.readouterr().out)
+    assert output["serving"]["parity"]["equal"] == 8 and output["rates"] is None
+    assert {case["load"]["clients"] for case in output["serving"]["cases"]} == {2}
 
 
-def test_other_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, monkeypatch):
+def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, monkeypatch):
     stubs(hf_rocm={"other": "!"})
     monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
     assert bench() == 1
-    told = capsys.readouterr()
-    assert "hf_rocm's answers differ from stock's, so nothing is timed" in told.err
-    assert "float32 allows no difference" in told.err and "0 of 8 are equal" in told.err and not told.out
+    output = capsys.readouterr()
+    assert "hf_rocm's answers differ from stock's, so nothing is timed" in output.err
+    assert "float32 allows no difference" in output.err and "0 of 8 are equal" in output.err and not output.out
 
 
 def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
@@ -80,8 +80,8 @@ def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
 def test_errors_are_counted_by_kind_and_the_run_continues(bench, stubs, capsys):
     stubs(hf_rocm={"fault": "status", "after": 8 + WARM + 2})
     assert bench("--json") == 0
-    told = capsys.readouterr()
-    stock, prepared = json.loads(told.out)["serving"]["cases"]
+    output = capsys.readouterr()
+    stock, prepared = json.loads(output.out)["serving"]["cases"]
     assert stock["errors"] == {} and stock["answered"] == 6
     assert (
         prepared["errors"] == {"HTTP 500": {"count": 4, "example": '{"error": "no memory"}'}}
@@ -92,8 +92,8 @@ def test_errors_are_counted_by_kind_and_the_run_continues(bench, stubs, capsys):
 def test_lines_that_are_malformed_are_errors_too(bench, stubs, capsys):
     stubs(hf_rocm={"fault": "garbage", "after": 8 + WARM})
     assert bench() == 0
-    told = capsys.readouterr()
-    assert "hf_rocm: 6 × malformed answer, first: not JSON: {oh" in told.err
+    output = capsys.readouterr()
+    assert "hf_rocm: 6 × malformed answer, first: not JSON: {oh" in output.err
 
 
 def test_a_request_that_fails_before_anything_is_timed_is_an_error(bench, stubs, capsys):
@@ -110,7 +110,7 @@ def test_a_server_that_dies_is_an_error_with_its_exit_code(bench, stubs, capsys,
     assert "the server of hf_rocm ended with exit code 7 while it answered requests" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
+def test_a_missing_model_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
     monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
     assert main(["bench", "serve", str(tmp_path / "nothing"), *FAST]) == 1
@@ -151,7 +151,7 @@ sys.exit(main({arguments!r}))
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_command_and_all_that_it_started(tiny_checkpoint, tmp_path):
+def test_an_interrupt_ends_the_command_and_its_child_processes(tiny_checkpoint, tmp_path):
     child = tmp_path / "pid"
     arguments = ["bench", "serve", str(tiny_checkpoint), *FAST]
     code = COMMAND.format(path=sys.path, child=str(child), arguments=arguments)

@@ -71,12 +71,12 @@ def test_prompts_have_mixed_lengths_within_the_range():
     assert {word for prompt in prompts for word in prompt} == {"one", "two", "three", "four"}
 
 
-def test_a_prompt_has_no_more_tokens_than_it_should():
+def test_a_prompt_has_no_more_tokens_than_requested():
     lengths = {2 * len(question.prompt.split()) for question in plan(replace(CLOSED, requests=200), Halves())}
     assert lengths == set(range(4, 21, 2))
 
 
-def test_answers_are_streamed_whole_or_both_by_turns():
+def test_answers_are_streamed_or_whole_or_alternate():
     for answers, expected in (("streamed", {True}), ("whole", {False}), ("both", {True, False})):
         streams = [question.stream for question in plan(replace(CLOSED, answers=answers), Words())]
         assert set(streams) == expected
@@ -94,7 +94,7 @@ def test_arrivals_are_poisson_by_seed():
     assert times[0] == 0 and len(times) == 4001
 
 
-def test_a_closed_loop_has_as_many_requests_under_way_as_clients():
+def test_a_closed_loop_has_as_many_requests_in_flight_as_clients():
     clients = Clients()
     done = traffic(CLOSED, clients)
     assert clients.most == CLOSED.clients and len(done.answers) == CLOSED.requests and done.unsent == 0
@@ -110,14 +110,14 @@ def test_an_open_loop_does_not_wait_for_answers():
 
 
 @pytest.mark.parametrize("load", [CLOSED, replace(OPEN, rate=20.0)], ids=["closed", "open"])
-def test_no_request_is_sent_after_the_time(load):
+def test_no_request_is_sent_after_the_time_limit(load):
     clients = Clients(seconds=0.1)
     done = traffic(replace(load, seconds=0.15, requests=40), clients)
     assert 0 < len(done.answers) < 40 and done.unsent == 40 - len(done.answers)
     assert max(clients.began) - clients.began[0] < 0.4
 
 
-def test_titles():
+def test_titles_and_details_describe_the_load():
     assert (
         CLOSED.title == "closed loop, 3 clients"
         and replace(OPEN, rate=0.5).title == "open loop, 0.5 requests per second"

@@ -1,4 +1,4 @@
-"""act: an activation that stock computes in several operations, in one.
+"""act: one operation for activations that stock computes in several operations.
 
 transformers writes the sigmoid approximation of GELU (CLIP) and Google's tanh approximation as formulas: three and
 eight kernels, each of which reads and writes the widest tensor of a layer. GELU and SiLU are single PyTorch kernels.

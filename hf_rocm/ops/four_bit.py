@@ -112,8 +112,9 @@ def run_length(k: int, group: int) -> int:
 
 
 def kernel_groups(k: int, group: int) -> tuple[int, int]:
-    """(how many numbers a kernel adds up before it multiplies by a scale, 1); the first is 0 if a row has a single
-    scale.
+    """(how many numbers a kernel adds up before it multiplies by a scale, the step to the next scale).
+
+    The step is 1, or 0 if a row has a single scale.
     """
     return (group, 1) if group != k else (min(max(GROUPS), k & -k), 0)
 

@@ -269,7 +269,7 @@ def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
 
 def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
     """Return why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves
-    it.
+    the GEMM.
     """
     parts = {"linear": True, "rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
     reason = chosen_elsewhere(name for name, present in parts.items() if present)

@@ -15,7 +15,7 @@ from hf_rocm.ops.registry import Case, operations
 from hf_rocm.tolerance import allowed_error
 
 LENGTH = 37  # odd, and more than one tile of 32
-LONG = 160  # more than the 128 queries from which aiter prefers its assembly kernels
+LONG = 160  # above 128 queries, aiter prefers its assembly kernels
 WINDOW = 5
 LARGEST_WEIGHT = 2**25  # elements; larger weights are checked with fewer rows
 

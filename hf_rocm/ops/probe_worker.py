@@ -52,9 +52,9 @@ def start(device: torch.device | None = None) -> None:
 
 
 def ask(question: Request, timeout: float) -> str | None:
-    """Run a check in the child. Returns what is wrong, in a sentence, or None; a crash and a time-out are wrong too.
+    """Run a check in the child. Returns what is wrong, in a sentence, or None.
 
-    timeout: in seconds.
+    A crash or a time-out is also a failed check. timeout: in seconds.
     """
     global _worker
     with _lock:

@@ -238,7 +238,7 @@ def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
 
 
 def _powers_of_two(scale: Tensor) -> Tensor:
-    """Round positive scales down to powers of two, as scales of MXFP4."""
+    """Round positive scales down to powers of two, as in MXFP4."""
     return (scale.float().frexp().exponent + 126).to(torch.uint8)
 
 

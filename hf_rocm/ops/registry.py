@@ -236,7 +236,7 @@ def recording() -> Iterator[list[Route]]:
     try:
         yield routes
     finally:
-        # by identity: nested blocks with equal routes are equal lists
+        # compared by identity, because the lists of nested blocks may be equal
         del _recorders[next(index for index, recorder in enumerate(_recorders) if recorder is routes)]
         _drop_calls()
 

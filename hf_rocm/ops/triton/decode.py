@@ -206,7 +206,7 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """The arguments that both launches share in all calls. room: the number of fp32 partial results."""
+    """The launch arguments that are cached for all calls of one form. room: the number of fp32 partial results."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]

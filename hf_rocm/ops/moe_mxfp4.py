@@ -1,4 +1,4 @@
-"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints, with any gate."""
+"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints, with any supported activation."""
 
 from __future__ import annotations
 

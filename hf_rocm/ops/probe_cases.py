@@ -26,7 +26,7 @@ def kind(operation: str, spec: Any) -> tuple[Any, ...]:
 
 
 def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str | None:
-    """Run the implementation on every case of this kind. Returns what is wrong with it, in a sentence, or None."""
+    """Run the implementation on every case of this kind. Returns the problem, in a sentence, or None."""
     known = operations()[operation]
     call = next(one.call for one in known.implementations if (one.tier, one.name) == (tier, name))
     eager = next(one.call for one in known.implementations if one.tier == "eager")

@@ -62,7 +62,7 @@ def _in_time(step: Callable[..., None], *args: str) -> None:
 
 
 def _wake() -> None:
-    """Initialise Triton's driver and compiler, which the first check would wait for. Uses no GPU memory."""
+    """Initialise Triton's driver and compiler, so that the first check need not. Uses no GPU memory."""
     with contextlib.suppress(Exception):  # a check that needs them reports the error
         if torch.cuda.is_available():
             from triton.runtime import driver

@@ -1,4 +1,4 @@
-"""rope_into_cache: from the output of a layer's projections to its attention.
+"""rope_into_cache: the steps between a layer's projections and its attention, in one operation.
 
 It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
 position that is stored on the device.

@@ -168,6 +168,6 @@ def _one_by_one(
 def _no_dropout(probability: Any) -> None:
     if probability:
         raise OptionError(
-            f"hf_rocm's flash attention has no dropout, and the model trains with {probability}",
+            f"hf_rocm's flash attention does not support dropout, but the model uses {probability}",
             hint='set attention_dropout=0 in the config, or use attn_implementation="sdpa"',
         )

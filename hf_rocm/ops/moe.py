@@ -54,9 +54,11 @@ def experts(
     Raises `OptionError` for any other activation, and if only one bias is given. Shazeer et al. 2017.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"experts has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"experts does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     if (gate_up_bias is None) is not (down_bias is None):
-        raise OptionError("experts takes both biases or neither")
+        raise OptionError("experts requires both biases or neither")
     form = Form(activation, transposed, interleaved, weigh_input, limit, alpha)
     call = ExpertsCall(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
     spec = specification(call)

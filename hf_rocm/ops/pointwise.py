@@ -110,7 +110,9 @@ def act_and_mul(
     Shazeer 2020 (GLU variants). Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"act_and_mul has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"act_and_mul does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     spec = _activation_specification(x, activation, interleaved)
     serve = _act_and_mul.traced(spec) if compiling() or compiler._is_compiling_flag else _act_and_mul.calls[spec]
     result: Tensor = serve(x, activation, interleaved, limit, alpha)

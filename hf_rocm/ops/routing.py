@@ -51,7 +51,7 @@ def choose_experts(
     first; with groups or a bias, the torch tier's order is not defined. Raises `OptionError` for any other `scores`.
     """
     if scores not in SCORES:
-        raise OptionError(f"choose_experts has no scores {scores!r}", facts={"known": ", ".join(SCORES)})
+        raise OptionError(f"choose_experts does not support scores={scores!r}", facts={"known": ", ".join(SCORES)})
     weight_dtype = logits.dtype if dtype is None else dtype
     call = RoutingCall(logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, weight_dtype)
     spec = specification(call, experts=logits.shape[1])

@@ -41,7 +41,7 @@ LOCAL = frozenset(
         "use_auth_token",
     )
 )
-_SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys that are omitted from arguments that are dicts
+_SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys that are omitted from dict arguments
 _LOCAL_OPTIONS = frozenset(("probe_timeout", "refresh", "ranks_timeout"))
 _SHOWN = 12  # digits of a digest
 

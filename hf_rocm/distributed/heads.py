@@ -79,5 +79,5 @@ def _refusal(config: Any, size: int, wrong: Mapping[str, list[int]], counts: Map
             "ranks": size,
             "sizes that fit": ", ".join(map(str, fits)),
         },
-        hint="start as many ranks as fit, or load without tp_plan, one model per rank",
+        hint="start a number of ranks that fits, or load one model per rank, without tp_plan",
     )

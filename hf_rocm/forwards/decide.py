@@ -82,7 +82,7 @@ def refuses_state(model: Any) -> str | None:
     if reason is not None:
         return reason
     if mesh_of(model) is not None:
-        return "its layers are shared by several ranks"
+        return "its layers are split across several ranks"
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         return f"{training or 'the model'} is in training mode"

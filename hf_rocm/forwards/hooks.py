@@ -1,4 +1,4 @@
-"""Record and replay the forward of a prepared model that doesn't generate, and its methods for features.
+"""Record and replay the forward of a prepared model that doesn't generate, and its methods that return features.
 
 The replacements are set on the class, not on the model, like the methods of recorded steps. Models that are not
 prepared, and subclasses, run the original forward.

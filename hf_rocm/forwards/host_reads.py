@@ -240,7 +240,7 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Return whether a tensor is an activation rather than a mask, ids or positions. Its operators are not stored."""
+    """Return whether a tensor is an activation rather than a mask, ids or positions. Its operator is not stored."""
     return tensor.is_floating_point() and tensor.nbytes > 2**20
 
 

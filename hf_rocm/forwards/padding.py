@@ -112,7 +112,11 @@ def refuses_model(model: Any) -> str | None:
 
 
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
-    """Return the padded form of a call, or None if it is too large or has arguments besides tokens, mask, flags."""
+    """Return the padded form of a call, or None if it can't be padded.
+
+    A call is not padded if its length is that of a bucket, if it would be too large, or if it has arguments other than
+    tokens, a mask and flags.
+    """
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}
     ids = arguments.get("input_ids")

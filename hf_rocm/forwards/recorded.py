@@ -123,9 +123,9 @@ class Compared(NamedTuple):
 def recordable() -> Iterator[None]:
     """Within the block, this thread's forwards take the same path, whether or not they are recorded.
 
-    While a stream is captured, transformers takes another path: it keeps masks that mask nothing, since it can't read
-    them. In this block their values are known, so the path is that of an uncaptured forward. transformers'
-    warning about padding without a mask is disabled in the block.
+    While a stream is being captured, transformers takes another path: it keeps masks that mask nothing, since it can't
+    read them. In this block their values are known, so the path is that of an uncaptured forward. transformers' warning
+    about padding without a mask is disabled in the block.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils

@@ -126,7 +126,7 @@ class Snapshot:
         return [*map(Tensor.data_ptr, self.tensors)]
 
     def _same_forms(self) -> bool:
-        """Return whether all tensors have their shapes, strides and dtypes. A guard refuses more than that."""
+        """Return whether all tensors have kept their shapes, strides and dtypes. Guards compare further properties."""
         mode = torch.is_inference_mode_enabled()
         guard = self._guards.get(mode)
         if guard is not None and guard.check(*self.tensors):

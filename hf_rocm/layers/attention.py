@@ -1,7 +1,7 @@
 """Building blocks of attention forwards: projections, heads, rotary positions, the cache, and the translation of
 transformers' attention arguments to those of `ops.attention`.
 
-`sdpa`, the default of transformers, is served, and flash attention over pages (see `pages`). Any other implementation
+`sdpa`, the default of transformers, and flash attention over pages (see `pages`) are served. Any other implementation
 that a user selects (eager, flash_attention_2, flex_attention) runs the stock forward. For models whose attention has
 terms that SDPA lacks (softcap, sinks), transformers' default is `eager`. It can't be distinguished from a user's
 choice, so `eager` is served for them too.
@@ -75,8 +75,8 @@ def fallback_reason(
 
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
     probability that would be applied in training. extra_reason: a reason from the overlay. beyond_sdpa: the model's
-    attention has terms that SDPA lacks, so that transformers' default for it is `eager`. pages: the overlay serves
-    flash attention over pages: it passes `arguments` and the layer's terms to `visible_keys`.
+    attention has terms that SDPA lacks, so that transformers' default for it is `eager`. pages: whether the
+    overlay serves flash attention over pages; it then passes `arguments` and the layer's terms to `visible_keys`.
     The reason is stored on the module for `explain`.
     """
     reason = _reason(module, mask, arguments, dropout, beyond_sdpa, pages) or extra_reason
@@ -363,9 +363,9 @@ def visible_keys(
 
 
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
-    """Attach a mask's information to it as numbers, for kernels that need no mask. Returns the mask.
+    """Attach the visible keys to a mask as numbers, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. If one of them changes, the
+    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. If the mask or the rows change, the
     other must change in the same way.
     """
     setattr(mask, _ROWS, rows)

@@ -19,7 +19,7 @@ from hf_rocm.layers.grouped_linear import hooks_on_all
 from hf_rocm.ops import delta
 from hf_rocm.overlay.replacements import constant_in_traces
 
-# Packages with kernels of their own, which transformers prefers to its PyTorch functions if they are installed.
+# Packages with their own kernels, which transformers prefers to its PyTorch functions if they are installed.
 _LIBRARIES = ("fla", "causal_conv1d")
 
 

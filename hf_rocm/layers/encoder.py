@@ -121,7 +121,7 @@ def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms 
 
 
 def _is_plain(module: Any, kind: type) -> bool:
-    """Return whether a call of the module runs the forward of this class of PyTorch, and nothing else."""
+    """Return whether a call of the module runs only the forward of this PyTorch class."""
     if module.__class__ is not kind:
         return False
     own = module.__dict__

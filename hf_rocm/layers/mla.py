@@ -24,7 +24,7 @@ def latent_heads(
     *,
     fused: PrenormResidual | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute queries, and all keys and values including the cached ones, for modules with DeepSeek's names.
+    """Compute queries, and all keys and values including the cached ones, for modules with DeepSeek's attribute names.
 
     x: [B, S, K]. rotate: applies rotary embeddings to (queries [B, H, S, R], key [B, 1, S, R]). arguments: the call's
     keyword arguments. Modules with an `expand_kv` cache the latent form and expand it in every call; others cache keys

@@ -1,7 +1,7 @@
 """RMSNorm modules (Llama's, and Gemma's with 1 + w), and the norm and residual sum of a decoder layer's branch.
 
-With few rows, a decoder layer calls our attention and MLP functions directly with an input that is not yet normalised
-and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
+With few rows, a decoder layer calls hf_rocm's attention and MLP functions directly, with an input that is not yet
+normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ SEPARATE = PrenormResidual(None, None, one_kernel=False)
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Return whether GEMMs of x can include the norm before and the sum after.
+    """Return whether GEMMs of x can include the norm before them and the sum after them.
 
     This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile traces.
     """

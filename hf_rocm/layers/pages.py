@@ -16,7 +16,7 @@ CACHE = "cache"  # the argument with which continuous batching passes its cache 
 
 
 def is_flash(implementation: object) -> bool:
-    """Return whether the selected implementation is one of flash attention."""
+    """Return whether the selected implementation is a kind of flash attention."""
     return isinstance(implementation, str) and "flash" in implementation
 
 

@@ -40,7 +40,7 @@ def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[
 
 
 def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """Return the rows in a layer of transformers' own static cache without a sliding window, from 4.56 on."""
+    """Return rows of transformers' own static cache, from 4.56 on, in a layer without a sliding window."""
     home = sys.modules.get("transformers.cache_utils")
     kind = getattr(home, "StaticLayer", None)
     layers = getattr(cache, "layers", None)

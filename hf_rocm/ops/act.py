@@ -1,4 +1,4 @@
-"""act: an activation that stock computes in several operations, in one.
+"""act: one operation for activations that stock computes in several operations.
 
 transformers writes the sigmoid approximation of GELU (CLIP) and Google's tanh approximation as formulas: three and
 eight kernels, each of which reads and writes the widest tensor of a layer. GELU and SiLU are single PyTorch kernels.
@@ -29,7 +29,9 @@ def act(x: Tensor, *, activation: str) -> Tensor:
     Gimpel 2016. Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"act has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"act does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     spec = _specification(x, activation)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(x, activation)

@@ -1,7 +1,8 @@
-"""Whether an operation must run as in a recorded graph, in which the host reads no tensor.
+"""Whether an operation must run as if it were captured in a graph, where the host can't read tensors.
 
-Some operations read a tensor on the host to choose a faster kernel, except while a graph is recorded. An uncaptured run
-that is compared with a recorded graph must not read it either, because another kernel would round differently.
+Some operations read a tensor on the host to choose a faster kernel, except while a graph is being recorded. An
+uncaptured run that is compared with a recorded graph must not read it either, because another kernel would round
+differently.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _thread = threading.local()
 
 @contextmanager
 def as_captured() -> Iterator[None]:
-    """Within the block, operations of this thread run as if a graph were recorded."""
+    """Within the block, operations of this thread run as if a graph were being recorded."""
     before = getattr(_thread, "on", False)
     _thread.on = True
     try:
@@ -28,10 +29,10 @@ def as_captured() -> Iterator[None]:
 
 
 def captured(x: Tensor) -> bool:
-    """Whether an operation on this tensor is recorded, or runs as if it were."""
+    """Whether an operation on this tensor is being recorded, or runs as if it were."""
     return getattr(_thread, "on", False) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def in_captured_block() -> bool:
-    """Whether this thread is in a block of `as_captured`."""
+    """Whether this thread is inside an `as_captured` block."""
     return getattr(_thread, "on", False)

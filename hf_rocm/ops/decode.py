@@ -113,7 +113,7 @@ def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window
 
 
 def _masked(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
-    """Implement `decode_attention` by this attention with a mask that is computed on the device."""
+    """Implement `decode_attention` with this attention function and a mask that is computed on the device."""
 
     def decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, **terms: Unpack[DecodeTerms]) -> Tensor:
         mask = seen_keys(query.shape[2], key.shape[2], lengths, terms.get("starts"), terms.get("window"))

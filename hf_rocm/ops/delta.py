@@ -49,9 +49,9 @@ def gated_delta_step(
     D_k, D_v]. log_rate, bias: [H]. norm_weight: [D_v].
 
     The inputs of the convolution are appended to `conv_state`; silu follows the convolution; queries and keys are
-    divided by their Euclidean norms, queries also by the root of D_k. Then, for every value head, `state` is multiplied
-    by exp(-exp(log_rate) · softplus(decay + bias)), and k ⊗ sigmoid(beta) · (v - k · state) is added to it. The output
-    is q · state, RMS-normalised with eps, times norm_weight, times silu(gate). Returns [B, H, D_v].
+    divided by their Euclidean norms, queries also by the square root of D_k. Then, for every value head, `state` is
+    multiplied by exp(-exp(log_rate) · softplus(decay + bias)), and k ⊗ sigmoid(beta) · (v - k · state) is added to it.
+    The output is q · state, RMS-normalised with eps, times norm_weight, times silu(gate). Returns [B, H, D_v].
     """
     call = DeltaCall(
         query, key, value, gate, beta, decay, conv_weight, conv_state, state, log_rate, bias, norm_weight, eps

@@ -20,7 +20,7 @@ from hf_rocm.ops.specs.delta import DeltaCall, DeltaSpec, PrefillCall
 from hf_rocm.ops.triton import delta_prefill as triton
 from hf_rocm.ops.triton import detect
 
-CHUNK = 64  # tokens in PyTorch, as in transformers' function
+CHUNK = 64  # tokens per chunk in PyTorch, as in transformers' function
 
 
 def gated_delta_prefill(
@@ -150,7 +150,7 @@ def _wide(call: PrefillCall) -> torch.dtype:
 
 
 def _cases(spec: DeltaSpec) -> Iterator[Case]:
-    """Two sequences of a prompt, then one that continues; three key heads, in views of wider tensors."""
+    """Prompts of two new sequences, then of one that continues; three key heads, in views of wider tensors."""
     draw = Draw(spec.dtype, spec.device)
     heads, width = 3 * spec.group, spec.group * spec.value_dim
     channels = 6 * spec.key_dim + heads * spec.value_dim

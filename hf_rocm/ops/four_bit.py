@@ -1,10 +1,10 @@
 """4-bit numbers in groups that share a scale: the rounding of a row, and the order of the eight numbers in a word.
 
 The numbers -8 … 7 are stored as 0 … 15. A group whose largest magnitude is `a` has the scale a / 7.5, rounded to bf16,
-so that the scales take 16 bits for 128 numbers.
+so that a scale takes 16 bits.
 
 A row is stored in blocks of eight runs. Word w of a block contains number w of every run, with the first run in its
-lowest bits. So a kernel reads contiguous numbers of a run, and contiguous values of x that they multiply.
+lowest bits. So a kernel reads contiguous numbers of a run, and multiplies them by contiguous values of x.
 
 With a code, 0 … 15 are indices of a table: nf4 (QLoRA, https://arxiv.org/abs/2305.14314) and fp4, as bitsandbytes
 defines them, and e2m1 of MXFP4. The scales of such a weight may be quantised too: by another table (double
@@ -100,10 +100,9 @@ def _table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def run_length(k: int, group: int) -> int:
-    """The length of the runs in a row of K numbers: a power of two that divides K into whole blocks, and a group into
-    runs.
+    """The length of the runs in a row of K numbers: a power of two.
 
-    K must be a multiple of 8.
+    A row consists of whole blocks, and a group of whole runs. K must be a multiple of 8.
     """
     length = min(_LONGEST, group)
     while k % (PER_WORD * length):
@@ -112,8 +111,9 @@ def run_length(k: int, group: int) -> int:
 
 
 def kernel_groups(k: int, group: int) -> tuple[int, int]:
-    """(how many numbers a kernel adds up before it multiplies by a scale, 1); the first is 0 if a row has a single
-    scale.
+    """(how many numbers a kernel adds up before it multiplies by a scale, the step to the next scale).
+
+    The step is 1, or 0 if a row has a single scale.
     """
     return (group, 1) if group != k else (min(max(GROUPS), k & -k), 0)
 

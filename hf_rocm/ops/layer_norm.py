@@ -28,8 +28,9 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """(layer_norm(x + residual), x + residual), the norm over the last dim, accumulated in fp32 (fp64 for fp64).
 
-    x, residual: [..., D], one dtype; weight, bias: [D], one dtype. keep_sum: return the sum, otherwise None in its
-    place. The sum is rounded before it is normalised. Returns new tensors [..., D]. Ba et al. 2016, eq. 3.
+    x, residual: [..., D], one dtype; weight, bias: [D], one dtype. keep_sum: whether to return the sum; if not, the
+    second value is None. The sum is rounded before it is normalised. Returns new tensors [..., D]. Ba et al. 2016,
+    eq. 3.
     """
     grad = torch.is_grad_enabled() and (
         x.requires_grad or residual.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)

@@ -162,7 +162,9 @@ def fused_linear(
     [..., N / 2]. Raises `OptionError` for any other activation.
     """
     if activation is not None and activation not in ACTIVATIONS:
-        raise OptionError(f"fused_linear has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"fused_linear does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     norm_weight, eps, one_plus = (None, 0.0, False) if norm is None else norm
     grad = torch.is_grad_enabled() and _requires_grad(x, weight, bias, norm_weight, residual)
     dtype, weight_dtype, device = x.dtype, weight.dtype, x.device
@@ -269,7 +271,7 @@ def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
 
 def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
     """Return why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves
-    it.
+    the GEMM.
     """
     parts = {"linear": True, "rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
     reason = chosen_elsewhere(name for name, present in parts.items() if present)

@@ -37,7 +37,7 @@ def recognise(
     """A padded batch that can replace this mask, or None if the mask must be used.
 
     mask: [B | 1, 1, S_q, ≥ S_k], bool or additive; query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value:
-    [B, Hkv, S_k, D_v]. window: the sliding window that the mask may include. softcap, sinks: whether the kernel needs
+    [B, Hkv, S_k, D_v]. window: the sliding window that the mask may include. softcap, sinks: whether the call uses
     them. Reads the mask on the host once for all layers; never while compiling or capturing a graph.
     """
     s_q, s_k = query.shape[2], key.shape[2]

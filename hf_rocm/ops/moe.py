@@ -47,16 +47,18 @@ def experts(
 
     x: [T, H] floating. gate_up: [E, 2I, H], gate first; down: [E, H, I]; with transposed [E, H, 2I] and [E, I, H].
     gate_up_bias: [E, 2I] and down_bias: [E, H], both or neither. ids: [T, k] integers, 0 to E − 1, no expert twice for
-    one token. weights: [T, k] floating; the sum is computed in the wider of their dtype and x's dtype, by kernels in
-    fp32. interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of the output.
-    activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g ·
-    sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
+    one token. weights: [T, k] floating; the sum is computed in the wider of their dtype and x's dtype; kernels compute
+    it in fp32. interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of the
+    output. activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) ·
+    g · sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
     Raises `OptionError` for any other activation, and if only one bias is given. Shazeer et al. 2017.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"experts has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"experts does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     if (gate_up_bias is None) is not (down_bias is None):
-        raise OptionError("experts takes both biases or neither")
+        raise OptionError("experts requires both biases or neither")
     form = Form(activation, transposed, interleaved, weigh_input, limit, alpha)
     call = ExpertsCall(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
     spec = specification(call)

@@ -1,4 +1,4 @@
-"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints, with any gate."""
+"""Routed experts with weights in MXFP4, in the layout of gpt-oss's checkpoints, with any supported activation."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ def mxfp4_experts(
     Raises `OptionError` for any other activation, and if only one bias is given.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"mxfp4_experts has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"mxfp4_experts does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     if (gate_up_bias is None) is not (down_bias is None):
-        raise OptionError("mxfp4_experts takes both biases or neither")
+        raise OptionError("mxfp4_experts requires both biases or neither")
     stored = gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias
     call = Mxfp4Call(x, *stored, ids, weights, activation, limit, alpha)
     spec = specification(call)

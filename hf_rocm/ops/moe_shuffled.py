@@ -1,4 +1,4 @@
-"""Routed experts with preshuffled weights, in the order that aiter's `fused_moe` reads and the type `Shuffled`."""
+"""Routed experts with weights of type `Shuffled`, in the order that aiter's `fused_moe` reads."""
 
 from __future__ import annotations
 

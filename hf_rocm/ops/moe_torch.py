@@ -1,6 +1,6 @@
-"""Routed experts in PyTorch: one grouped GEMM per layer, a batched GEMM for few tokens, and two loops.
+"""Routed experts in PyTorch: grouped GEMMs, batched GEMMs for few tokens, and two loops.
 
-The gathered and the grouped form don't synchronise with the host, so they can be recorded in a graph. (The grouped form
+The gathered and grouped forms don't synchronise with the host, so they can be recorded in a graph. (The grouped form
 does synchronise if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
 """
 
@@ -34,7 +34,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
         return f"the compiler lowers grouped_mm for bf16 only, not for {spec.dtype}"
     for name, size in (("hidden", spec.hidden), ("intermediate", spec.intermediate)):
         if size * spec.dtype.itemsize % 16:
-            return f"grouped_mm needs rows of a multiple of 16 bytes, got {name} size {size}"
+            return f"the size of grouped_mm's rows must be a multiple of 16 bytes, got {name} size {size}"
     if not spec.contiguous:
         return "the weights aren't contiguous"
     return None
@@ -121,7 +121,7 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if device.kind == "cpu":
         return "on a CPU, copying the chosen experts' weights is slower than the loop"
     if not 0 < spec.pairs <= FEW:
-        return f"there are more than {FEW} pairs of a token and an expert: copying the weights of all is too slow"
+        return f"there are more than {FEW} pairs of a token and an expert: copying their experts' weights is too slow"
     if spec.grad:
         return "gradients would go through copies of the weights"
     if spec.weight_dtype != spec.dtype:

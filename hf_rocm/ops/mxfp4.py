@@ -1,6 +1,6 @@
 """MXFP4: 4-bit floats (e2m1) in blocks of 32 that share a power of two. OCP Microscaling Formats (MX) v1.0.
 
-A byte contains two numbers, the first in its low bits. A scale is one byte `s` and means 2^(s − 127); 255 is NaN.
+A byte contains two numbers, the first in its low bits. A scale is one byte `s` and represents 2^(s − 127); 255 is NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MXFP4 = torch.uint8  # the dtype of the bytes, and of the scales
-BLOCK = 32  # numbers with one scale
+BLOCK = 32  # numbers that share a scale
 BYTES = BLOCK // 2
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -55,7 +55,7 @@ def _alike(norm: Norm, then: Norm) -> bool:
 
 def _specification(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None) -> tuple[object, ...]:
     if then is not None and not _alike(norm, then):
-        raise OptionError("norm_add takes norms of one kind", facts={"found": f"{norm} and {then}"})
+        raise OptionError("norm_add requires norms of the same kind", facts={"found": f"{norm} and {then}"})
     tensors = x, residual, norm.weight, norm.weight if then is None else then.weight
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     dtype, weight_dtype, device, dim, one_plus = x.dtype, norm.weight.dtype, x.device, x.shape[-1], norm.one_plus

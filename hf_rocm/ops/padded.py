@@ -39,7 +39,7 @@ class CacheRows:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention with the mask that this replaces; zero for queries that see no key. Returns [B, S_q, H, D_v]."""
+        """Attention as with the replaced mask. Returns [B, S_q, H, D_v], zeros for queries without keys."""
         return decode_attention(
             query,
             key,

@@ -104,13 +104,15 @@ def act_and_mul(
 ) -> Tensor:
     """act(gate) · up, where gate is x[..., :d] and up is x[..., d:].
 
-    x: [..., 2d] floating. interleaved: gate and up are side by side, x[..., ::2] and x[..., 1::2]. activation: `silu`,
+    x: [..., 2d] floating. interleaved: gate and up alternate, x[..., ::2] and x[..., 1::2]. activation: `silu`,
     `gelu` (erf), `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g · σ(alpha · g) with
     g = min(gate, limit), as in gpt-oss; limit and alpha apply to the last one only. Returns [..., d].
     Shazeer 2020 (GLU variants). Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:
-        raise OptionError(f"act_and_mul has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"act_and_mul does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     spec = _activation_specification(x, activation, interleaved)
     serve = _act_and_mul.traced(spec) if compiling() or compiler._is_compiling_flag else _act_and_mul.calls[spec]
     result: Tensor = serve(x, activation, interleaved, limit, alpha)

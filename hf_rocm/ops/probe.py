@@ -90,7 +90,7 @@ def _first_of_machine() -> bool:
 
 
 def terms(spec: Any) -> str:
-    """What a failed check applies to, in words: the dtypes of a specification, biases and gradients."""
+    """The calls to which a failed check applies, in words: the dtypes of a specification, biases and gradients."""
     dtypes = dict.fromkeys(str(value).removeprefix("torch.") for value in spec if isinstance(value, torch.dtype))
     extra = [words for field, words in _EXTRA.items() if getattr(spec, field, False)]
     return " and ".join(dtypes) + (f" with {' and '.join(extra)}" if extra else "")

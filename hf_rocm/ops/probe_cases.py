@@ -15,7 +15,7 @@ from hf_rocm.ops.registry import Case, operations
 from hf_rocm.tolerance import allowed_error
 
 LENGTH = 37  # odd, and more than one tile of 32
-LONG = 160  # more than the 128 queries from which aiter prefers its assembly kernels
+LONG = 160  # above 128 queries, aiter prefers its assembly kernels
 WINDOW = 5
 LARGEST_WEIGHT = 2**25  # elements; larger weights are checked with fewer rows
 
@@ -26,7 +26,7 @@ def kind(operation: str, spec: Any) -> tuple[Any, ...]:
 
 
 def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str | None:
-    """Run the implementation on every case of this kind. Returns what is wrong with it, in a sentence, or None."""
+    """Run the implementation on every case of this kind. Returns the problem, in a sentence, or None."""
     known = operations()[operation]
     call = next(one.call for one in known.implementations if (one.tier, one.name) == (tier, name))
     eager = next(one.call for one in known.implementations if one.tier == "eager")

@@ -24,7 +24,7 @@ WAKING = 120  # seconds until a child that hangs before the first request ends i
 def serve(*, warm: bool) -> None:
     """Serve requests, one per line on stdin; write one line when a request has been read, and one with the reason.
 
-    A line may also request to initialise a device, which has no answer.
+    A line may also request the initialisation of a device; nothing is written in reply.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # kernels and compilers may print to stdout
@@ -62,7 +62,7 @@ def _in_time(step: Callable[..., None], *args: str) -> None:
 
 
 def _wake() -> None:
-    """Initialise Triton's driver and compiler, which the first check would wait for. Uses no GPU memory."""
+    """Initialise Triton's driver and compiler, so that the first check need not. Uses no GPU memory."""
     with contextlib.suppress(Exception):  # a check that needs them reports the error
         if torch.cuda.is_available():
             from triton.runtime import driver

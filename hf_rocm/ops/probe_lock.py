@@ -1,7 +1,7 @@
 """One process at a time checks a kernel; other processes wait for it and use its result.
 
-A file lock of the operating system, on a separate file. It ends with its process, so no lock is ever stale. Where the
-file system has no locks, or the wait takes too long, every process runs the check itself.
+The lock is a file lock of the operating system on a separate file. It ends with its process, so no lock is ever stale.
+If the file system has no locks, or the wait takes too long, every process runs the check itself.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
     def waiting(seconds: float) -> None:
         nonlocal logged
         if seconds > FIRST_MESSAGE and not logged:
-            _logger.warning("waiting for another process, which builds and checks %s", what)
+            _logger.warning("waiting for another process, which is building and checking %s", what)
             logged = True
 
     return files.poll(attempt, timeout=timeout, waiting=waiting) or Turn(waited=True)

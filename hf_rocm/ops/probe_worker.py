@@ -52,9 +52,9 @@ def start(device: torch.device | None = None) -> None:
 
 
 def ask(question: Request, timeout: float) -> str | None:
-    """Run a check in the child. Returns what is wrong, in a sentence, or None; a crash and a time-out are wrong too.
+    """Run a check in the child. Returns the problem, in a sentence, or None.
 
-    timeout: in seconds.
+    A crash or a time-out is also a failed check. timeout: in seconds.
     """
     global _worker
     with _lock:
@@ -133,7 +133,7 @@ _START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_child impor
 
 
 class _Worker:
-    """The child process. warm: whether it first initialises what checks need; False if it replaces a dead child."""
+    """The child process. warm: whether it initialises Triton's driver and compiler before the first check."""
 
     def __init__(self, *, warm: bool = False) -> None:
         self.parent = os.getpid()
@@ -158,7 +158,7 @@ class _Worker:
         return self.parent == os.getpid() and self.process.poll() is None
 
     def wake(self, device: torch.device) -> None:
-        """Make the child initialise this GPU, once and without an answer."""
+        """Make the child initialise this GPU, once and without waiting for it."""
         if device not in self.awake:
             self.awake.add(device)
             with contextlib.suppress(BrokenPipeError):  # the next check finds that the child has exited

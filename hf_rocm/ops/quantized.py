@@ -70,7 +70,9 @@ def quantized_linear(
             hint="call the model under torch.no_grad(); to train, load it without quantize=",
         )
     if activation is not None and activation not in ACTIVATIONS:
-        raise OptionError(f"quantized_linear has no activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)})
+        raise OptionError(
+            f"quantized_linear does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
     norm_weight, eps, one_plus = (None, 0.0, False) if norm is None else norm
     dtype, format, device = x.dtype, weight.dtype, x.device
     n, k = weight.shape
@@ -238,7 +240,7 @@ def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
 
 
 def _powers_of_two(scale: Tensor) -> Tensor:
-    """Round positive scales down to powers of two, as scales of MXFP4."""
+    """Round positive scales down to powers of two, as in MXFP4."""
     return (scale.float().frexp().exponent + 126).to(torch.uint8)
 
 

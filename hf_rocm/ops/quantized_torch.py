@@ -122,11 +122,11 @@ def fp8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if device.kind == "cuda" and spec.dtype == torch.float32:
         return "on a GPU, _scaled_mm accumulates with fewer bits than fp32"
     if device.kind == "cuda" and (spec.n % 16 or spec.k % 16):
-        return f"on a GPU _scaled_mm needs N and K to be multiples of 16, got {spec.n} × {spec.k}"
+        return f"on a GPU, _scaled_mm needs N and K to be multiples of 16, got {spec.n} × {spec.k}"
     if device.kind == "cuda" and not device.rocm:
         major, minor = torch.cuda.get_device_capability(spec.device)
         if (major, minor) < (8, 9):
-            return f"fp8 GEMMs need compute capability 8.9 or newer, got {major}.{minor}"
+            return f"fp8 GEMMs need compute capability 8.9 or higher, got {major}.{minor}"
     return None
 
 
@@ -146,5 +146,5 @@ def int8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.dtype == torch.float64:
         return "its scales are fp32"
     if device.kind == "cuda" and (spec.n % 8 or spec.k % 8):
-        return f"on a GPU _int_mm needs N and K to be multiples of 8, got {spec.n} × {spec.k}"
+        return f"on a GPU, _int_mm needs N and K to be multiples of 8, got {spec.n} × {spec.k}"
     return None

@@ -30,7 +30,7 @@ class Implementation(Generic[SpecT]):
 
     refuses(spec, device): why it can't serve the call, in a sentence, or None; cheap, without side effects. call: takes
     the same arguments as the operation's other implementations. probe(spec, device): None if a small call of the same
-    kind gives the right result on this device, otherwise what is wrong, in a sentence. Plain PyTorch has no probe.
+    kind returns the right result on this device, otherwise the problem, in a sentence. Plain PyTorch has no probe.
     """
 
     tier: str
@@ -236,7 +236,7 @@ def recording() -> Iterator[list[Route]]:
     try:
         yield routes
     finally:
-        # by identity: nested blocks with equal routes are equal lists
+        # compared by identity, because the lists of nested blocks may be equal
         del _recorders[next(index for index, recorder in enumerate(_recorders) if recorder is routes)]
         _drop_calls()
 

@@ -1,4 +1,4 @@
-"""rope_into_cache: from the output of a layer's projections to its attention.
+"""rope_into_cache: the steps between a layer's projections and its attention, in one operation.
 
 It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
 position that is stored on the device.
@@ -48,7 +48,9 @@ def rope_into_cache(
     `index_copy_`.
     """
     if norms is not None and not alike(norms):
-        raise OptionError("rope_into_cache takes norms of one kind", facts={"found": f"{norms[0]} and {norms[1]}"})
+        raise OptionError(
+            "rope_into_cache requires norms of the same kind", facts={"found": f"{norms[0]} and {norms[1]}"}
+        )
     spec = _specification(query, key, value, cos, position, interleaved, once, norms)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     first, second = (_NO_NORM, _NO_NORM) if norms is None else norms

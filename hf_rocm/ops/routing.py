@@ -1,4 +1,4 @@
-"""choose_experts: from a router's logits to the experts of every token and their weights.
+"""choose_experts: choose the experts of every token, and their weights, by a router's logits.
 
 A router is a small GEMM followed by about ten small operations: softmax or sigmoid, a bias, a restriction to groups
 of experts, top-k, and a division by the sum. In a decode step each of them is a separate launch.
@@ -41,9 +41,9 @@ def choose_experts(
     """The `top` experts with the largest scores of every token, and their weights.
 
     logits: [T, E] floating. scores: `softmax` and `sigmoid` of all logits, in at least fp32, are both the scores and
-    the weights; with `softmax of the chosen` the logits are the scores, and a softmax of the chosen ones the weights.
-    bias: [E], added to the scores, not to the weights. groups: the experts are divided into this number of groups of
-    neighbours. Only experts in the `chosen_groups` best groups are eligible, ranked by the sum of their `best` largest
+    the weights; with `softmax of the chosen`, the logits are the scores, and the weights are a softmax of the chosen
+    ones. bias: [E], added to the scores, not to the weights. groups: the number of groups of consecutive experts.
+    Only experts in the `chosen_groups` best groups are eligible. Groups are ranked by the sum of their `best` largest
     scores. normalise: divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: the dtype of
     the weights, by default that of the logits.
     Among experts with equal scores, the one with the lower index is chosen, as by `torch.topk` on a GPU. On a CPU, the
@@ -51,7 +51,7 @@ def choose_experts(
     first; with groups or a bias, the torch tier's order is not defined. Raises `OptionError` for any other `scores`.
     """
     if scores not in SCORES:
-        raise OptionError(f"choose_experts has no scores {scores!r}", facts={"known": ", ".join(SCORES)})
+        raise OptionError(f"choose_experts does not support scores={scores!r}", facts={"known": ", ".join(SCORES)})
     weight_dtype = logits.dtype if dtype is None else dtype
     call = RoutingCall(logits, bias, top, scores, groups, chosen_groups, best, normalise, epsilon, scale, weight_dtype)
     spec = specification(call, experts=logits.shape[1])

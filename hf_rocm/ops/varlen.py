@@ -85,8 +85,8 @@ def varlen_attention(
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
     length. Sequences may be empty; queries after the last one get zeros. The other arguments are those of `attention`.
     Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] fp32: the natural logarithm of the
-    sum of the exponentials of a query's scores and its sink, −inf for a query without either. Attention to parts of the
-    keys can be combined with it.
+    sum of the exponentials of a query's scores and its sink, −inf for a query without either. It is needed to
+    combine the results of attention to different parts of the keys.
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, device = query.dtype, query.device

@@ -29,7 +29,7 @@ from tests.aiter.specifications import (
     WHEEL,
 )
 
-MASK = "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
+MASK = "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
 
 CASES = [
     # refused by every attention kernel
@@ -47,7 +47,7 @@ CASES = [
         MHA,
         ATTENTION,
         {"more_queries": True, "square": False},
-        "with more queries than keys some rows see no key, for which the result of aiter's kernels is undefined",
+        "with more queries than keys, some rows see no key, and aiter's results for them are undefined",
     ),
     # mha_fwd
     (MHA, ATTENTION, {"grad": True}, "mha_fwd has no gradient"),
@@ -199,7 +199,7 @@ CASES = [
         linear.shuffled_refuses,
         LINEAR,
         {},
-        f"amd-aiter {WHEEL} ignores that a weight is shuffled; 0.1.7.post3 is the first that doesn't",
+        f"amd-aiter {WHEEL} ignores that a weight is shuffled; use 0.1.7.post3 or later",
         WHEEL,
     ),
     (linear.shuffled_refuses, LINEAR, {}, "gfx90a has no kernel for shuffled weights", NEWEST, "gfx90a"),
@@ -207,7 +207,7 @@ CASES = [
         linear.shuffled_refuses,
         LINEAR,
         {"n": 48},
-        "on gfx950 shuffled weights must be bf16 with N and K multiples of 64, got torch.bfloat16, 48 × 128",
+        "on gfx950, shuffled weights must be bf16 with N and K multiples of 64, got torch.bfloat16, 48 × 128",
         NEWEST,
         "gfx950",
     ),

@@ -85,7 +85,7 @@ def test_the_wait_is_limited_and_reported(holder, monkeypatch, caplog):
     with probe_lock.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
         assert turn.lock is None and turn.waited and turn.failure is None
     assert [record.getMessage() for record in caplog.records] == [
-        "waiting for another process, which builds and checks aiter's gemm"
+        "waiting for another process, which is building and checking aiter's gemm"
     ]
     assert holder[0].exists()
 

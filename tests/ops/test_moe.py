@@ -322,7 +322,7 @@ def test_a_failed_check_affects_only_calls_with_its_terms(monkeypatch):
 
 def test_refusals():
     tensors, _ = drawn(SHAPES["odd"], torch.float32, {})
-    with pytest.raises(OptionError, match="no activation"):
+    with pytest.raises(OptionError, match="does not support the activation"):
         ops.experts(*tensors, activation="relu")
     with pytest.raises(OptionError, match="both biases"):
         ops.experts(*tensors, gate_up_bias=torch.zeros(5, 96))

@@ -285,11 +285,11 @@ PLAIN, AFTER, WHOLE = (
     [
         (PLAIN, {"format": INT8}, "_scaled_mm is for fp8"),
         (PLAIN, {"dtype": torch.float16}, "with a scale for each row, _scaled_mm returns bf16, not torch.float16"),
-        (PLAIN, {"n": 40}, "on a GPU _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
+        (PLAIN, {"n": 40}, "on a GPU, _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
         (AFTER, {"dtype": torch.float32}, "on a GPU, _scaled_mm accumulates with fewer bits than fp32"),
         (AFTER, {"dtype": torch.float64}, "_scaled_mm returns at most fp32, not torch.float64"),
         (WHOLE, {}, "_int_mm is for int8"),
-        (WHOLE, {"format": INT8, "k": 60}, "on a GPU _int_mm needs N and K to be multiples of 8, got 64 × 60"),
+        (WHOLE, {"format": INT8, "k": 60}, "on a GPU, _int_mm needs N and K to be multiples of 8, got 64 × 60"),
         (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
     ],
 )
@@ -300,7 +300,7 @@ def test_refusals_of_the_torch_tier(refuses, changes, sentence):
 def test_an_old_nvidia_gpu_has_no_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = Device("cuda", rocm=False)
-    assert PLAIN(SPEC, device) == "fp8 GEMMs need compute capability 8.9 or newer, got 8.0"
+    assert PLAIN(SPEC, device) == "fp8 GEMMs need compute capability 8.9 or higher, got 8.0"
     assert WHOLE(SPEC._replace(format=INT8), device) is None
 
 

@@ -258,5 +258,5 @@ def test_windows_on_both_sides(packed):
 
 def test_dropout_is_an_error():
     query = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(OptionError, match="no dropout"):
+    with pytest.raises(OptionError, match="does not support dropout"):
         flash_functions.flash_attn_func(query, query, query, dropout_p=0.1)

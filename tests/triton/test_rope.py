@@ -166,7 +166,7 @@ def test_norms_of_two_kinds_are_refused():
     query, key, value = heads(1, 1, torch.float32)
     cache = {"keys": torch.zeros(1, 2, 4, 8), "values": torch.zeros(1, 2, 4, 8), "position": torch.tensor(0)}
     norms = ops.Norm(torch.ones(8), 1e-6), ops.Norm(torch.ones(8), 1e-6, True)
-    with pytest.raises(OptionError, match="one kind"):
+    with pytest.raises(OptionError, match="the same kind"):
         ops.rope_into_cache(query, key, value, *angles(1, 1, 8, torch.float32), **cache, norms=norms)
 
 

@@ -1,4 +1,7 @@
-"""The gate of a gated MLP through `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`, which check nothing."""
+"""The gate of a gated MLP through `silu_and_mul`, `gelu_and_mul` and `gelu_tanh_and_mul`.
+
+These operators don't check their arguments.
+"""
 
 from __future__ import annotations
 

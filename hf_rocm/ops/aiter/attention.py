@@ -85,9 +85,9 @@ def dense_limits(spec: AttentionSpec) -> str | None:
     if spec.weights:
         return "aiter's kernels don't return attention weights"
     if spec.mask is not None:
-        return "aiter takes no mask for each batch row, only one [S_q, S_k] bias"
+        return "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
     if spec.more_queries and (spec.causal or spec.window is not None):
-        return "with more queries than keys some rows see no key, for which the result of aiter's kernels is undefined"
+        return "with more queries than keys, some rows see no key, and aiter's results for them are undefined"
     return limits(spec)
 
 
@@ -244,7 +244,7 @@ def _flash_attn_func_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, left: int, right: int, grad: bool
 ) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
-        # computed from the inputs, so that gradients of zero exist
+        # computed from the inputs, so that their gradients are zero and not None
         return attended(query, key, value).zero_() + (query.sum() + key.sum() + value.sum()) * 0
     kernel: Any = _flash_attn_func()
     result = kernel(
@@ -255,7 +255,7 @@ def _flash_attn_func_forward(
         softmax_scale=scale,
         causal=causal,
         window_size=(left, right),
-        return_lse=grad,  # aiter asserts that it is set with gradients
+        return_lse=grad,  # with gradients, aiter asserts that it is set
     )
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     return output.contiguous()

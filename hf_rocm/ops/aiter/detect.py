@@ -174,7 +174,7 @@ def _tidy(before: list[str]) -> None:
 
 
 def _mend_registrations() -> None:
-    """Remove the names `aiter::aiter::…` that releases of 2025 registered, and that fail in torch 2.13 at exit."""
+    """Remove the names `aiter::aiter::…` that releases of 2025 register: they cause errors at exit in torch 2.13."""
     for module in ("torch_guard", "aiter.jit.utils.torch_guard"):
         library = getattr(sys.modules.get(module), "aiter_lib", None)
         names = getattr(library, "_op_defs", None)

@@ -46,14 +46,14 @@ def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not detect.release().at_least(READS_SHUFFLED):
-        return f"{detect.release().name} ignores that a weight is shuffled; {READS_SHUFFLED} is the first that doesn't"
+        return f"{detect.release().name} ignores that a weight is shuffled; use {READS_SHUFFLED} or later"
     if device.arch == "gfx942":
         return None  # hipBLASLt reads shuffled weights of any shape
     if device.arch != "gfx950":
         return f"{device.arch} has no kernel for shuffled weights"
     if spec.dtype != torch.bfloat16 or spec.n % 64 or spec.k % 64:
         got = f"{spec.dtype}, {spec.n} × {spec.k}"
-        return f"on gfx950 shuffled weights must be bf16 with N and K multiples of 64, got {got}"
+        return f"on gfx950, shuffled weights must be bf16 with N and K multiples of 64, got {got}"
     return None
 
 

@@ -137,7 +137,7 @@ class PagedTerms(TypedDict):
 
 
 class Attends(Protocol):
-    """What `ops.attention` takes as `padded`."""
+    """The protocol of the argument `padded` of `ops.attention`."""
 
     def attend(
         self,

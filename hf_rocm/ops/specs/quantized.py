@@ -26,7 +26,7 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, as many rows share it
+    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, the same number of rows shares it
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None

@@ -52,7 +52,7 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.weights:
         return "our decode kernel doesn't return attention weights"
     if not (spec.one_query or spec.few_queries):
-        return "our decode kernel takes at most 16 queries, and more keys than queries"
+        return "our decode kernel takes at most 16 queries, and needs more keys than queries"
     return _limits(spec, device) or _gain(spec, device)
 
 
@@ -206,7 +206,7 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """The arguments that both launches share in all calls. room: the number of fp32 partial results."""
+    """The launch arguments that are cached for all calls of one form. room: the number of fp32 partial results."""
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "few_rows"
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEWEST = 16  # the smallest number of columns, and K; smaller GEMMs don't matter for performance
+FEWEST = 16  # the smallest N and K; smaller GEMMs don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
@@ -36,12 +36,12 @@ def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
 def fused_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
     """The same for a fused GEMM."""
     if spec.activation is not None and spec.rows != 1 and spec.k % 16 and (device.arch or "").startswith("gfx11"):
-        return f"on RDNA 3, a wait is missing from the code of our kernel with a gate, unless 16 divides K: {spec.k}"
+        return f"on RDNA 3, a wait is missing from our gated kernel's code unless K is a multiple of 16, got {spec.k}"
     return refuses(spec, device) or parts_refuse(spec)
 
 
 def parts_refuse(spec: FusedLinearSpec | QuantizedSpec) -> str | None:
-    """Why norm or gate can't be part of a GEMM with few rows, or None."""
+    """Why the norm or the gate can't be part of a GEMM with few rows, or None."""
     if spec.activation is not None and spec.n % 2:
         return f"a gate needs an even N, got {spec.n}"
     if spec.norm_dtype is not None and not spec.one_plus and spec.norm_dtype != spec.dtype:
@@ -49,7 +49,7 @@ def parts_refuse(spec: FusedLinearSpec | QuantizedSpec) -> str | None:
     if spec.norm_dtype not in (None, *norm.DTYPES):
         return f"the norm's weight is {spec.norm_dtype}"
     if spec.norm_dtype is not None and spec.k > norm.WIDEST:
-        return f"our norm kernel takes rows of at most {norm.WIDEST}, got {spec.k}"
+        return f"our norm kernel takes rows of at most {norm.WIDEST} elements, got {spec.k}"
     return None
 
 
@@ -115,7 +115,7 @@ def _forward(
 
 
 def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """A tensor of the GEMM's shape. rest: the operator's other arguments, of which the last is the activation."""
+    """A tensor of the GEMM's shape. rest: the operator's other arguments; the last one is the activation."""
     activation = rest[-1]
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n if activation is None else n // 2))

@@ -22,7 +22,7 @@ PROGRAMS = 256  # a program takes several rows of a LayerNorm only if there are 
 
 
 def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this norm, or None; the same with the residual sum."""
+    """Why the kernel can't serve this norm, with or without a residual sum, or None."""
     return _limits(spec, one_dtype=not spec.one_plus) or detect.unavailable(device)
 
 
@@ -39,7 +39,7 @@ def _limits(spec: NormSpec | NormAddSpec | LayerNormSpec, *, one_dtype: bool) ->
     if one_dtype and spec.weight_dtype != spec.dtype:
         return f"our norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
     if spec.dim > WIDEST:
-        return f"our norm kernel takes rows of at most {WIDEST}, got {spec.dim}"
+        return f"our norm kernel takes rows of at most {WIDEST} elements, got {spec.dim}"
     return None
 
 

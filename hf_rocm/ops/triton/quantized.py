@@ -1,8 +1,8 @@
 """GEMMs with 8- or 4-bit weights; x is not rounded.
 
 For few rows, the weight is converted in registers. For more, it is dequantised in one pass into a temporary tensor,
-which the BLAS library multiplies. The tiles are estimated from kernels of the same form that were measured on one
-NVIDIA GPU.
+which the BLAS library multiplies. `tiles` documents which tiles were measured on one NVIDIA GPU and which are
+estimates.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.n < linear.FEWEST or spec.k < linear.FEWEST:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
-        return f"with 4 bits K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
+        return f"with 4 bits, K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
     if spec.code is not None and spec.rows != 1 and spec.group > _LONGEST_CODED:
         return f"for several rows, groups of {spec.code} may have {_LONGEST_CODED} numbers at most, got {spec.group}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
     if more and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
-        return "on RDNA 3, a wait is missing from the code of our kernels for 8 bits with a gate or scales for blocks"
+        return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
         return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"
     return _format_refuses(spec, device) or linear.parts_refuse(spec)
@@ -84,7 +84,7 @@ def _format_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.format == FP8_FNUZ:
         return "NVIDIA GPUs have no fp8 without a negative zero"
     capability = torch.cuda.get_device_capability(spec.device)
-    return None if capability >= (8, 9) else f"fp8 needs compute capability 8.9 or newer, got {capability}"
+    return None if capability >= (8, 9) else f"fp8 needs compute capability 8.9 or higher, got {capability}"
 
 
 def quantized_linear(call: QuantizedCall) -> Tensor:
@@ -221,7 +221,7 @@ def _dequantize(
 
 
 def _numbers(code: str | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The argument `code` of the kernels for 4 bits, which need no table for e2m1: any tensor of uint8 then."""
+    """The argument `code` of the 4-bit kernels: a table, or any uint8 tensor for e2m1, which needs no table."""
     if code is None:
         return None
     return scale if code == E2M1 and scale.dtype == torch.uint8 else table(code, dtype, scale.device)

@@ -44,7 +44,7 @@ def _groups(spec: RoutingSpec) -> str | None:
     if spec.groups == 1:
         return None
     if spec.scores not in ("softmax", "sigmoid"):
-        return "our routing kernel limits groups by scores of all experts only"
+        return "our routing kernel supports groups only with softmax or sigmoid scores"
     if spec.experts % spec.groups or not 0 < spec.chosen_groups <= spec.groups:
         return f"{spec.chosen_groups} of {spec.groups} groups of {spec.experts} experts can't be chosen"
     size = spec.experts // spec.groups

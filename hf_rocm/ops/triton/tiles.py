@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from hf_rocm.ops.triton.launch import power_of_two
 
-ROWS = 16  # rows of x in a program with matrix instructions, their minimum
+ROWS = 16  # rows of x in a program with matrix instructions, the minimum
 NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
-LONG = 64  # blocks of keys
+LONG = 64  # a piece with at least this many blocks of keys is always split
 
 
 class LinearTile(NamedTuple):
@@ -96,7 +96,7 @@ def row_block(rows: int, *, rocm: bool) -> int:
 
 class FourBitTile(NamedTuple):
     """The tile of a GEMM with a 4-bit weight. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
-    eight runs that a program processes at a time. unrolled: whether all values of a block are requested before the
+    eight runs that a program processes at a time. unrolled: whether all values of a block are loaded before the
     first product."""
 
     matrix: bool
@@ -117,7 +117,7 @@ class FourBitTile(NamedTuple):
 def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. Measured and estimated like the tile for 8 bits.
 
-    Without matrix instructions a thread reads four words and the four values of x of every run at a time.
+    Without matrix instructions, a thread reads four words and the four values of x of every run at a time.
     """
     if rows == 1:
         threads = 64 if rocm or not gated else 32
@@ -144,7 +144,7 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
 
 class ExpertsTile(NamedTuple):
     """The tile of a GEMM. n, k: the block of an expert's weight that a program processes at a time; n columns of the
-    result, each with a gate and an up column in the first GEMM. experts: how many at a time, in the second."""
+    result, each with a gate and an up column in the first GEMM. experts: the number at a time in the second."""
 
     n: int
     k: int

@@ -58,7 +58,7 @@ DAMAGES = [
     ({"bias": "maybe"}, "bias is 'maybe', not True or False"),
     ({"scaleAB": ""}, "scaleAB is missing"),
     ({"bpreshuffle": "0.0"}, "bpreshuffle is '0.0'"),
-    ({"dtype": "bf16"}, "dtype is 'bf16', which is never looked up; torch.bfloat16 is"),
+    ({"dtype": "bf16"}, "dtype is 'bf16', which aiter never looks up; expected for example torch.bfloat16"),
     ({"outdtype": "dtypes.bf16"}, "outdtype is 'dtypes.bf16'"),
     ({"libtype": "rocblas"}, "libtype is 'rocblas'; this release has asm"),
     ({"solidx": "x"}, "solidx is 'x'"),

@@ -1,6 +1,6 @@
 """The columns of aiter's tables of tuned GEMMs (bf16 and fp16), as its releases have them.
 
-aiter looks up a GEMM by its shape in a CSV file. The columns changed six times from 0.1.5 to 0.1.20, and a file of
+aiter looks up a GEMM by its shape in a CSV file. The layout changed five times from 0.1.5 to 0.1.20, and a file of
 another generation fails at the first GEMM, not when it is read. So every generation is recorded here.
 """
 

@@ -15,6 +15,7 @@ from hf_rocm.overlay.facts import aiter_facts
 
 class Gpu(NamedTuple):
     """The properties by which aiter distinguishes GPUs.
+
     units: compute units, fewer in partitioned and cut-down GPUs.
     """
 

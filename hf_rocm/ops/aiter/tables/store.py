@@ -38,7 +38,7 @@ def tuned(gpu: Gpu, release: Release) -> Path:
 
 
 def merged(gpu: Gpu, release: Release, digest: str) -> Path:
-    """The table passed to aiter. It is named by its content, so that it never changes under a reader."""
+    """The table passed to aiter. It is named after its content, so that it never changes while it is read."""
     return folder(gpu, release) / f"{_MERGED}{digest}.csv"
 
 

@@ -1,7 +1,7 @@
 """Read a table of tuned GEMMs, and report every problem with its line.
 
-The file may be any file: a user's, another machine's, or damaged. The bytes, rows and problems that are read are
-limited.
+The file may come from a user or another machine, and it may be damaged. So the number of bytes, rows and problems that
+are read is limited.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def read(path: Path, layout: Layout, release: str) -> Table:
 
 
 def _check_count(path: Path, rows: int, line: int) -> None:
-    """Limit the number of rows, whether right, wrong or empty. rows: their number, including the header."""
+    """Limit the number of rows, whether valid, invalid or empty. rows: their number, including the header."""
     if rows > MAX_ROWS + 1:
         raise TableError(f"{path.name} has more than {MAX_ROWS} rows", facts={"file": path, "line": line})
 
@@ -242,7 +242,7 @@ def _key(values: dict[str, str]) -> Key:
     dtype, outdtype = values["dtype"], values["outdtype"]
     for name, value in (("dtype", dtype), ("outdtype", outdtype)):
         if value not in DTYPES:
-            raise _Wrong(f"{name} is {_short(value)}, which is never looked up; torch.bfloat16 is")
+            raise _Wrong(f"{name} is {_short(value)}, which aiter never looks up; expected for example torch.bfloat16")
     return Key(
         gfx,
         units,

@@ -1,6 +1,6 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
-A decoding step has B · Hkv independent pieces of work, which are few for a GPU with hundreds of compute units. So the
+A decoding step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the
 keys of each piece are split into blocks, which are distributed over several programs. The number of keys is read on the
 device: every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
 """
@@ -174,7 +174,7 @@ def decode_kernel(
 
 @triton.jit
 def gather_kernel(
-    sums,  # [R, splits, D_v] fp32; behind them [R, splits] largest scores, then as many sums of exponentials
+    sums,  # [R, splits, D_v] fp32, followed by the largest scores and the sums of exponentials, both [R, splits]
     sinks,  # [H] or None
     output,  # [R, D_v]
     heads,  # row r belongs to head r % H
@@ -280,7 +280,7 @@ def _attend(
     page: int | None = None,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures for which the predicate refuses it."""
+    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures on which the predicate refuses it."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     value_dim = value_dim or dim

@@ -1,7 +1,7 @@
 """One token of the gated delta rule: the convolution of every channel, then the step of every value head in registers.
 
-They are two kernels because the value heads that share a key head need its convolution, whose state one program has
-to update. Everything is computed in fp32 and rounded once, at the end.
+There are two kernels because all value heads that share a key head need its convolution, but only one program may
+update the state of that convolution. Everything is computed in fp32 and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def delta_step_kernel(
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), exact for small exp(x) too: the error of the sum is divided out."""
+    """log(1 + exp(x)), accurate for small exp(x) too: the rounding error of the sum is divided out."""
     small = tl.exp(-tl.abs(x))
     total = 1.0 + small
     log = tl.where(total == 1.0, small, tl.log(total) * (small / tl.where(total == 1.0, 1.0, total - 1.0)))

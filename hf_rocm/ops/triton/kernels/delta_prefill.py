@@ -32,7 +32,7 @@ def causal_convolution_kernel(
     x,  # [B, S, G, R, D]
     weight,  # [C, K]
     state,  # [B, C, K] or None
-    mixed,  # [B, S, C]
+    mixed,  # [PARTS, B, S, C]
     new_state,  # [B, C, K]
     length,
     plane,
@@ -86,13 +86,13 @@ def causal_convolution_kernel(
 
 @triton.jit
 def chunk_kernel(
-    mixed,  # [B, S, C]: queries [G · D_k], keys [G · D_k], values [H · D_v]
+    mixed,  # [PARTS, B, S, C]: queries [G · D_k], keys [G · D_k], values [H · D_v]
     beta,  # [B, S, G, R]
     decay,  # [B, S, G, R]
     log_rate,  # [H]
     bias,  # [H]
-    solved,  # [B, H, N, CHUNK, CHUNK], of N chunks
-    within,  # [B, H, N, CHUNK, CHUNK]
+    solved,  # [B, H, N, 3, CHUNK, CHUNK]: three parts of each of N chunks
+    within,  # [B, H, N, 3, CHUNK, CHUNK]
     terms,  # [B, H, N, 4, CHUNK]
     length,
     chunks,
@@ -182,9 +182,9 @@ def chunk_kernel(
 
 @triton.jit
 def recurrence_kernel(
-    mixed,  # [B, S, C]
-    solved,  # [B, H, N, CHUNK, CHUNK]
-    within,  # [B, H, N, CHUNK, CHUNK]
+    mixed,  # [PARTS, B, S, C]
+    solved,  # [B, H, N, 3, CHUNK, CHUNK]
+    within,  # [B, H, N, 3, CHUNK, CHUNK]
     terms,  # [B, H, N, 4, CHUNK]
     state,  # [B, H, D_k, D_v] or None
     new_state,  # [B, H, D_k, D_v]

@@ -18,7 +18,7 @@ def dequantize_eight(
     scale,  # [N] fp32, or [⌈N / GROUP⌉, ⌈K / GROUP⌉]
     out,  # [N, K]
     k_size,
-    GROUP: tl.constexpr,  # rows and columns with one scale; 0: a row
+    GROUP: tl.constexpr,  # rows and columns that share a scale; 0: each row has one scale
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +45,7 @@ def dequantize_four(
     nested_factors,
     out,  # [N, K]
     k_words,  # K / 8
-    GROUP: tl.constexpr,  # numbers with one scale
+    GROUP: tl.constexpr,  # numbers that share a scale
     STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BLOCKS: tl.constexpr,  # of 8 runs

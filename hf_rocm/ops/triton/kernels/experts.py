@@ -1,4 +1,4 @@
-"""Routed experts for few pairs of a token and an expert: each program finds its experts' weights by the ids itself.
+"""Routed experts for few pairs of a token and an expert: each program computes its weights' addresses from the ids.
 
 So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which takes nearly all
 of the time. Everything is added up in fp32 and rounded where separate layers would round.
@@ -94,7 +94,7 @@ def chosen_down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one token, summed over its experts, of which BLOCK_E are read at a time."""
+    """BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -129,7 +129,7 @@ def chosen_down(
 def _added_up(
     sums,  # [..., N, K]; the last dim is that of one block
     x,  # addresses [..., 1, K]
-    weight,  # addresses, as sums
+    weight,  # addresses, in the shape of sums
     k,
     there,
     k_size,

@@ -1,11 +1,11 @@
 """Routed experts in MXFP4 for few pairs of a token and an expert: the kernels of `experts`, for another encoding.
 
-A word is 8 numbers that follow each other along K. x comes in the order [8, K / 8], so that the first numbers of
+A word contains 8 consecutive numbers along K. x is stored in the order [8, K / 8], so that the first numbers of
 several words are multiplied by a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of
 tiles, so that the compiler spreads words and x over the threads in the same way. A number becomes the last exponent
-bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number; x is multiplied by 2⁶⁴
-before, and the sum of a block by 2⁶² and its scale, so that no intermediate result leaves the range of fp32 where |x| <
-2⁶³.
+bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number. x is first multiplied
+by 2⁶⁴, and the sum of a block by 2⁶² and by its scale, so that no intermediate result leaves the range of fp32 where
+|x| < 2⁶³.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def mxfp4_down(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """BLOCK_N columns of one token, summed over its experts, of which BLOCK_E are read at a time."""
+    """BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -106,7 +106,7 @@ def mxfp4_down(
 @triton.jit
 def _added_up(
     sums,  # [BLOCKS, …, N, 4]
-    x,  # address of [8, K / 8], one or [1, …, 1, 1]
+    x,  # addresses of inputs [8, K / 8]: a scalar, or [1, …, 1, 1]
     words,
     scale,
     rows,  # [1, …, N, 1]: the first block of each row
@@ -137,7 +137,7 @@ def dequantize_mxfp4(
     size,  # N · K
     BLOCK: tl.constexpr,
 ):
-    """BLOCK numbers of another dtype."""
+    """Convert BLOCK numbers to another dtype."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     bits = tl.load(words + index // 8, mask=inside, other=0) >> (index % 8 * 4).to(tl.int32)

@@ -1,7 +1,7 @@
 """Attention of many queries: softmax and GEMMs in one pass over the keys, for dense and for packed sequences.
 
-A program has a tile of rows, the query heads of one key head next to each other, so that keys and values are loaded
-once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
+A program processes a tile of rows, in which the query heads of one key head are adjacent, so that keys and values are
+loaded once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
 increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
 Scores are scaled for exp2. Blocks of keys that every row of the tile sees are processed without masks.
 """
@@ -204,7 +204,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The keys from `begin` to `end` for one tile. MASKED: not every row sees all of them."""
+    """Attend to the keys from `begin` to `end` for one tile. MASKED: whether some rows don't see all of them."""
     n = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
@@ -265,7 +265,7 @@ def _builds(
     sinks: bool = False,
     lse: bool = False,
 ) -> Iterator[Build]:
-    """For CDNA, gfx11 and gfx12, whose tiles differ. The predicate refuses large heads on gfx11."""
+    """Builds for CDNA, gfx11 and gfx12, whose tiles differ. The predicate refuses large heads on gfx11."""
     strides = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}

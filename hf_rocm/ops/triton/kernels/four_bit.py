@@ -1,10 +1,10 @@
 """GEMMs with one row and 4-bit weights in groups: the kernel of `linear`, for another encoding of W.
 
-A word has one number of each of eight runs of K (see `ops.four_bit`). The numbers of a run are multiplied by a
-contiguous piece of x, and the sum of a group by its scale, once. On AMD GPUs, a mask leaves four numbers of a word,
-one per byte, and one instruction converts any byte to a float. On others, a shift and a logical operation make a number
-the mantissa of a float. With a code, the numbers are looked up in a table of 16, which stays in the nearest cache,
-except for e2m1 of MXFP4.
+A word contains one number from each of eight runs along K (see `ops.four_bit`). The numbers of a run are multiplied by
+a contiguous piece of x, and the sum over a group is multiplied by its scale once. On AMD GPUs, a mask selects four
+numbers of a word, one per byte, and one instruction converts any byte to a float. On others, a shift and a logical
+operation put a number into the mantissa of a float. With a code, the numbers are looked up in a table of 16, which
+stays in the nearest cache; the bits of MXFP4's e2m1 are converted instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def four_bit_vector(
     x,  # [1, K]
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
-    zeros,  # of the same shape, uint8: the stored numbers that stand for 0; None: 8
+    zeros,  # of the same shape, uint8: the stored numbers that represent 0; None: 8
     code,  # [16] fp32, the table; any uint8 tensor: e2m1, whose bits are converted; None: integers
     nested_code,  # [256] fp32, the table of scales in uint8, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
@@ -36,11 +36,11 @@ def four_bit_vector(
     out,  # [1, N]
     m_size,
     n_size,
-    k_words,  # K / 8: its divisibility is that of the addresses
-    pattern,  # the bits of 1.0, with BYTES 0x0F0F0F0F: with a constant, compilers would use more instructions
+    k_words,  # K / 8; its divisibility determines the alignment of the addresses
+    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; for a constant, compilers use more instructions
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
-    GROUP: tl.constexpr,  # numbers with one scale
+    GROUP: tl.constexpr,  # numbers that share a scale
     STEP: tl.constexpr,  # 1; 0: a row has one scale
     RUN: tl.constexpr,  # the length of a run
     BYTES: tl.constexpr,  # whether the GPU converts any byte of a register to a float in one instruction, as AMD's do
@@ -49,7 +49,7 @@ def four_bit_vector(
 ):
     """BLOCK_N columns of the result for one row, by multiplying and adding up."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # blocks first: the compiler then spreads words and x over the threads in the same way, a row in every thread
+    # blocks are the first dim, so that the compiler distributes words and x over the threads in the same way
     rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)
     block = tl.arange(0, BLOCKS)[:, None, None]
     within = tl.arange(0, RUN)[None, None, :]
@@ -136,7 +136,7 @@ def _vector(
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if code is None:
-            # q, or 1 + q / 16, is multiplied: the number that stands for 0 is subtracted once for a group
+            # x is multiplied by q, or by 1 + q / 16; the product with the number that represents 0 is subtracted
             zero = 8.0
             if zeros is not None:
                 zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)
@@ -236,7 +236,7 @@ def build(
     nested: bool = False,
     powers: bool = False,
 ) -> Build:
-    """One of the two kernels, for this number of rows and these sizes. powers: MXFP4."""
+    """One of the two kernels, for this number of rows and these sizes. powers: whether the scales are MXFP4's."""
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
     group, step = kernel_groups(k, group)

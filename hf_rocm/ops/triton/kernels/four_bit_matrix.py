@@ -37,7 +37,7 @@ def four_bit_rows(
 ):
     """The same GEMM with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps without separate columns process SPLITS blocks of 8 runs at a time.
+    Warps that share columns split K: they process SPLITS blocks of 8 runs at a time.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -130,7 +130,7 @@ def _matrix(
     RUN: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; without SPLITS if it is 1."""
+    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     if UNROLLED:
         for group in tl.static_range(8 // RUNS):
@@ -204,7 +204,7 @@ def _group(
         zero = base + 8.0
         if zeros is not None:
             zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
-        # a product with ones adds up x in every row: no values are exchanged
+        # a product with ones adds up x in every row, so that threads need not exchange values
         ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
         total = tl.zeros_like(sums)
         for run in tl.static_range(RUNS):

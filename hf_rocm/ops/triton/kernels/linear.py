@@ -1,9 +1,9 @@
 """GEMMs with few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
 
-Such a GEMM reads all of W and does little arithmetic, so it is bound by memory bandwidth: a program reads few rows
-of W in long pieces, and the gate of an MLP and the residual sum are fused in. Everything is added up in fp32 and
-rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block: then it is
-converted in registers, and each row of the result, or each sum over a block, is multiplied by its scale.
+Such a GEMM reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads few rows
+of W in long pieces, and also computes the gate of an MLP and the residual sum. Everything is added up in fp32 and
+rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
+numbers are converted in registers, and each column of the result, or each sum over a block, is multiplied by its scale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def matrix_vector(
     k_size,
     ACTIVATION: tl.constexpr,  # of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
-    GROUP: tl.constexpr,  # rows and columns of weight with one scale, a multiple of BLOCK_N; 0: a row
+    GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: each row has one
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -89,7 +89,7 @@ def few_rows(
 ):
     """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps without separate columns split K into SPLITS parts.
+    Warps that share columns split K into SPLITS parts.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -140,7 +140,7 @@ def piece(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _scales(scale, block, n_size, k_size, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The addresses of the scales of blocks of a program's rows, and of its rows of the second half of W."""
+    """The addresses of the block scales of a program's rows, and of its rows in the second half of W."""
     count = tl.cdiv(k_size, GROUP)
     first = scale + tl.program_id(0) * BLOCK_N // GROUP * count + block
     return first, first + n_size // GROUP * count
@@ -148,7 +148,7 @@ def _scales(scale, block, n_size, k_size, GROUP: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
-    """Numbers of x, multiplied by the scale of their block of W, if blocks have one."""
+    """Numbers of x, multiplied by the scale of their block of W, if blocks have scales."""
     if GROUP:
         return values * piece(scales + k // GROUP, inside, EVEN)
     return values
@@ -156,7 +156,7 @@ def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _added(sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
-    """Add the product of numbers of the weight and of x, multiplied by the block's scale, if blocks have one."""
+    """Add the product of numbers of the weight and of x, multiplied by the block's scale, if blocks have scales."""
     if GROUP:
         part = tl.dot(_like(numbers, values), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
@@ -182,7 +182,7 @@ def _like(numbers, values):
 
 @triton.jit
 def finished(product, scale, bias, n, n_size, dtype: tl.constexpr):
-    """A product [M, N] with its scale and bias, rounded as the linear layer alone would."""
+    """A product [M, N] with its scale and bias, rounded as a separate linear layer would round it."""
     if scale is not None:
         product *= tl.load(scale + n, mask=n < n_size, other=0.0)[None, :]
     if bias is not None:
@@ -229,7 +229,7 @@ def _build(
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
-    # RDNA 3 refuses 8 bits with a gate or blocks, see `triton.quantized`
+    # 8 bits with a gate or blocks are refused on RDNA 3, see `triton.quantized`
     refused = GFX11 if scale and (gated or group) else ()
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
     cut = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)

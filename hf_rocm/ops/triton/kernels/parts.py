@@ -1,7 +1,7 @@
-"""Products of matrices with the precision of fp32, by matrix instructions for bf16.
+"""Matrix products with the precision of fp32, computed by matrix instructions for bf16.
 
-An fp32 number is the sum of three bf16 numbers, an fp16 number of two: a matrix is a tuple of its parts. Only bf16
-products have matrix instructions on every architecture; RDNA has none for fp32.
+An fp32 number is the sum of three bf16 numbers, and an fp16 number the sum of two. So a matrix is a tuple of bf16
+parts. Only bf16 products have matrix instructions on every architecture; RDNA has none for fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def inverted(below, row, LEVELS: tl.constexpr):
 
 @triton.jit
 def times(a, b):
-    """The product of two matrices, which are sums of bf16 matrices of decreasing size, with the precision of fp32.
+    """The product of two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
 
     Products of two small parts are left out: they are below the last bit of fp32.
     """

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys in one launch, optionally writing keys and values to a static cache.
+"""Rotary embeddings of queries and keys in one launch, optionally writing keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
 layers, and the compiler may not contract it with the sum that follows, so that the results are bitwise equal.
@@ -49,7 +49,7 @@ def _rotate(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads of one token. writes: whether they are stored; shown: whether as numbers, not NaN."""
+    """Rotate BLOCK_HEADS heads of one token. writes: whether to store them; shown: False to store NaN instead."""
     dtype: tl.constexpr = out.dtype.element_ty
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     there = head < HEADS
@@ -129,7 +129,7 @@ def _copy(
 def rope_kernel(
     query,
     key,
-    value,  # None: keys are written to `keys` at their own place, and no values are written
+    value,  # None: keys are written to `keys` at their own position, and no values are written
     cos,
     sin,
     out,
@@ -169,7 +169,7 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
     ONCE: tl.constexpr,  # cos and sin contain each angle once
-    COUNTED: tl.constexpr,  # position is the number of earlier tokens; else it has one number for each token
+    COUNTED: tl.constexpr,  # position is the number of earlier tokens; otherwise, it contains each token's position
     ALONE: tl.constexpr,  # one program does everything, and advances the position
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -187,7 +187,7 @@ def rope_kernel(
             place = tl.load(position).to(tl.int64) + token
         else:
             place = tl.load(position + token).to(tl.int64)
-    # a token outside of the cache is not written, and its query is NaN, so that the error is visible
+    # a token outside the cache is not written, and its query is NaN, so that the error is visible
     inside = (place >= 0) & (place < room)
     angles = batch * angle_batch + token * (ROTATED // 2 if ONCE else ROTATED)
     if ALONE or block < query_blocks:

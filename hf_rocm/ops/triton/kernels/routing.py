@@ -1,7 +1,7 @@
 """The experts of a token: scores, groups, top-k and weights in one launch, in registers.
 
-A score and its expert are packed into one integer, whose order is that of the scores and, where they are equal, the
-reverse of the experts'. So one maximum returns both, and no expert is selected twice, for any scores.
+A score and its expert are packed into one integer. These integers are ordered by score and, among equal scores, by
+descending expert. So one maximum returns both, and no expert is selected twice, for any scores.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _unpacked(packed):
 
 @triton.jit
 def _of_best_groups(packed, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Keep the packed scores of the groups whose best ones have the largest sum."""
+    """Keep the packed scores of the groups whose best scores have the largest sums."""
     grouped = tl.reshape(packed, (GROUPS, BLOCK // GROUPS))
     first = tl.max(grouped, 1)
     sums = _unpacked(first)

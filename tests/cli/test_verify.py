@@ -148,7 +148,7 @@ def test_refusals(arguments, code, words, capsys):
     assert words in captured.err and captured.out == ""
 
 
-def test_unusable_golden_files(tiny_checkpoint, golden, tmp_path, capsys):
+def test_unusable_golden_files_are_refused(tiny_checkpoint, golden, tmp_path, capsys):
     """Every file is refused before anything is compared, with the reason."""
     other = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
     with torch.no_grad():

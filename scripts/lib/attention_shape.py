@@ -18,7 +18,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Query, key or value: the linear layer that computes it, and the operations applied since."""
+    """Query, key or value: the linear layer that computes it, and the operations on its output."""
 
     linear: str
     flat_norm: str | None = None  # over the whole projection, before it is split into heads

@@ -230,7 +230,7 @@ def _experts(cls: ast.ClassDef) -> str:
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
     if options is not None:
         raise Unknown(f"@{options}: adapt layers.StackedExperts, or leave it stock")
-    raise Unknown("experts that transformers runs one by one: read them, or leave them stock")
+    raise Unknown("experts that transformers runs one by one: write a forward, or leave them stock")
 
 
 def _result(forward: ast.FunctionDef) -> str:

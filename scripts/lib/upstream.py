@@ -19,7 +19,7 @@ from lib.upstream_tree import from_checkout, from_mixins, model_of, source_distr
 
 DESCRIPTION = """\
 Run transformers' own tests of each MODEL in the environment of RELEASE, stock and then with overlays installed (in a
-copy of that transformers) and forced, and print the tests that pass stock and don't with overlays.
+copy of that transformers) and forced, and print the tests that pass stock and fail overlaid.
 
 Without --source, the shared mixins of the release's source distribution are applied to thin test classes
 (tests/upstream). A model's own test file is only in transformers' public repository: pass a checkout of it.

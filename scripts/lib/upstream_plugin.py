@@ -1,8 +1,8 @@
 """The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
 
 It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, a file with
-one JSON line at the start and one at the end of each test, so that a test that crashes is known; `done`, tests to skip;
-`timeout`, seconds per test; `overlaid`, whether overlays must or must not be active.
+one JSON line at the start and one at the end of each test, so that a test that crashes the process can be
+identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays must or must not be active.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ Wheels = Mapping[str, Path]  # release → wheel, the oldest first
 def download(catalog: Catalog, folder: Path = WHEELS, *, new_releases: bool = False) -> Wheels:
     """Fetch every final release that an overlay covers into a cache folder.
 
-    Releases that are newer than all recorded ones are only fetched with `new_releases`: nobody has read or tested them.
+    Releases that are newer than all recorded ones are only fetched with `new_releases`, because nobody has reviewed or
+    tested them.
     """
     releases = [release for release in _published() if _covered(catalog, release)]
     if not new_releases:

@@ -32,7 +32,7 @@ def grouped(shown: str) -> dict[str, list[str]]:
     return result
 
 
-def test_install_status_uninstall(command: Command, site: Site) -> None:
+def test_installing_and_uninstalling_show_every_model_and_repeating_does_nothing(command: Command, site: Site) -> None:
     before = hashes(site.path)
     installed = command("install-overlays", "--all")
     assert (installed.code, installed.err) == (0, "")

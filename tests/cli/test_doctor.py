@@ -152,7 +152,7 @@ def test_the_real_torch_child_returns_facts(monkeypatch: pytest.MonkeyPatch) -> 
     assert answer.facts["flags"]["backends.cudnn.benchmark"] is False
 
 
-def test_it_accepts_a_model(
+def test_it_reports_whether_a_model_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))

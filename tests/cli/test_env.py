@@ -112,7 +112,7 @@ def test_user_and_host_names_are_removed() -> None:
         ("AMD Instinct MI300X (gfx942, 304 CUs)", "AMD Instinct MI300X (gfx942, 304 CUs)"),
     ],
 )
-def test_paths_and_keys(text: str, cleaned: str) -> None:
+def test_private_parts_of_paths_and_keys_are_removed(text: str, cleaned: str) -> None:
     assert redact.clean(text, home="/home/eve") == cleaned
 
 

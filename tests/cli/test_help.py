@@ -76,7 +76,7 @@ def test_shells_complete_commands_models_and_shapes(
     assert capsys.readouterr().out.split() == completed
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_are_printed_with_exit_code_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-rocm {__version__}\n"
     assert main(["install-overlays", "--help"]) == 0

@@ -36,7 +36,7 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
     assert out.count("aiter needs an AMD GPU under ROCm, and this is the CPU") == 1  # not under every kernel
 
 
-def test_explain_as_json(checkpoint, capsys):
+def test_explain_lists_the_kernels_as_json(checkpoint, capsys):
     assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {kernel["operation"] for kernel in data["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}

@@ -62,7 +62,7 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
     data = json.loads(printed)
     checks = {check["name"]: check for check in data["checks"]}
     assert data["passed"] and len(data["layers"]) == 4
-    # docs/amd-owners.md asks people to publish this
+    # docs/amd-owners.md recommends publishing this
     private = {platform.node(), getpass.getuser(), str(Path.home()), str(tiny_checkpoint.parent), str(tmp_path)}
     assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", printed)]
     assert not re.search(r"(?<![\w.])/\w+/\w+", printed), "a path"
@@ -148,7 +148,7 @@ def test_refusals(arguments, code, words, capsys):
     assert words in captured.err and captured.out == ""
 
 
-def test_unusable_golden_files(tiny_checkpoint, golden, tmp_path, capsys):
+def test_unusable_golden_files_are_refused(tiny_checkpoint, golden, tmp_path, capsys):
     """Every file is refused before anything is compared, with the reason."""
     other = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
     with torch.no_grad():

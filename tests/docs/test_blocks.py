@@ -1,4 +1,4 @@
-"""The code in the documentation: Python blocks and cheap command lines run, all command lines pass the real parsers."""
+"""The code in the documentation: Python blocks and cheap commands run, and all command lines pass the real parsers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NOT_RUN = {
     "hf-rocm quantize": "it loads a model twice; tests/cli/test_quantize.py",
     "hf-rocm port-check": "a reference to the command in general; tests/tools/porting",
     "hf-rocm explain": "a reference to the command in general; tests/cli/test_model_commands.py",
-    "scripts/": "what prepares, tests or renders this checkout; tests/scripts and tests/overlay/test_scripts.py",
+    "scripts/": "they prepare, test or render this checkout; tests/scripts and tests/overlay/test_scripts.py",
 }
 
 

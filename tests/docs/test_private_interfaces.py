@@ -36,7 +36,9 @@ def names():
 
 def test_every_private_name_is_listed(names):
     missing = {name: places[:3] for name, places in names.foreign.items() if name not in PRIVATE}
-    assert not missing, f"add to docs/private-interfaces.md, with what happens in a release without: {missing}"
+    assert not missing, (
+        f"add to docs/private-interfaces.md, with what happens in a release that lacks the name: {missing}"
+    )
 
 
 def test_every_listed_name_is_used(names):

@@ -68,7 +68,7 @@ def test_a_model_that_transformers_does_not_have_is_skipped(site: Site, here: He
 
 
 @pytest.mark.parametrize("command", [install, uninstall, status])
-def test_naming_it_raises_with_the_releases_that_have_it(
+def test_naming_an_absent_model_raises_an_error_with_the_releases_that_have_it(
     site: Site, here: Here, command: Callable[..., object]
 ) -> None:
     here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))

@@ -128,12 +128,12 @@ def test_attached_methods_are_removed_with_the_binding(binding):
         ("my_copy_of_modeling_llama", True, False),
     ],
 )
-def test_wanted(name, forced, expected, monkeypatch):
+def test_an_overlay_is_wanted_if_it_is_forced_or_activated(name, forced, expected, monkeypatch):
     monkeypatch.setenv("HF_ROCM_FORCE", "1" if forced else "0")
     assert bind.wanted(name) is expected
 
 
-def test_wanted_under_rocm(monkeypatch):
+def test_an_overlay_is_wanted_under_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert bind.wanted("transformers.models.llama.modeling_llama")
 

@@ -135,6 +135,6 @@ def test_an_invalid_range_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
     assert refused.value.facts["file"].endswith("transformers-5.0/manifest.toml")
 
 
-def test_release_span() -> None:
+def test_a_release_span_names_the_oldest_and_the_newest_release() -> None:
     assert release_span(["5.10.0", "5.9.1", "5.4.0"]) == "5.4.0–5.10.0"
     assert release_span(["5.4.0"]) == "5.4.0"

@@ -359,7 +359,7 @@ def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:
     assert set(states(site).values()) == {"no"}
 
 
-def test_an_append_only_folder(site: Site, catalog: Catalog) -> None:
+def test_files_that_remain_in_an_append_only_folder_are_named(site: Site, catalog: Catalog) -> None:
     """Files can be created in such a folder, but neither replaced nor removed. The error names those that remain."""
     import errno
 

@@ -62,18 +62,18 @@ def test_hashes_are_read_from_record(site: Site) -> None:
     assert installation.recorded_sha256(site.root / "nothing.py") is None
 
 
-def test_no_transformers(tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_a_path_where_transformers_is_not_installed_is_refused(tmp_path: Path, path_only: Callable[..., None]) -> None:
     path_only(tmp_path)
     assert "not installed" in refusal().message
 
 
-def test_a_folder_left_by_an_uninstall(tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_a_folder_left_by_an_uninstall_is_refused(tmp_path: Path, path_only: Callable[..., None]) -> None:
     (tmp_path / "transformers" / "models").mkdir(parents=True)
     path_only(tmp_path)
     assert "only a leftover folder" in refusal().message
 
 
-def test_a_zip(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zip_archive_is_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zipimport import zipimporter
 
     archive = tmp_path / "site.zip"
@@ -83,7 +83,7 @@ def test_a_zip(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "archive" in refusal().message
 
 
-def test_an_editable_install(site: Site) -> None:
+def test_an_editable_install_is_refused(site: Site) -> None:
     (site.metadata / "direct_url.json").write_text(json.dumps({"url": "file:///src", "dir_info": {"editable": True}}))
     refused = refusal(site.path)
     assert "editable" in refused.message
@@ -96,7 +96,7 @@ def test_an_install_from_a_local_folder_is_not_editable(site: Site) -> None:
     check_writable(locate(site.path))
 
 
-def test_an_editable_install_with_its_record_elsewhere(
+def test_an_editable_install_with_its_record_elsewhere_is_refused(
     make: Callable[[str], Site], tmp_path: Path, path_only: Callable[..., None]
 ) -> None:
     source, target = make("checkout"), tmp_path / "site-packages"
@@ -108,14 +108,14 @@ def test_an_editable_install_with_its_record_elsewhere(
 
 
 @pytest.mark.parametrize("kind", ["folder", "worktree"])
-def test_a_git_checkout(make: Callable[[str], Site], tmp_path: Path, kind: str) -> None:
+def test_a_git_checkout_is_refused(make: Callable[[str], Site], tmp_path: Path, kind: str) -> None:
     source = make("checkout/src")
     git = tmp_path / "checkout" / ".git"
     git.mkdir() if kind == "folder" else git.write_text("gitdir: elsewhere")
     assert "checkout" in refusal(source.path).message
 
 
-def test_an_unpacked_source_archive(make: Callable[[str], Site], tmp_path: Path) -> None:
+def test_an_unpacked_source_archive_is_refused(make: Callable[[str], Site], tmp_path: Path) -> None:
     source = make("transformers-1.2.3/src")
     (tmp_path / "transformers-1.2.3" / "setup.py").touch()
     assert "setup.py" in refusal(source.path).facts["found"]
@@ -127,7 +127,7 @@ def test_an_environment_inside_a_git_checkout_is_not_a_checkout(make: Callable[[
     check_writable(locate(site.path))
 
 
-def test_a_symbolic_link_to_the_package(site: Site, tmp_path: Path) -> None:
+def test_a_symbolic_link_to_the_package_is_refused(site: Site, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "transformers").symlink_to(site.root)
     refused = refusal(tmp_path / "other")
@@ -135,7 +135,7 @@ def test_a_symbolic_link_to_the_package(site: Site, tmp_path: Path) -> None:
     assert str(site.root) in refused.facts["found"]
 
 
-def test_more_than_one_on_the_path(make: Callable[[str], Site], path_only: Callable[..., None]) -> None:
+def test_more_than_one_on_the_path_is_refused(make: Callable[[str], Site], path_only: Callable[..., None]) -> None:
     first, second = make("first"), make("second")
     path_only(first.path, second.path)
     refused = refusal()
@@ -144,13 +144,15 @@ def test_more_than_one_on_the_path(make: Callable[[str], Site], path_only: Calla
     check_writable(locate(first.path))  # passing a path resolves the ambiguity
 
 
-def test_the_same_transformers_twice_on_the_path(site: Site, tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_the_same_transformers_twice_on_the_path_is_accepted(
+    site: Site, tmp_path: Path, path_only: Callable[..., None]
+) -> None:
     (tmp_path / "link").symlink_to(site.path)
     path_only(site.path, site.path, tmp_path / "link")
     check_writable(locate())
 
 
-def test_a_transformers_of_another_environment(
+def test_a_transformers_of_another_environment_is_refused(
     site: Site, tmp_path: Path, path_only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path_only(site.path)
@@ -159,23 +161,23 @@ def test_a_transformers_of_another_environment(
     check_writable(locate(site.path))
 
 
-def test_two_package_records(site: Site) -> None:
+def test_two_package_records_are_refused(site: Site) -> None:
     (site.path / "transformers-0.0.1.dist-info").mkdir()
     assert "two records" in refusal(site.path).message
 
 
-def test_files_and_record_of_different_releases(site: Site) -> None:
+def test_files_and_a_record_of_different_releases_are_refused(site: Site) -> None:
     site.metadata.rename(site.path / "transformers-0.0.1.dist-info")
     refused = refusal(site.path)
     assert refused.facts["expected"].startswith("0.0.1")
 
 
-def test_no_version(site: Site) -> None:
+def test_an_installation_without_a_version_is_refused(site: Site) -> None:
     (site.root / "__init__.py").write_text("")
     assert "version" in refusal(site.path).message
 
 
-def test_an_installation_without_a_package_record(site: Site) -> None:
+def test_an_installation_without_a_package_record_is_accepted(site: Site) -> None:
     shutil.rmtree(site.metadata)
     result = locate(site.path)
     assert result.metadata is None

@@ -66,7 +66,7 @@ def would_install(python: Path, requirement: str, report: Path, *options: str) -
 
 
 @pytest.mark.parametrize("naming", ROCM_TRITON)
-def test_a_rocm_torch_and_its_triton_are_left_alone(naming: str, wheel: Path, tmp_path: Path) -> None:
+def test_a_rocm_torch_and_its_triton_are_not_replaced(naming: str, wheel: Path, tmp_path: Path) -> None:
     name, version = ROCM_TRITON[naming]
     torch = ("torch", "2.9.0+rocm7.0", f"{name}=={version}")
     python = environment(tmp_path / "environment", torch, (name, version, ""))

@@ -121,7 +121,7 @@ def test_one_release_runs_the_given_paths(version: str, lib: SimpleNamespace, mo
     assert "mistral" in suite.arguments and "--ignore" not in suite.arguments
 
 
-def test_the_order_names_suites_and_omitted_paths_exist(lib: SimpleNamespace) -> None:
+def test_the_order_lists_existing_suites_and_omitted_paths_exist(lib: SimpleNamespace) -> None:
     suites = planned(lib, quick=False)
     assert next(iter(suites)).endswith(lib.testing.LONGEST[0])
     for name in lib.testing.LONGEST:

@@ -38,11 +38,11 @@ class LlamaModelTest(unittest.TestCase):
             except Exception:
                 pass
 
-    def test_e_hangs_deaf(self):
+    def test_e_ignores_its_alarm(self):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         time.sleep(600)
 
-    def test_f_wants_the_network(self):
+    def test_f_needs_the_network(self):
         import socket
         try:
             socket.create_connection(("192.0.2.1", 80), timeout=1)
@@ -98,8 +98,8 @@ def test_one_bad_test_does_not_affect_the_others(lib: SimpleNamespace, settings)
         "b_fails": "failed",
         "c_crashes": "crashed",
         "d_hangs": "timeout",
-        "e_hangs_deaf": "timeout",
-        "f_wants_the_network": "network",
+        "e_ignores_its_alarm": "timeout",
+        "f_needs_the_network": "network",
         "g_is_skipped": "skipped",
         "h_has_a_bad_part": "failed",
         "i_draws": "failed",
@@ -217,7 +217,7 @@ def test_wrong_usage_has_its_own_exit_code(arguments: list[str]) -> None:
         (["tests/upstream/test_mixin.py"], {"upstream": "tests/upstream/test_mixin.py"}),
     ],
 )
-def test_they_are_a_separate_suite(paths, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_upstream_tests_are_a_separate_suite(paths, expected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from lib import environments, testing
 

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.codegen.modeling_codegen, 4.53 and up.
 
-Served: attention; stock implements only `eager`. Its rotation of neighbouring pairs, its MLP, which has no
-gate, and LayerNorm stay stock.
+Served: attention; stock implements only `eager`. Its rotation of neighbouring pairs, its MLP, which has no gate, and
+LayerNorm stay stock.
 """
 
 try:
@@ -16,7 +16,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     with_cache = layers.before("4.54")
-    blocks = 4  # of the joined projection; every block has queries, values and keys
+    blocks = 4  # the joined projection has four blocks of queries, values and keys
 
     @overlay.replaces(CodeGenAttention)
     def codegen_attention(self, stock, hidden_states, *more, **kwargs):
@@ -35,7 +35,8 @@ if overlay is not None and overlay.wanted(__name__):
         output = self.resid_dropout(self.out_proj(output.flatten(2)))
         return (output, cache) if with_cache else (output, None)
 
-    def _root(self):  # of the head dim: up to 4.57 a tensor that is not a buffer
+    def _root(self):
+        """The square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
         root = self.scale_attn
         return layers.rounded_root(self.head_dim, root.dtype) if isinstance(root, torch.Tensor) else root
 

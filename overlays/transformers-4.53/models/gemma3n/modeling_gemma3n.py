@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
-Served: the text model. Layers that reuse another's keys stay stock up to 4.55, where they read them from the cache;
-the audio and vision parts stay stock, and in training so do the norms, because hf_rocm's gradients are rounded more
-coarsely.
+Served: the text model. Layers that reuse the keys of another layer stay stock up to 4.55, where they read them from the
+cache. The audio and vision parts stay stock, and so do the norms in training, because hf_rocm's gradients are rounded
+more coarsely.
 """
 
 try:

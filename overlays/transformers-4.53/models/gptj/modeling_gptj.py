@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.gptj.modeling_gptj, 4.53 and up.
 
-Served: attention under `eager`, stock's default. Its rotation of neighbouring pairs, its MLP, which has no
-gate, and LayerNorm stay stock.
+Served: attention under `eager`, stock's default. Its rotation of neighbouring pairs, its MLP, which has no gate, and
+LayerNorm stay stock.
 """
 
 try:
@@ -36,7 +36,8 @@ if overlay is not None and overlay.wanted(__name__):
         output = self.resid_dropout(self.out_proj(output.flatten(2)))
         return (output, cache) if with_cache else (output, None)
 
-    def _root(self):  # of the head dim: up to 4.57 a tensor that is not a buffer
+    def _root(self):
+        """The square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
         root = self.scale_attn
         return layers.rounded_root(self.head_dim, root.dtype) if isinstance(root, torch.Tensor) else root
 

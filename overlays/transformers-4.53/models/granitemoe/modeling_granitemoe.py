@@ -9,9 +9,9 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.granitemoe.modeling_granitemoe import (
         GraniteMoeAttention,
         GraniteMoeMoE,
-        GraniteMoeParallelExperts,  # noqa: F401 - its digest counts
+        GraniteMoeParallelExperts,  # noqa: F401 - imported for its digest
         GraniteMoeRMSNorm,
-        GraniteMoeTopKGating,  # noqa: F401 - its digest counts
+        GraniteMoeTopKGating,  # noqa: F401 - imported for its digest
         apply_rotary_pos_emb,
     )
 

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.internvl.modeling_internvl, 4.53 and up.
 
-The vision tower. The language model is served by the overlay of its own type.
+Served: the vision tower. The language model is served by the overlay of its own type.
 """
 
 try:

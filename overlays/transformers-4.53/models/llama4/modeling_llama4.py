@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.llama4.modeling_llama4, 4.53 to 4.55.
 
-Served: attention, the shared experts and the norms of the text model. The vision tower stays stock, as do the
-routed experts: these releases compute them densely, and 4.54 and 4.55 with the scores of other tokens.
+Served: attention, the shared experts and the norms of the text model. The vision tower stays stock, as do the routed
+experts: these releases compute them densely, and 4.54 and 4.55 do so with the scores of other tokens.
 """
 
 try:
@@ -44,7 +44,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """query: [B, S, H, D]; positions: of this call's tokens; transformers passes them up to 5.3."""
+        """query: [B, S, H, D]; positions: those of this call's tokens, which transformers passes up to 5.3."""
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start

@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.minimax.modeling_minimax import (
         MiniMaxAttention,
-        MiniMaxBlockSparseTop2MLP,  # noqa: F401 - its digest counts
+        MiniMaxBlockSparseTop2MLP,  # noqa: F401 - imported for its digest
         MiniMaxRMSNorm,
         MiniMaxSparseMoeBlock,
         apply_rotary_pos_emb,

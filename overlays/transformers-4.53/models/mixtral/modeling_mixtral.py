@@ -8,7 +8,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.mixtral.modeling_mixtral import (
         MixtralAttention,
-        MixtralBlockSparseTop2MLP,  # noqa: F401 - its digest counts
+        MixtralBlockSparseTop2MLP,  # noqa: F401 - imported for its digest
         MixtralDecoderLayer,
         MixtralRMSNorm,
         MixtralSparseMoeBlock,

@@ -7,7 +7,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.modernbert.modeling_modernbert import (
-        MODERNBERT_ATTENTION_FUNCTION,  # noqa: F401  the functions whose place ops.attention takes
+        MODERNBERT_ATTENTION_FUNCTION,  # noqa: F401 - the functions that ops.attention replaces
         ModernBertAttention,
         ModernBertMLP,
         apply_rotary_pos_emb,

@@ -7,7 +7,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.olmoe.modeling_olmoe import (
-        OlmoeMLP,  # noqa: F401 - its digest counts
+        OlmoeMLP,  # noqa: F401 - imported for its digest
         OlmoeRMSNorm,
         OlmoeSdpaAttention,
         OlmoeSparseMoeBlock,

@@ -7,7 +7,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.phimoe.modeling_phimoe import (
-        PhimoeBlockSparseTop2MLP,  # noqa: F401 - its digest counts
+        PhimoeBlockSparseTop2MLP,  # noqa: F401 - imported for its digest
         PhimoeSdpaAttention,
         PhimoeSparseMoeBlock,
         apply_rotary_pos_emb,

@@ -14,7 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.54")  # without attention weights as the second value, and a decoder's cache as a tuple
+    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
 
     @overlay.replaces(RobertaPreLayerNormSelfAttention, fuses=("query", "key", "value"))
     def roberta_prelayernorm_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

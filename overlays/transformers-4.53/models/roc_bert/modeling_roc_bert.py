@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.roc_bert.modeling_roc_bert, 4.53 to 4.57.
 
-Served: the ends of both branches, and self-attention of an encoder, or of a decoder without a cache. Cross-attention, a
-cache, a head mask and relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
+Cross-attention, a cache, a head mask and relative positions stay stock. Stock implements only `eager`, and its mask
+includes causality.
 """
 
 try:
@@ -17,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(RoCBertSelfOutput, layers.PostNormOutput())
     overlay.binds(RoCBertOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # without attention weights as the second value, and a decoder's cache as a tuple
+    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
 
     @overlay.replaces(RoCBertSelfAttention, fuses=("query", "key", "value"))
     def roc_bert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -10,9 +10,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before(
-        "4.56"
-    )  # layers return tuples; since then attention always returns its weights, requested or not
+    # before 4.56 layers return tuples; later, attention always returns its weights, requested or not
+    alone = layers.before("4.56")
 
     @overlay.replaces(ViTSelfAttention, fuses=("query", "key", "value"))
     def vit_attention(self, stock, hidden_states, *more, **kwargs):

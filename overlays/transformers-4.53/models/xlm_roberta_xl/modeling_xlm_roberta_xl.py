@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.54")  # no attention weights as the second value; a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
 
     @overlay.replaces(XLMRobertaXLSdpaSelfAttention, fuses=("query", "key", "value"))
     def xlm_roberta_xl_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.bert.modeling_bert, 4.54 to 4.57.
 
-Served: the ends of both branches, and self-attention of an encoder, or of a decoder without a cache. Cross-attention, a
-cache, a head mask and relative positions stay stock.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
+Cross-attention, a cache, a head mask and relative positions stay stock.
 """
 
 try:

@@ -12,7 +12,7 @@ if overlay is not None and overlay.wanted(__name__):
     import torch
     from transformers.models.llama4.modeling_llama4 import (
         Llama4TextAttention,
-        Llama4TextExperts,  # noqa: F401 - its digest counts
+        Llama4TextExperts,  # noqa: F401 - imported for its digest
         Llama4TextMLP,
         Llama4TextMoe,
         Llama4TextRMSNorm,
@@ -45,7 +45,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """query: [B, S, H, D]; positions: of this call's tokens; transformers passes them up to 5.3."""
+        """query: [B, S, H, D]; positions: those of this call's tokens, which transformers passes up to 5.3."""
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start

@@ -48,7 +48,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
 
-    if not layers.before("5.16"):  # older layers hold their functions, and their states have a different layout
+    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
 
         @overlay.replaces(Qwen3NextGatedDeltaNet, fuses=("in_proj_qkvz", "in_proj_ba"))
         def qwen3_next_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.vaultgemma.modeling_vaultgemma, 4.57 and up.
 
-Served with the softcap under `eager`, transformers' default for it, and under `sdpa`, which would ignore it.
+Served with the softcap under `eager`, transformers' default for this model, and under `sdpa`, which would ignore it.
 """
 
 try:

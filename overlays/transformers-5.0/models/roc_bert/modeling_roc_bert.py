@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.roc_bert.modeling_roc_bert, 5.0 and up.
 
-Served: the ends of both branches, and self-attention, with and without a cache. Cross-attention stays stock.
+Served: both residual sums with their LayerNorms, and self-attention, with and without a cache. Cross-attention stays
+stock.
 """
 
 try:

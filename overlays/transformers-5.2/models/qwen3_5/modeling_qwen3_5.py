@@ -39,7 +39,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj((output * gate.sigmoid()).flatten(2)), weights
 
-    if not layers.before("5.16"):  # older layers hold their functions, and their states have a different layout
+    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
 
         @overlay.replaces(Qwen3_5GatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
         def qwen3_5_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

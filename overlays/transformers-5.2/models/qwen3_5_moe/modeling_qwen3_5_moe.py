@@ -58,7 +58,7 @@ if overlay is not None and overlay.wanted(__name__):
         output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
         return self.proj(output.flatten(1))
 
-    if not layers.before("5.16"):  # older layers hold their functions, and their states have a different layout
+    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
 
         @overlay.replaces(Qwen3_5MoeGatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
         def qwen3_5_moe_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

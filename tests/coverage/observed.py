@@ -4,7 +4,7 @@
     python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
 Marks are not declared: each is set if an operation ran inside a replaced forward, in every module of its class, and
-"recorded" if `prepare` decided to record the model.
+"recorded" is set if `prepare` decided to record the model.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _support(
     if marks["fused gate/up"] == NONE and gated:
         marks["fused gate/up"] = "stock: it has a different gated MLP"
     if not attending:
-        marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention is"
+        marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention stays stock"
     return {feature: marks[feature] for feature in FEATURES}
 
 

@@ -92,7 +92,10 @@ def test_stock_features_are_not_marked():
     case = next(case for case in CASES if case.id == "llama")
     row = observed(Eager(case.overlay, case.model, case.config, case.arguments, case.attention))["llama"]
     assert row["support"]["attention"].startswith("stock: the attention implementation 'eager' is selected")
-    assert row["support"]["rope"].startswith("stock: ") and row["support"]["fused QKV"] == "stock: its attention is"
+    assert (
+        row["support"]["rope"].startswith("stock: ")
+        and row["support"]["fused QKV"] == "stock: its attention stays stock"
+    )
     assert row["support"]["fused gate/up"] == row["support"]["norm"] == YES
 
 

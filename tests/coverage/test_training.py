@@ -47,7 +47,7 @@ def rounded_once(case, exact, *, times=4):
 def test_loss_and_gradients(case, trio):
     prepared, stock, exact = trio()
     embedding = patch_embeddings.in_force(prepared)
-    patch_embeddings.detach(prepared)  # tests/weights compares its gradients; here the order of sums would decide
+    patch_embeddings.detach(prepared)  # tests/weights compares its gradients
     try:
         with counted() as hits:
             actual = gradients(case, prepared)

@@ -197,10 +197,10 @@ def groups_of_names(stock, prepared, module):
 
 
 class counted:
-    """The number of fused groups."""
+    """Count the lookups that return a fused group of sharded weights."""
 
     def __init__(self, result):
-        self.found, self.hits = result, 0
+        self.result, self.hits = result, 0
 
     def __enter__(self):
         self.live = grouped_linear.live

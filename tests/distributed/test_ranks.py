@@ -54,5 +54,5 @@ def test_one_rank_logs_the_messages_of_a_load(seen):
     speaks, listens = sorted(seen, key=lambda rank: rank["rank"])
     assert len(speaks["stock said"]) == 1 and "stays stock" in speaks["stock said"][0]
     assert len(speaks["own said"]) == 1 and "int8" in speaks["own said"][0]
-    # a rank doesn't delay single-process loads for long: it logs messages that the first rank has not logged yet
+    # in a single-process load, a rank waits only briefly for rank 0, and logs what rank 0 has not logged by then
     assert all(words.startswith("rank 1: ") for words in listens["stock said"] + listens["own said"])

@@ -52,6 +52,7 @@ def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
 
 def equal_to_stock(build, change, wrap, **data):
     """Compare the gradients of the prepared model with stock's, by stock's error against float64.
+
     Returns the prepared model.
     """
     results, reference = [], change(build().double())

@@ -24,7 +24,7 @@ def recorded_on_cpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def exact_lengths():
-    """Calls are recorded by their exact shapes, so their results are stock's bit for bit."""
+    """Calls are recorded by their exact shapes, so their results are bitwise equal to stock's."""
     with options.override(pad_tokens=0):
         yield
 
@@ -32,6 +32,7 @@ def exact_lengths():
 @pytest.fixture
 def pair(recorded_on_cpu):
     """(the recorded model, its twin that is never recorded) of a family.
+
     Both run the same kernels, so their results are equal.
     """
 

@@ -29,10 +29,10 @@ ADAPTERS = ("first", "second", None)
 
 # The share of the calls after which the models change, and the change.
 CHANGES = {
-    0.1: lambda models: models.each(_write),
-    0.2: lambda models: models.each(_move),
-    0.3: lambda models: models.each(_replace),
-    0.4: lambda models: models.each(_adapt),
+    0.1: lambda models: models.change(_write),
+    0.2: lambda models: models.change(_move),
+    0.3: lambda models: models.change(_replace),
+    0.4: lambda models: models.change(_adapt),
     0.6: lambda models: models.to(torch.bfloat16),
     0.8: lambda models: models.to(torch.float16),
 }
@@ -48,15 +48,15 @@ class Models:
         self.dtype, self.device = torch.float32, device
         self.adapted = False
 
-    def each(self, change):
+    def change(self, function):
         for model in (self.prepared, self.twin, self.stock):
             torch.manual_seed(7)
-            change(model)
-        self.adapted = self.adapted or change is _adapt
+            function(model)
+        self.adapted = self.adapted or function is _adapt
 
     def to(self, dtype):
         self.dtype = dtype
-        self.each(lambda model: model.to(dtype))
+        self.change(lambda model: model.to(dtype))
 
     def moved(self, value):
         if not isinstance(value, torch.Tensor):
@@ -87,7 +87,7 @@ def differing(name, *, same, lengths=None, calls=CALLS, device="cpu", seed=0):
             changes.pop(at)(models)
         if models.adapted and draw.random() < 0.05:
             chosen = draw.choice(ADAPTERS)
-            models.each(lambda model, chosen=chosen: _use(model, chosen))
+            models.change(lambda model, chosen=chosen: _use(model, chosen))
         if number >= following:
             kinds = [_random_kind(name, draw) for _ in range(1 if lengths else 2)]
             following += KINDS

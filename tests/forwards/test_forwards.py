@@ -63,8 +63,8 @@ def events(monkeypatch):
     return happened
 
 
-def test_a_number_suggests_no_replay(pair, events, monkeypatch):
-    """The recording for another number is not replayed first: an index may be out of its range."""
+def test_no_replay_is_predicted_from_a_number(pair, events, monkeypatch):
+    """A recording for another number is not replayed first, because an index may be out of range."""
     prepared, stock = pair()
     monkeypatch.setattr(host_reads, "typed", lambda value: (int, value))
     for number in range(12):

@@ -15,7 +15,7 @@ ELSEWHERE = torch.ones(3, device="meta")
 
 @pytest.fixture(params=["no_grad", "inference_mode"])
 def observed(request):
-    """In inference mode, composite operators are dispatched too."""
+    """Observe a call in this mode. In inference mode, composite operators are dispatched, too."""
     return partial(_observed, getattr(torch, request.param))
 
 
@@ -41,7 +41,7 @@ def test_a_program_computes_the_value_for_other_inputs(observed):
     assert first((ids, mask)) == (bool, True) and first((torch.full_like(ids, 3), mask)) == (bool, False)
 
 
-def test_weights_are_read_where_they_are(observed):
+def test_weights_are_read_in_place(observed):
     weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     reads = observed(lambda x: bool((x * weight).sum() > 2), torch.ones(3), weights=[weight])
     (read,) = reads.reads

@@ -45,7 +45,8 @@ def replaced(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [(twice, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "a Counting")]
+    ("change", "reason"),
+    [(twice, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "of type Counting")],
 )
 def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
     prepared, stock = pair()
@@ -183,7 +184,7 @@ def test_an_output_that_contains_a_cache(recorded_on_cpu):
     ids = {"input_ids": torch.arange(3, 10)[None]}
     for _ in range(4):
         assert call(prepared, ids).past_key_values.get_seq_length() == 7
-    assert counted(prepared) == (0, 0) and "it returns past_key_values as a DynamicCache" in reasons(prepared)
+    assert counted(prepared) == (0, 0) and "it returns past_key_values as DynamicCache" in reasons(prepared)
     for _ in range(4):
         given = {**ids, "use_cache": False}
         torch.testing.assert_close(call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state)

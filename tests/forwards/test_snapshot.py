@@ -1,4 +1,4 @@
-"""The state of a model is compared with and without the guards of PyTorch, and they find the same changes."""
+"""The state of a model is compared with and without PyTorch's guards: both comparisons detect the same changes."""
 
 from __future__ import annotations
 

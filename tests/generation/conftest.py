@@ -111,6 +111,7 @@ def suspect_gpu(recorded_on_cpu, monkeypatch):
 @pytest.fixture
 def pair(recorded_on_cpu):
     """(prepared, stock) models of a kind.
+
     graphs: the argument of `prepare`; with True, a call that isn't recorded raises.
     """
 

@@ -1,8 +1,8 @@
 """Record steps on a CPU: a replay runs the recorded operators again, on the same memory.
 
-A replay runs none of the model's Python code, so it has the same errors as a graph on a GPU: a length that the host
-counts, a weight that moved, an input that is not copied. As on a GPU, recordings share memory: replaying one overwrites
-the results of another.
+A replay runs none of the model's Python code, so it is wrong in the same cases as a graph on a GPU: a length that the
+host counts, a weight that moved, an input that is not copied. As on a GPU, recordings share memory: replaying one
+overwrites the results of another.
 """
 
 from __future__ import annotations

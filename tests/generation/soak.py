@@ -20,7 +20,7 @@ _WINDOWS_FORGET_NOTHING = Version(transformers.__version__) < Version("5.14")
 
 
 def call(number, *, device="cpu", longest=24):
-    """The keyword arguments of one call, without its caches, and the seed of its random state."""
+    """The keyword arguments of one random call, and whether it also passes a cache. number: the seed."""
     pick = random.Random(number)
     rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
     inputs = prompt(rows=rows, length=length, seed=number, padded=pick.choice((0, 0, length // 2)))

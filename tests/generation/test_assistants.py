@@ -58,7 +58,7 @@ def in_place(monkeypatch):
 
 
 def watched(model):
-    """A list that receives the length of every draft of this model."""
+    """Returns a list to which the length of every draft of this model is appended."""
     drafted, inherited = [], model.generate
 
     def generate(*args, **kwargs):
@@ -77,7 +77,7 @@ def settings(model):
 
 @pytest.mark.parametrize("schedule", [None, "heuristic"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_drafts_tokens_and_draws_are_stocks(sampled, schedule, trio):
+def test_drafts_tokens_and_draws_equal_stock(sampled, schedule, trio):
     ours, stocks = trio(schedule=schedule)
     drafted = [watched(drafting) for _, drafting in (ours, stocks)]
     for seed in range(3):
@@ -203,7 +203,7 @@ def test_a_wrong_draft_that_a_streamer_has_not_seen(trio, faulty):
 
 
 def test_drafts_that_are_not_finite(trio, faulty):
-    """The alarm reports them at the end of a call."""
+    """The step's alarm reports them at the end of a call."""
     ours, stocks = trio(graphs=None, schedule="constant")
     faulty(ours[1], faults.garbage, first=10**9)
     for seed in range(2):
@@ -267,7 +267,7 @@ def test_an_assistant_that_is_restored_during_a_call(trio):
         assert torch.equal(result, generate(stocks[0], repeating(), new=NEW))
 
 
-def test_recurrent_states_cannot_forget(pair):
+def test_recurrent_states_cannot_discard_drafts(pair):
     prepared, _ = pair()
     rounds = assisting.Rounds(prepared, prepared, limit=64, translated=False)
     assert rounds.refuses_windows([None, RECURRENT]) is not None and rounds.refuses_windows([None, 8]) is None
@@ -306,7 +306,7 @@ def test_threads_share_an_assistant(trio):
     assert alike_from_threads(lambda given: assisted(ours, given, seed=None), inputs, expected)
 
 
-def test_the_classes_are_stocks_again_after_a_call(trio):
+def test_the_classes_are_stock_again_after_a_call(trio):
     ours, stocks = trio()
     assisted(ours, repeating())
     assert "__call__" not in vars(type(ours[0]))
@@ -317,7 +317,7 @@ def test_the_classes_are_stocks_again_after_a_call(trio):
 
 
 def tokenizer(first=0, further=0):
-    """A tokenizer of 58 words and some further ones. first: the word with the lowest id."""
+    """A tokenizer of 58 words. first: the word with the lowest id. further: the number of additional words."""
     names = [f"w{number}" for number in range(3, 61)]
     words = {"[PAD]": 0, "[BOS]": 1, "[UNK]": 2}
     names = names[first:] + names[:first] + [f"x{number}" for number in range(further)]

@@ -68,7 +68,7 @@ def calls(function: Callable[[], object]) -> Counter[str]:
 
 
 def calls_of_a_step(model: Any) -> int:
-    """Measured as the difference between a longer and a shorter call, after two warm-up calls."""
+    """The number of calls in one step: the difference between a longer and a shorter call, after two warm-up calls."""
     for _ in range(2):
         generate(model, 9)
     return calls(lambda: generate(model, 9)).total() - calls(lambda: generate(model, 8)).total()

@@ -119,7 +119,7 @@ def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
 
 
 def _seen(cache):
-    """A forward that counts on the host."""
+    """The number of tokens so far, which is counted on the host."""
     if isinstance(cache, DecodeCache):
         return cache.layers[0].rows
     return int(cache.get_seq_length())

@@ -142,7 +142,7 @@ def tensors(cache):
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
-    """The comparison covers cross-attention, which a stale recording would read."""
+    """The comparison covers cross-attention: the recording still reads the old address of the keys."""
     prepared, stock = couple(kind, graphs=None)
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache

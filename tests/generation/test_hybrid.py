@@ -37,7 +37,7 @@ def test_greedy_tokens(length, padded, pair):
 
 
 @recorded
-def test_every_step_is_the_operation_and_replays_run_no_python(pair):
+def test_uncaptured_steps_run_the_operation_and_replays_run_no_python(pair):
     prepared, _ = pair("qwen3_next")
     with torch.no_grad(), ops.recording() as routes:
         generate(prepared, new=30)

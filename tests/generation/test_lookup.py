@@ -38,10 +38,10 @@ def tokens(length, seed, values=6):
 def candidates(one, ids):
     """(candidates, the host's waits)."""
     OnDevice.waits = []
-    found, logits = one.get_candidates(ids, **FIRST)
+    drafts, logits = one.get_candidates(ids, **FIRST)
     waits = OnDevice.waits
     assert logits is None
-    return found, waits
+    return drafts, waits
 
 
 FIRST = {"is_first_iteration": False} if "is_first_iteration" in Generator.get_candidates.__annotations__ else {}
@@ -59,11 +59,11 @@ def test_candidates_are_those_of_stock(length, arguments):
         ids = tokens(length, seed)
         expected, waits = candidates(one, ids)
         with lookup.searching_on_the_host():
-            found, host_waits = candidates(one, ids)
-        assert torch.equal(found, expected) and found.dtype == expected.dtype
-        assert (found is ids) == (expected is ids)
+            drafts, host_waits = candidates(one, ids)
+        assert torch.equal(drafts, expected) and drafts.dtype == expected.dtype
+        assert (drafts is ids) == (expected is ids)
         assert host_waits == ["cpu"] and (length < 2 or length + 1 == one.max_length or len(waits) > 1)
-        drafted += found is not ids
+        drafted += drafts is not ids
     assert drafted or length < 5 or length + 1 == one.max_length
 
 

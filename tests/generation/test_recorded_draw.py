@@ -1,4 +1,4 @@
-"""A recorded draw has the probabilities of transformers' processors, bit by bit, and draws what `multinomial` draws."""
+"""A recorded draw computes transformers' probabilities bitwise, and draws the same tokens as `multinomial`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def some_processors(pick):
 
 
 def some_logits(pick, generator):
-    """Logits with ties, with banned tokens, nearly equal, or ordinary ones; of any vocabulary and dtype."""
+    """Logits of any vocabulary size and dtype: ordinary, with ties, with banned tokens, or nearly equal."""
     rows, size = pick.choice([1, 1, 3]), pick.choice([1, 7, 61, 257, 1000, 5003])
     logits = 4 * torch.randn((rows, size), generator=generator)
     form = pick.choice(["ordinary", "ties", "banned", "flat"])
@@ -85,7 +85,7 @@ def test_probabilities_and_tokens_equal_stock(seed):
         assert torch.equal(probabilities_of(step.logits, processors), expected)
         before = torch.get_rng_state()
         assert recorded.agrees(step, processors)
-        assert torch.equal(torch.get_rng_state(), before)  # a comparison draws from generators of its own
+        assert torch.equal(torch.get_rng_state(), before)  # a comparison draws from separate generators
 
 
 def test_every_recorded_processor_is_tested():
@@ -94,7 +94,7 @@ def test_every_recorded_processor_is_tested():
     assert all(hasattr(logits_process, name) for name in RECORDED)
 
 
-def test_a_wrong_draw_does_not_agree():
+def test_a_wrong_draw_is_detected():
     processors = [TemperatureLogitsWarper(0.7)]
     step = SimpleNamespace(logits=torch.randn((2, 61), generator=torch.Generator().manual_seed(0)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
@@ -148,7 +148,7 @@ def test_invalid_probabilities_raise_as_in_stock():
             recorded_draw._drawn(probabilities_of(logits, []), torch.ones_like(logits))
 
 
-def test_the_way_in_which_multinomial_draws_is_known(monkeypatch):
+def test_a_different_multinomial_is_detected(monkeypatch):
     draws_like_multinomial.cache_clear()
     before = torch.get_rng_state()
     assert draws_like_multinomial(CPU)

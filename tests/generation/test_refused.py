@@ -49,7 +49,7 @@ def replaced(model):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "a Counting")],
+    [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "of type Counting")],
 )
 def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
     prepared, stock = pair(graphs=None)

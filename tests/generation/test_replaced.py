@@ -227,7 +227,7 @@ class Equal:
     __hash__ = None
 
 
-def test_wrappers_equal_to_what_they_wrap(pair):
+def test_wrappers_that_compare_equal_to_the_wrapped_function(pair):
     prepared, stock = pair(graphs=None)
     before = generate(prepared)
     for name in ("apply_rotary_pos_emb", "rotate_half"):

@@ -126,7 +126,7 @@ def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_
     assert counted(prepared)[1] > 0
 
 
-def test_a_call_whose_masks_are_transformers(pair, in_place):
+def test_a_call_whose_masks_transformers_makes(pair, in_place):
     """A mask with a hole: transformers prepares every step of that call, and only the first step of the next."""
     prepared, stock = pair()
     call = repeating()
@@ -176,7 +176,7 @@ def test_returned_outputs_of_calls(sampled, pair):
     assert counted(prepared)[1] > NEW / 2
 
 
-def test_what_a_streamer_receives(pair):
+def test_a_streamer_receives_the_same_values_as_in_stock(pair):
     class Streamer:
         def __init__(self):
             self.values = []

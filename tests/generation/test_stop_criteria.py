@@ -45,7 +45,7 @@ def test_a_length_that_changes_during_a_call():
     assert ours(ids, None).all()
 
 
-def test_other_criteria_stay_transformers():
+def test_other_criteria_are_not_replaced():
     class Own(MaxLengthCriteria):
         pass
 

@@ -145,7 +145,7 @@ def test_a_late_check_restores_the_random_state(pair, ends_asked_late, chosen):
     assert chosen["drawn"]
 
 
-def test_a_streamer_that_draws(pair, ends_asked_late):
+def test_a_streamer_that_draws_gets_stocks_numbers(pair, ends_asked_late):
     class Drawing(Streamer):
         def put(self, value):
             super().put((value, torch.rand(1))[0])
@@ -303,7 +303,7 @@ def test_after_restore_transformers_chooses(pair, chosen):
     assert same(prepared, stock, new=20, **SAMPLED) and not chosen
 
 
-def test_beams_choose_as_before(pair, chosen):
+def test_beams_and_drafts_leave_the_choice_to_transformers(pair, chosen):
     prepared, stock = pair()
     for how in ({"num_beams": 3}, {"num_beams": 3, **SAMPLED}, {"prompt_lookup_num_tokens": 2, "eos_token_id": 60}):
         assert same(prepared, stock, prompt(rows=1), new=20, **how)

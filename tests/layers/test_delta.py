@@ -1,4 +1,7 @@
-"""Layers with the gated delta rule: a prompt is one operation, and so is a step, in place. Some calls stay stock."""
+"""Layers with the gated delta rule run a prompt or a step as one operation. A step updates the states in place.
+
+Some calls stay stock.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def run(model, ids, cache=None):
 @served
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_are_the_operation(dtype, name):
+def test_a_step_runs_as_one_operation(dtype, name):
     stock, prepared = pair(name, dtype)
     ids = tokens(2, 9)
     expected, its = run(stock, ids)
@@ -82,8 +85,10 @@ def test_steps_are_the_operation(dtype, name):
 
 
 def exactly(model, call):
-    """The result of `call` with a float64 copy of this stock model, whose layers run the definitions: the functions of
-    stock layers compute in fp32 in any dtype."""
+    """The result of `call` with a float64 copy of this stock model, whose layers run the eager operations.
+
+    The functions of stock layers would compute in fp32.
+    """
     copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
     copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
     with options.override(tier="eager"):
@@ -98,7 +103,7 @@ def prompts_of(routes):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [(70,), (1, 1, 1), (2, 66), (65, 1, 4)], ids=str)
-def test_prompts_in_parts_are_the_operation(parts, dtype, name):
+def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
     """The parts of a prompt over one cache. A part of one token over known states is a step."""
     stock, prepared = pair(name, dtype)
 
@@ -207,7 +212,7 @@ class Subclass(DynamicCache):
         ("gradient", "no gradient"),
         ("mask", "the padding mask and the tokens have different shapes"),
         ("packed", "packed sequences"),
-        ("subclass", "the cache is a Subclass"),
+        ("subclass", "the cache is of type Subclass"),
     ],
 )
 @pytest.mark.parametrize("length", [1, 2])

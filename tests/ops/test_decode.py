@@ -62,7 +62,7 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 def test_a_rolling_cache_has_the_last_keys(tier):
-    """All rows had 25 keys, of which the cache has the last 8. The padding of the second row extends into them."""
+    """All rows had 25 keys, and the cache contains the last 8. The padding of the second row extends into them."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
     how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
     output = run(tier, query, key, value, torch.tensor([25]), **how)

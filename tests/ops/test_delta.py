@@ -1,4 +1,4 @@
-"""gated_delta_step in PyTorch: one token, with the results of transformers' functions and both states in place."""
+"""gated_delta_step in PyTorch: one token, with transformers' results, and both states updated in place."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def stock(query, key, value, gate, beta, decay, *, conv_weight, conv_state, stat
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("joined", [True, False])
-def test_it_is_transformers_layer(joined, dtype):
+def test_results_equal_those_of_transformers_layer(joined, dtype):
     with torch.no_grad():
         inputs, keywords = drawn(dtype, joined=joined)
         expected = stock(*inputs, **keywords)

@@ -62,7 +62,7 @@ def drawn(
 
 
 def hard(dtype, what, **sizes):
-    """`drawn`, with some inputs filled with one number, or with two in turn."""
+    """`drawn`, with some inputs filled with one number, or with two alternating ones."""
     inputs, keywords = drawn(dtype, **sizes)
     for place, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
         if name in what:
@@ -111,7 +111,7 @@ def test_extreme_values(what):
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_it_is_gated_delta_step(fresh, tier):
+def test_results_equal_those_of_single_steps(fresh, tier):
     """In float64, a prompt and single tokens give the same results, and the states of the caller are not changed."""
     inputs, keywords = drawn(torch.float64, length=70, fresh=fresh)
     before = {name: value if name == "eps" else value.clone() for name, value in keywords.items()}
@@ -160,7 +160,7 @@ def stock(query, key, value, gate, beta, decay, *, conv_weight, log_rate, bias, 
     ids=[*map(str, DTYPES), *HARD],
 )
 @pytest.mark.parametrize("length", [5, 130])
-def test_it_is_transformers_layer(length, dtype, what):
+def test_results_equal_those_of_transformers_layer(length, dtype, what):
     """Both tiers are as close to float64 as transformers' function is."""
     inputs, keywords = hard(dtype, what, length=length, fresh=True)
     exact = in_tier("eager", *converted(inputs, keywords, torch.float64))
@@ -173,7 +173,7 @@ def test_it_is_transformers_layer(length, dtype, what):
 
 
 def test_parts_of_a_prompt():
-    """A prompt in three parts, over the states of the parts before."""
+    """A prompt is processed in three parts, each starting from the states of the previous one."""
     inputs, keywords = drawn(torch.float64, length=100, fresh=True)
     whole = in_tier("torch", inputs, keywords)
     outputs, states = [], {}
@@ -194,7 +194,7 @@ def test_no_tokens(tier):
     assert torch.equal(conv_state, keywords["conv_state"]) and torch.equal(state, keywords["state"])
 
 
-def test_gradients_are_pytorchs():
+def test_gradients_reach_the_inputs():
     inputs, keywords = drawn(torch.float32, length=40, fresh=True)
     inputs[0].requires_grad_()
     with options.override(tier="torch"):

@@ -199,14 +199,14 @@ def test_act(name, module, tier, dtype):
 
 def test_add_layer_norm_has_gradients_in_pytorchs_tiers():
     x, residual, weight, bias = (random(*size, dtype=torch.float32) for size in ((3, 8), (3, 8), (8,), (8,)))
-    found = []
+    gradients = []
     for run in (
         lambda *terms: ops.add_layer_norm(*terms, eps=1e-5)[0],
         lambda x, residual, *terms: torch.nn.functional.layer_norm(x + residual, (8,), *terms, 1e-5),
     ):
         terms = [one.clone().requires_grad_() for one in (x, residual, weight, bias)]
-        found.append(torch.autograd.grad(run(*terms).square().sum(), terms))
-    assert all(map(torch.equal, *found))
+        gradients.append(torch.autograd.grad(run(*terms).square().sum(), terms))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_norm_add_refuses_norms_of_two_kinds():

@@ -188,7 +188,7 @@ def key_of(shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
-def test_few_tokens_are_distinguished(tokens, bound):
+def test_the_bound_of_pairs_follows_from_the_number_of_tokens(tokens, bound):
     tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
     spec = ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
     assert spec.pairs == bound
@@ -282,7 +282,7 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
-    """The gradient of a bias sums hundreds of rows. The clamp's gradient jumps, so rounding must not affect it."""
+    """The gradient of a bias sums hundreds of rows. The clamp's gradient jumps, so no value may be near the limit."""
     spec = ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
     spec = spec._replace(bias=layout.pop("biases", False), **layout)

@@ -90,7 +90,7 @@ def test_arguments_that_are_refused():
 
 
 @each_shape
-def test_the_oracle_is_that_of_ordinary_weights(shape):
+def test_the_oracle_equals_that_of_ordinary_weights(shape):
     (x, first, first_scales, first_bias, second, second_scales, second_bias, ids, weights), keywords = drawn(
         shape, torch.float64
     )

@@ -41,7 +41,7 @@ def test_a_block_of_a_nan_scale():
 
 
 def nearest(value):
-    """The code of the nearest number, the even one of two, computed in float64."""
+    """The code of the nearest number, computed in float64; of two equally near ones, the even code."""
     return min(range(8), key=lambda code: (abs(number(code) - abs(value)), code & 1)) | (value < 0) << 3
 
 

@@ -125,7 +125,7 @@ def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
     return scaled(rows, weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
 
 
-# What PyTorch's two private GEMMs may do on a CPU, and whether the first one then serves a format and dtype
+# Possible behaviours of PyTorch's two private GEMMs on a CPU, and whether a format is then supported for a dtype
 CPUS = {
     "all": (scaled, whole, lambda format, dtype: True),
     "none": (refuse, refuse, lambda format, dtype: False),

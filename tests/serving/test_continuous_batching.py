@@ -122,8 +122,8 @@ def test_batches_equal_single_prompts_and_generate_is_served_afterwards(prepared
     assert all(noted(module) is None for module in attention_layers(model))
 
 
-def test_the_first_step_waits_for_what_the_default_stream_still_does(monkeypatch):
-    """By then the cache is allocated. transformers' steps run on separate streams, which wait for nothing otherwise."""
+def test_the_first_step_waits_for_the_default_stream(monkeypatch):
+    """By then, the cache is allocated. transformers' steps run on separate streams, which would otherwise not wait."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager as manager
 
     if not hasattr(manager, "_create_batch_processor"):

@@ -89,7 +89,7 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
 @pytest.mark.parametrize("page_size", [256, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):
-    """Sliding layers have a window of 8: a part of a page, or two pages, of which the second is never full."""
+    """Sliding layers have a window of 8: part of a page, or two pages, the second of which is never full."""
     model = make(kind, **KINDS[kind])
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

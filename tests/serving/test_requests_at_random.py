@@ -1,6 +1,7 @@
 """Requests to a prepared model that arrive, end, fork and are cancelled at random, in continuous batching.
 
-Every request gets the tokens of a separate run, whatever else is in its batch."""
+Every request gets the tokens of a separate run, whatever else is in its batch.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def test_each_request_has_the_tokens_of_a_separate_run(kind, forks):
 def test_over_page_tables_too(kind, forks, page_tables_on_cpu):
     """Requests with more than four pages don't use page tables, and neither do other requests in their batch.
 
-    A ring of a sliding layer has two pages of 5 keys for 8 keys.
+    The ring of a sliding layer has two pages of 5 keys each, for a window of 8 keys.
     """
     pages = {"page_size": 5, "num_blocks": 22, "max_blocks_per_request": 4}
     assert walk(kind, forks, **pages) == {"varlen_attention", "paged_attention"}

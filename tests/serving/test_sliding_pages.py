@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("columns", "over_pages"), [(9, True), (3, True), (2, False), (1, False)])
 def test_requests_with_more_pages_than_columns(columns, over_pages, page_tables_on_cpu):
-    """A full ring has two pages and a slot. With fewer columns, only a request of one page could use a table."""
+    """A full ring needs three columns: two pages and a slot. With fewer, only requests of one page could use tables."""
     model = make("mistral", sliding_window=8)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

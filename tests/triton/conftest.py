@@ -71,7 +71,7 @@ def poisoned() -> Iterator[None]:
 def as_on_a_gpu() -> Iterator[None]:
     """Round bf16 to nearest and keep its subnormal numbers, like a GPU, and don't warn about infinity.
 
-    The interpreter truncates to bf16, and shifts the digits of subnormal bf16 numbers that it converts to fp32.
+    The interpreter truncates to bf16, and shifts the mantissas of subnormal bf16 numbers that it converts to fp32.
     """
     if suite.gpu() is not None:
         yield
@@ -98,7 +98,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
-    """Convert bounds of a range: the interpreter stores scalars as arrays of one element, which NumPy 2.4 refuses."""
+    """Convert the bounds of ranges, which the interpreter stores as arrays: NumPy 2.4 does not convert them."""
     if suite.gpu() is not None:
         yield
         return

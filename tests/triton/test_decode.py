@@ -160,7 +160,7 @@ def test_softcap_of_scores_whose_exponential_overflows(factor):
     softcapped(*(tensor * factor for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL)))
 
 
-def test_every_key_alone_has_the_weight(monkeypatch):
+def test_every_key_can_have_all_the_weight(monkeypatch):
     """Every row of the batch attends to a different key, whose weight no other key can replace."""
     monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split
     decode._work.cache_clear()
@@ -305,7 +305,7 @@ FORMS = {  # the kernel's specifications: two of `attention`, three of `decode_a
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_first_use_checks_pass_and_find_a_key_too_many(name, monkeypatch):
+def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
     operation, kind = name.partition(",")[0], tuple(FORMS[name])
     assert probe_cases.check(operation, "triton", "decode_kernel", kind) is None
     stock = decode._traced

@@ -41,7 +41,9 @@ def test_extreme_values(what):
     check(prefill, *hard(torch.float32, what, length=40, **SMALL))
 
 
-@pytest.mark.skipif(suite.gpu() is not None, reason="minutes as machine code; its form is compiled ahead of time")
+@pytest.mark.skipif(
+    suite.gpu() is not None, reason="takes minutes as machine code; test_builds compiles a head dim of 128"
+)
 @pytest.mark.parametrize("key_dim", [128, 256])
 def test_wide_heads(key_dim):
     check(prefill, *drawn(torch.bfloat16, length=66, **SMALL, key_dim=key_dim, value_dim=128))

@@ -28,7 +28,7 @@ def fresh():
     detect.load.cache_clear()
 
 
-def found(version="3.6.0", drivers=()):
+def importing(version="3.6.0", drivers=()):
     modules = {
         "triton": SimpleNamespace(__version__=version),
         "triton.backends": SimpleNamespace(
@@ -46,7 +46,7 @@ def test_the_interpreter_serves_the_cpu():
     assert "this device is of type mps" in detect.unavailable(Device("mps", rocm=False))
 
 
-def test_without_the_interpreter_the_cpu_is_refused_and_triton_never_imported(compiling, fresh, monkeypatch):
+def test_without_the_interpreter_the_cpu_is_refused_and_triton_is_not_imported(compiling, fresh, monkeypatch):
     monkeypatch.setattr(detect.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     assert "TRITON_INTERPRET=1" in detect.unavailable(CPU)
 
@@ -61,7 +61,7 @@ def test_without_the_interpreter_the_cpu_is_refused_and_triton_never_imported(co
     ],
 )
 def test_triton_must_have_a_driver_for_the_gpu(device, drivers, reason, compiling, fresh, monkeypatch):
-    monkeypatch.setattr(detect.importlib, "import_module", found(drivers=drivers))
+    monkeypatch.setattr(detect.importlib, "import_module", importing(drivers=drivers))
     answer = detect.unavailable(device)
     assert answer is None if reason is None else reason in answer
 
@@ -70,7 +70,7 @@ def test_triton_must_have_a_driver_for_the_gpu(device, drivers, reason, compilin
     ("version", "reason"), [("2.1.0", "need Triton 3.2 or newer"), ("odd", "can't be read"), ("3.2.0+git1", None)]
 )
 def test_tritons_version_is_checked(version, reason, compiling, fresh, monkeypatch):
-    monkeypatch.setattr(detect.importlib, "import_module", found(version, {"amd"}))
+    monkeypatch.setattr(detect.importlib, "import_module", importing(version, {"amd"}))
     answer = detect.unavailable(MI300X)
     assert answer is None if reason is None else reason in answer
 

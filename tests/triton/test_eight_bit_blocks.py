@@ -78,7 +78,7 @@ def test_norm_gate_and_residual(m, form):
 
 @served
 @pytest.mark.parametrize("m", [1, 2])
-def test_every_scale_at_its_place(m):
+def test_every_scale_applies_to_its_block(m):
     """With all numbers equal to 1, and a single nonzero column of x, the results are the scales themselves."""
     n, k = 260, 1100
     data = torch.ones(n, k).to(FP8)

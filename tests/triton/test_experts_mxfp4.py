@@ -79,7 +79,7 @@ def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
 
 @each_dtype
 def test_every_number_at_every_position(dtype):
-    """x has one nonzero number, so that every output is exactly the weight in its column."""
+    """The input of the second GEMM has one nonzero number, so the output is exactly twice one column of the weight."""
     codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
     down = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(1, 32, 1, 16)
     weight = dequantize(down, torch.full((1, 32, 1), 127).to(torch.uint8), dtype)[0]

@@ -46,7 +46,7 @@ def wide(*parts):
 
 
 def check(heads, dims, queries, keys, **terms):
-    """Compare once, and in machine code also with more tokens, for several iterations, and with few keys."""
+    """Compare once, and in machine code also with more queries than keys, and with more tokens for more iterations."""
     output = check_once(heads, dims, queries, keys, **terms)
     if suite.gpu() is not None:
         check_once(heads, dims, [keys[0] + 7, *queries[1:]], keys, **terms)
@@ -224,7 +224,7 @@ PACK = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False,
     ],
     ids=["dense", "packed", "packed, all terms", "packed, log-sum-exp"],
 )
-def test_first_use_checks_pass_and_find_a_wrong_result(operation, spec, monkeypatch):
+def test_first_use_checks_pass_and_detect_a_wrong_result(operation, spec, monkeypatch):
     assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None
     stock = flash._traced
     monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))  # a wrong window

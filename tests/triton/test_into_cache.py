@@ -50,7 +50,7 @@ def both(make, *lengths):
         yield operations, actual, stock
 
 
-def test_a_static_layer_is_written_to_and_counts():
+def test_a_static_layer_is_written_to_and_its_length_advances():
     steps = list(both(lambda: StaticCache(config=config(), max_cache_len=16), 5, 1, 3, 1))
     # the first call allocates the cache layer
     assert [operations for operations, _, _ in steps] == [["rope"], *[["rope_into_cache"]] * 3]
@@ -59,7 +59,7 @@ def test_a_static_layer_is_written_to_and_counts():
     assert actual.get_seq_length() == 10
 
 
-def test_the_cache_of_recorded_steps_is_written_to_and_counts():
+def test_the_cache_of_recorded_steps_is_written_to_and_its_length_advances():
     steps = list(both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
     assert [operations for operations, _, _ in steps] == [["rope"], ["rope_into_cache"], ["rope_into_cache"]]
     _, actual, stock = steps[-1]
@@ -152,7 +152,7 @@ def test_norms_of_another_tier_are_called():
     assert operations == ["rms_norm", "rms_norm", "rope_into_cache"]
 
 
-def test_no_norms_without_the_children():
+def test_a_module_without_norms_applies_none():
     _, operations = normalised_call(Bare(), written_cache(), norms=NORMS)
     assert operations == ["rope_into_cache"]
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpr
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_every_kernel_is_among_the_builds(name):
     module = modules()[name]
-    assert entries(module), "a module of kernels without a kernel"
+    assert entries(module), "the module contains no kernel"
     assert entries(module) == built(module)
 
 
@@ -24,7 +24,7 @@ LARGEST_SHARE = 0.05  # share of unreached instructions in all compiled variants
 def test_instructions_are_reached(request):
     """Loops and tails must be reached, too, so a compiled variant needs a larger case in addition to a small one."""
     if request.config.getoption("--machine-code-share") in ("few", "sample"):
-        pytest.skip("a smaller share of the cases leaves out launches of the same forms")
+        pytest.skip("this run omits cases, so some compiled variants run only with small sizes")
     ours = set().union(*map(entries, modules().values()))
     shares = [share for share in suite.record().shares() if share.kernel in ours]
     assert len(shares) > 1 and missed(shares) <= LARGEST_SHARE, "\n" + table(shares)

@@ -88,7 +88,7 @@ def test_norm_add(shape, one_plus, dtype):
     ("shape", "programs"), [((1, 8), 256), ((3, 63), 256), ((2, 3, 1000), 256), ((7, 1), 1), ((37, 128), 1)], ids=str
 )
 def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
-    """Rows with a mean that is larger than their deviation, of which some are so small that eps has an effect."""
+    """Rows have a mean that is larger than their deviation. Some are so small that eps has an effect."""
     monkeypatch.setattr(norm, "PROGRAMS", programs)
     x, residual = random(*shape, dtype=dtype) + 1.5, random(*shape, dtype=dtype, seed=1)
     small = 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)
@@ -170,7 +170,7 @@ def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
     assert torch.equal(routed("rms_norm", view, weight, eps=1e-6), expected)
 
 
-def test_rows_are_counted_with_64_bits_if_there_are_so_many():
+def test_numbers_of_rows_beyond_32_bits_are_supported():
     """For 2³¹ rows, only the first programs are launched."""
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 

@@ -58,7 +58,7 @@ def check_once(
 ):
     """lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
 
-    full: the pages contain a key in the slot behind them too.
+    full: whether the pages also contain keys at the positions of the new ones.
     """
     h, kv_heads = heads
     b = len(lengths)
@@ -78,7 +78,7 @@ def check_once(
     ]
     sinks = random(h, dtype=dtype, seed=3) if terms.pop("sinks", False) else None
     slots = terms.pop("slots", None)
-    if slots is not None:  # a new key replaces another one, in every second element of a tensor
+    if slots is not None:  # a new key replaces another one; the slots are a strided view
         slots = torch.tensor([slots, [-9] * b], dtype=torch.int32).T.contiguous()[:, 0]
     how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, "slots": slots, **terms}
 
@@ -152,7 +152,7 @@ SPEC = PagedSpec(USUAL, torch.device("cpu"), 4, 2, 16, 16, 16, softcap=False, si
 @pytest.mark.parametrize(
     "spec", [SPEC, SPEC._replace(softcap=True, sinks=True, window=5, new=False), SPEC._replace(slots=True)], ids=str
 )
-def test_first_use_checks_pass_and_find_a_key_too_many(spec, monkeypatch):
+def test_first_use_checks_pass_and_detect_a_missing_key(spec, monkeypatch):
     assert probe_cases.check("paged_attention", "triton", "decode_kernel, pages", tuple(spec)) is None
     stock = decode._traced
     monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths - 1, *rest))

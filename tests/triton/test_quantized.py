@@ -67,7 +67,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 
 
 def turns(k: int) -> int:
-    """An odd factor for K, for at least two blocks of columns. Only few columns of the last block are empty."""
+    """An odd factor for K, for at least two blocks of columns. Only a few columns of the last block are empty."""
     few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
     return max(few, key=lambda count: count * k % 512)
 

@@ -1,8 +1,8 @@
 """Load a checkpoint, use it, save it, and print the memory that every step takes. test_large.py runs this script.
 
-Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints bytes above
-those before loading: allocated memory, and pages of the checkpoint's file. The kernel measures peaks, which include all
-memory and are reset before every step.
+Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints memory in
+bytes above the value before loading: allocated memory, and pages of the checkpoint's file. The kernel measures peaks,
+which include all memory and are reset before every step.
 """
 
 from __future__ import annotations

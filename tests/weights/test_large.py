@@ -88,7 +88,7 @@ def test_memory(large, tmp_path, dtype):
 
 
 def test_loading_takes_at_most_a_tenth_longer(large):
-    """Time runs until every weight has been copied once, as to a GPU, because a mapped file is read at first use."""
+    """The time includes copying every weight once, as to a GPU, because a mapped file is read at first use."""
     buffer = torch.zeros(HIDDEN * INTERMEDIATE, dtype=torch.bfloat16)
 
     def stock():

@@ -56,7 +56,7 @@ def count(action: Callable[[Any], object], folder: Path, *, prepared: bool) -> t
     return model, Traffic(running, peak, len(events))
 
 
-def held(model) -> int:
+def stored_bytes(model) -> int:
     """Bytes of the union of all storages of the model's tensors and blocks."""
     spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in model.state_dict().values()]
     for module in model.modules():
@@ -92,7 +92,7 @@ def test_preparing_adds_nothing_and_peaks_at_one_layer(tmp_path):
     assert live(model) == 6
     assert abs(traffic.change) <= size(model) * 0.01
     assert 0 < traffic.peak <= one_layer(model)
-    assert abs(held(model) - size(model)) <= size(model) * 0.01
+    assert abs(stored_bytes(model) - size(model)) <= size(model) * 0.01
 
 
 def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):

@@ -31,7 +31,7 @@ def resident() -> int:
     return int(words[0]) * 1024
 
 
-def test_a_file_is_mapped_read_or_unread_until_it_is_written_to(weight):
+def test_a_file_is_mapped_until_it_is_written_to(weight):
     assert mmap_pages.is_mapped(weight)
     weight.sum()
     assert mmap_pages.is_mapped(weight)

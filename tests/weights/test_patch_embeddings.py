@@ -94,7 +94,7 @@ def siglip():
     return transformers.SiglipVisionModel(config).eval(), torch.randn(2, 3, 16, 16)
 
 
-def test_patches_that_are_only_flattened_are_rows():
+def test_patches_that_are_only_flattened_are_contiguous():
     """The GEMM's rows are returned as they are. In stock, all hidden states have the strides of a transposed image."""
     model, pixels = siglip()
     prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)

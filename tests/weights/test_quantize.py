@@ -331,7 +331,7 @@ def test_an_unprepared_class_is_served_too():
 
 
 class TestFourBits:
-    """What differs from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
+    """Differences from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
 
     @pytest.mark.parametrize("kind", FOUR_BITS)
     def test_kernels_numbers_and_memory(self, kind):

@@ -214,7 +214,7 @@ def test_recorded_in_a_graph():
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32"])
-def test_other_kinds_leave_the_experts(kind):
+def test_other_kinds_do_not_quantise_the_experts(kind):
     model = hf_rocm.quantize(hf_rocm.prepare(build(), force=True), kind, force=True)
     left = model.__dict__[quantizing.REPORT]["left"]
     assert {left[path] for path in PATHS} == {"stacked experts are quantised in mxfp4 only"}

@@ -328,7 +328,8 @@ def test_a_device_map_with_an_offloaded_layer_fuses_the_others(stock, tmp_path):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_whole_model_compiled(model, backend):
     gc.collect()
-    unwatch()  # else freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
+    # otherwise, freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
+    unwatch()
     torch._dynamo.reset()
     # pass a 4D mask, because the code of 4.x that builds one can't be traced into one graph
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()

@@ -102,7 +102,7 @@ def test_memory_is_that_of_the_checkpoint(tmp_path, case):
 
 
 @few_cases
-def test_layers_with_one_input_are_one_gemm(tmp_path, case):
+def test_layers_that_share_an_input_run_as_one_gemm(tmp_path, case):
     checkpoints.write(tmp_path, case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     groups = [module for module in model.modules() if isinstance(module.__dict__.get(SLOT), Quantized)]

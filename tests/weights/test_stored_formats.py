@@ -83,7 +83,7 @@ def test_products(case, n, k):
 
 
 @each_case
-def test_any_bits_come_back(case):
+def test_any_bits_are_restored(case):
     """Tensors with random bits, including values that no library writes: -128, fp8 NaN, negative or infinite scales."""
     layer, _ = made(case, 64, 256)
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +165,7 @@ def test_zero_nan_and_extreme_scales_of_blocks():
         assert torch.isfinite(output[:, 256:]).all() and output[:, 256:].abs().min() > 2.0**60
 
 
-def test_blocks_are_joined_on_their_borders():
+def test_layers_are_joined_at_block_boundaries():
     """Layers that would begin inside a block are not fused. A part of a fused weight is read from its blocks."""
     case = checkpoints.FINEGRAINED[0]
     one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))

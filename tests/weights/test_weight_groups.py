@@ -162,7 +162,7 @@ def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
 
 
 def follows(example: Example, module: Any, stock: Any) -> None:
-    """Check that the group's results equal those of its layers one by one, which are stock or have 8-bit weights."""
+    """Check that the group's results equal those of its separate layers, which are stock or have 8-bit weights."""
     actual = example.run(module)
     assert actual is not None
     if not example.exact:

@@ -33,8 +33,9 @@ LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models",
 
 # Names of functions that test the host; some have no reference for the kernel's result. A share excludes them.
 HOST = re.compile(
-    r"refus|operators?_(of|in)_|is_needed|alone_are_ours|served_with|tile_is_whole|for_nothing|no_tokens|unknown"
-    r"|compiled_ahead|pairs_are_few|users_own|one_graph|one_launch|tier_was_named|says_the_truth"
+    r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|no_tokens"
+    r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
+    r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures"
 )
 
 # The number of cases per module, from different functions, drawn by architecture and name.

@@ -43,7 +43,9 @@ class Reference(NamedTuple):
             places = (self.holder._local_mapping, self.holder._global_mapping)
             values = (patches.original(place, self.name) for place in places)
             return next((value for value in values if value is not ABSENT), ABSENT)
-        value = patches.original(self.holder, self.name)
+        places = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
+        values = (patches.original(place, self.name) for place in places)
+        value = next((value for value in values if value is not ABSENT), ABSENT)
         return self.value() if value is ABSENT else value
 
     def __str__(self) -> str:

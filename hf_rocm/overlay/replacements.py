@@ -17,6 +17,8 @@ Answer = TypeVar("Answer", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
 
+_CALL = ("__call__", "_call_impl")  # the methods of `nn.Module` that call a forward
+
 _UNKNOWN: Any = object()  # the expected value where a replacement was present from the beginning; equals no value
 
 
@@ -67,11 +69,19 @@ def constant_in_traces(function: Answer) -> Answer:
 
 @constant_in_traces
 def unchanged(code: Any) -> bool:
-    """Whether a function, or the forward of a class without a binding, has the dependencies of the first call."""
+    """Whether a function, or a call of a class's instances, has the dependencies of the first call.
+
+    False for a class of any package but transformers and torch.
+    """
     watch = watches.get(code)
     if watch is None:
-        dependencies = of_class(code) if isinstance(code, type) else of_function(code)
-        watch = watches[code] = Watch(dependencies.references)
+        if not isinstance(code, type):
+            references = of_function(code).references
+        elif code.__module__.partition(".")[0] in OWN:
+            references = (*of_class(code).references, *(Reference(code, name) for name in _CALL))
+        else:
+            return False
+        watch = watches[code] = Watch(references)
     return watch.unchanged() or watch.holds()
 
 

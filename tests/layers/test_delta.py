@@ -201,8 +201,8 @@ class Subclass(DynamicCache):
     [
         ("library", "fla is installed"),
         ("hook", "a hook or another forward"),
-        ("bias", "a bias or a different activation"),
-        ("activation", "a bias or a different activation"),
+        ("bias", "its convolution has a bias, or an activation is not silu"),
+        ("activation", "its convolution has a bias, or an activation is not silu"),
         ("aiter", "must run in the aiter tier"),
         ("gradient", "no gradient"),
         ("mask", "the padding mask and the tokens have different shapes"),

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, compiler
 from torch._C import _get_tracing_state
-from torch.nn import Linear, Module, Parameter, functional
+from torch.nn import Module, Parameter, functional
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import Linear  # the name in torch.nn may have been replaced
 
 from hf_rocm import ops
 from hf_rocm.layers.weight_group import SLOT, WeightGroup, kind_in, names_in, wake

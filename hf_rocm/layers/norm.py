@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import hooks_on_all, linears_are_pytorchs
@@ -118,7 +119,7 @@ def _is_unhooked(linear: Any) -> bool:
 
 def _is_plain(linear: Any) -> bool:
     own = linear.__dict__
-    if linear.__class__ is not nn.Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if linear.__class__ is not Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     if not linears_are_pytorchs():
         return False

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, compiler, nn
-from torch.nn.modules.dropout import Dropout  # the names in torch.nn may have been replaced
-from torch.nn.modules.normalization import LayerNorm
+from torch.nn.modules.normalization import LayerNorm  # the name in torch.nn may have been replaced
 
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import STAYED, note
 from hf_rocm.layers.mlp import child
-from hf_rocm.layers.plain import is_plain
+from hf_rocm.layers.plain import dropout_reason, is_plain
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.layer_norm import may_serve
 from hf_rocm.ops.linear import is_pytorchs
@@ -118,15 +117,13 @@ def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms 
 def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | str:
     if not is_plain(norm) or nn.Module.__call__ is not _call:
         return "has hooks or another forward, or a function that it calls was replaced"
-    if dropout is not None:
-        if dropout.__class__ is not Dropout or not is_plain(dropout):
-            return "the dropout before it was replaced or has hooks"
-        if dropout.training and dropout.p:
-            return "the dropout before it is in training mode"
-    if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
-        return "the two terms of the sum before it differ in dtype, shape or device"
+    reason = None if dropout is None else dropout_reason(dropout)
+    if reason is not None:
+        return f"part of a sum: {reason}"
     if is_pytorchs(output) or is_pytorchs(residual):
         return "called under autocast or by a tool that transforms the call"
+    if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
+        return "the two terms of the sum before it differ in dtype, shape or device"
     if not may_serve():
         return "aiter is required, and it has no LayerNorm of a sum"
     parameters = norm.__dict__["_parameters"]

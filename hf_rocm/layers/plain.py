@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import Dropout  # the name in torch.nn may have been replaced
 
 from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
@@ -33,6 +34,13 @@ def is_plain(module: Any) -> bool:
         return False
     every, before, backward, before_backward = _hooks_on_all
     return not (every or before or backward or before_backward) and is_stock(module.__class__)
+
+
+def dropout_reason(dropout: Any) -> str | None:
+    """Return why a dropout module must be called, or None if its call would return its input unchanged."""
+    if dropout.__class__ is not Dropout or not is_plain(dropout):
+        return "its dropout was replaced or has hooks"
+    return f"its dropout ({dropout.p}) is in training mode" if dropout.training and dropout.p else None
 
 
 @constant_in_traces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
+import hf_rocm
 from hf_rocm.layers.mlp import activation_of, looks_up
 from hf_rocm.layers.plain import is_plain, is_stock
 from hf_rocm.overlay.replacements import watches
@@ -139,6 +141,53 @@ def test_activations_that_are_looked_up(monkeypatch):
         assert not looks_up(LlamaMLP, "silu", "silu")
     monkeypatch.setattr(functional, "silu", lambda x, inplace=False: x)
     assert not looks_up(LlamaMLP, "silu", "silu")
+
+
+SMALL = {"vocab_size": 99, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
+DECODER = {"vocab_size": 99, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+# models whose attention or MLP has a dropout module: name → the arguments of its config
+DROPOUTS = {
+    "MPNetModel": BERT,
+    "ElectraModel": {**BERT, "embedding_size": 64},
+    "DistilBertModel": {"vocab_size": 99, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+    "BloomModel": {"vocab_size": 99, "n_layer": 2, "n_head": 4, "hidden_size": 64},
+    "GPT2Model": {**DECODER, "n_embd": 64},
+    "GPTJModel": {**DECODER, "n_embd": 64, "rotary_dim": 8},
+    "T5EncoderModel": {"vocab_size": 99, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
+}
+
+
+def _dropouts(model):
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Dropout]
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+@torch.no_grad()
+def test_changed_dropouts_are_called_as_stock_calls_them(name):
+    """A hook on the dropout of attention is a known way to read and change the probabilities."""
+    torch.manual_seed(0)
+    further = {"feed_forward_proj": "gated-gelu"} if name.startswith("T5") else {}
+    family = name.removesuffix("Model").removesuffix("Encoder")
+    stock = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**DROPOUTS[name], **further)).eval()
+    ids = torch.randint(3, 99, (2, 5))
+    outputs, calls = [], []
+    for model in (stock, hf_rocm.prepare(deepcopy(stock), force=True)):
+        seen = []
+        for place, module in _dropouts(model):
+            module.register_forward_hook(
+                lambda _, args, output, place=place, seen=seen: (seen.append(place), output / 2)[1]
+            )
+        outputs.append(model(ids)[0])
+        calls.append(seen)
+        for place, _ in _dropouts(model):
+            parent, _, child = place.rpartition(".")
+            setattr(model.get_submodule(parent), child, nn.Identity())  # without an attribute `p`
+        outputs.append(model(ids)[0])
+    assert calls[0] == calls[1] and calls[0]
+    torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(outputs[3], outputs[1], rtol=1e-3, atol=1e-4)
 
 
 # Replaces a class in torch.nn before transformers and hf_rocm are imported, and compares a model with stock.

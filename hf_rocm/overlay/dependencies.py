@@ -102,6 +102,11 @@ def of_class(cls: type) -> Dependencies:
     return derived._replace(references=(own, *derived.references))
 
 
+def of_call(cls: type) -> tuple[Reference, ...]:
+    """The methods of `nn.Module` that a call of an instance runs before its forward, which a class may override."""
+    return Reference(cls, "__call__"), Reference(cls, "_call_impl")
+
+
 def of_function(function: Any, cls: type | None = None) -> Dependencies:
     """The references of a function and of the functions of the same file that it calls. cls: the class of `self`."""
     references: dict[tuple[int, str], Reference] = {}

@@ -10,14 +10,12 @@ from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_class, of_function
+from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_call, of_class, of_function
 from hf_rocm.patches import ABSENT
 
 Answer = TypeVar("Answer", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
-
-_CALL = ("__call__", "_call_impl")  # the methods of `nn.Module` that call a forward
 
 _UNKNOWN: Any = object()  # the expected value where a replacement was present from the beginning; equals no value
 
@@ -78,7 +76,7 @@ def unchanged(code: Any) -> bool:
         if not isinstance(code, type):
             references = of_function(code).references
         elif code.__module__.partition(".")[0] in OWN:
-            references = (*of_class(code).references, *(Reference(code, name) for name in _CALL))
+            references = (*of_class(code).references, *of_call(code))
         else:
             return False
         watch = watches[code] = Watch(references)

@@ -19,9 +19,8 @@ from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.decoder import norm_pair
 from hf_rocm.layers.fallback_reasons import STAYED, note
-from hf_rocm.layers.norm import PrenormResidual
+from hf_rocm.layers.norm import PrenormResidual, dropout_reason
 from hf_rocm.layers.pages import CACHE, Pages, is_flash
-from hf_rocm.layers.plain import dropout_reason
 from hf_rocm.layers.slots import slot
 from hf_rocm.ops import decode
 from hf_rocm.ops.custom_op import compiling

@@ -16,7 +16,7 @@ from torch import Tensor, compiler
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import note
 from hf_rocm.layers.mlp import looks_up
-from hf_rocm.layers.plain import is_plain
+from hf_rocm.layers.norm import is_plain
 from hf_rocm.ops import delta
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import is_pytorchs

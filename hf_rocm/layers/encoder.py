@@ -18,7 +18,7 @@ from torch.nn.modules.normalization import LayerNorm  # the name in torch.nn may
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import STAYED, note
 from hf_rocm.layers.mlp import child
-from hf_rocm.layers.plain import dropout_reason, is_plain
+from hf_rocm.layers.norm import dropout_reason, is_plain
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.layer_norm import may_serve
 from hf_rocm.ops.linear import is_pytorchs

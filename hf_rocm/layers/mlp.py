@@ -13,8 +13,7 @@ from torch import Tensor, compiler, nn
 
 from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
-from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse
-from hf_rocm.layers.plain import is_plain, is_stock
+from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse, is_plain, is_stock
 from hf_rocm.ops.act import one_kernel
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import is_pytorchs

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 import hf_rocm
 from hf_rocm.layers.mlp import activation_of, looks_up
-from hf_rocm.layers.plain import is_plain, is_stock
+from hf_rocm.layers.norm import is_plain, is_stock
 from hf_rocm.overlay.replacements import watches
 
 MODULES = {

@@ -43,8 +43,8 @@ class Reference(NamedTuple):
             places = (self.holder._local_mapping, self.holder._global_mapping)
             values = (patches.original(place, self.name) for place in places)
             return next((value for value in values if value is not ABSENT), ABSENT)
-        places = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
-        values = (patches.original(place, self.name) for place in places)
+        owners = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
+        values = (patches.original(owner, self.name) for owner in owners)
         value = next((value for value in values if value is not ABSENT), ABSENT)
         return self.value() if value is ABSENT else value
 

@@ -207,7 +207,7 @@ def _begin(model: Any, state: State) -> Snapshot:
         return earlier
     snapshot = state.new_snapshot(model)
     if state.disabled is None:
-        reason = decide.refuses_state(model)
+        reason = decide.refuses_state(model) or snapshot.refused
         if reason is not None:
             state.refused[snapshot.number] = reason
     return snapshot

@@ -36,6 +36,7 @@ class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
     number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model.
+    refused: why its state can't be compared, or None.
     """
 
     def __init__(self, model: nn.Module, number: int) -> None:
@@ -50,6 +51,7 @@ class Snapshot:
         self._live: list[Any] = []
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
+        self.refused: str | None = None
         self._single: list[tuple[Any, Any, Tensor]] = []  # small tensors, which == would compare by value
         seen: set[int] = set()
         for module in modules:
@@ -69,6 +71,10 @@ class Snapshot:
         items = list(values.items()) if isinstance(values, dict) else list(enumerate(values))
         for name, value in items:
             if isinstance(value, Tensor):
+                reason = _refuses(value)
+                if reason is not None:
+                    self.refused = f"{name} {reason}"
+                    continue
                 self.tensors.append(value)
                 if value.numel() <= 1:
                     self._single.append((holder, name, value))
@@ -144,11 +150,18 @@ class Snapshot:
 def refuses_weights(model: nn.Module) -> str | None:
     """Return why the addresses of this model's weights can't be compared, or None."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.__class__ not in (nn.Parameter, Tensor):
-            return f"{name} is of type {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"{name} is sparse"
+        reason = _refuses(tensor)
+        if reason is not None:
+            return f"{name} {reason}"
     return None
+
+
+def _refuses(tensor: Tensor) -> str | None:
+    if tensor.__class__ not in (nn.Parameter, Tensor):
+        return f"is of type {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return "is sparse" if "sparse" in str(tensor.layout) else f"has the layout {tensor.layout}"
+    return "is nested" if tensor.is_nested else None
 
 
 def _settings(value: Any) -> dict[str, Any] | None:

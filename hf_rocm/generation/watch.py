@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from hf_rocm.overlay.dependencies import Reference, Registry, of_class
+from hf_rocm.overlay.dependencies import Reference, Registry, of_call, of_class
 from hf_rocm.overlay.replacements import Watch, replacement_among
 
 _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
@@ -91,8 +91,10 @@ def _may_change_during_a_call(reference: Reference) -> bool:
 
 
 def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) -> Iterator[Reference]:
-    yield Reference(nn.Module, "__call__")
+    yield from of_call(nn.Module)
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
+        if not hasattr(cls, "generate"):  # `generate` is hooked in at the call of its model, and restored after it
+            yield from of_call(cls)
         dependencies = of_class(cls)
         yield from dependencies.references
         for table in dependencies.registries:

@@ -29,7 +29,7 @@ from hf_rocm.layers.experts import (
 )
 from hf_rocm.layers.mla import latent_heads
 from hf_rocm.layers.mlp import GatedMLP, JoinedMLP, PlainMLP, activated
-from hf_rocm.layers.norm import RMSNorm
+from hf_rocm.layers.norm import RMSNorm, dropout_reason
 from hf_rocm.layers.packed import packed
 from hf_rocm.layers.release import before, rounded_root
 from hf_rocm.layers.router import GroupedRouter, TopKRouter
@@ -50,6 +50,7 @@ __all__ = [
     "activated",
     "before",
     "delta_tokens",
+    "dropout_reason",
     "encoder_decoder",
     "fallback_reason",
     "gated_delta",

@@ -19,7 +19,7 @@ from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.decoder import norm_pair
 from hf_rocm.layers.fallback_reasons import STAYED, note
-from hf_rocm.layers.norm import PrenormResidual
+from hf_rocm.layers.norm import PrenormResidual, dropout_reason
 from hf_rocm.layers.pages import CACHE, Pages, is_flash
 from hf_rocm.layers.slots import slot
 from hf_rocm.ops import decode
@@ -66,7 +66,7 @@ def fallback_reason(
     mask: object,
     arguments: Mapping[str, Any],
     *,
-    dropout: float = 0.0,
+    dropout: float | nn.Module = 0.0,
     extra_reason: str | None = None,
     beyond_sdpa: bool = False,
     pages: bool = False,
@@ -74,9 +74,10 @@ def fallback_reason(
     """Return why this call of an attention layer runs the stock forward, or None.
 
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
-    probability that would be applied in training. extra_reason: a reason from the overlay. beyond_sdpa: the model's
-    attention has terms that SDPA lacks, so that transformers' default for it is `eager`. pages: whether the
-    overlay serves flash attention over pages; it then passes `arguments` and the layer's terms to `visible_keys`.
+    probability that would be applied in training, or the module that stock calls. extra_reason: a reason from the
+    overlay. beyond_sdpa: the model's attention has terms that SDPA lacks, so that transformers' default for it is
+    `eager`. pages: the overlay serves flash attention over pages: it passes `arguments` and the layer's terms to
+    `visible_keys`.
     The reason is stored on the module for `explain`.
     """
     reason = _reason(module, mask, arguments, dropout, beyond_sdpa, pages) or extra_reason
@@ -87,7 +88,7 @@ def fallback_reason(
 
 
 def _reason(
-    module: nn.Module, mask: object, arguments: Mapping[str, Any], dropout: float, beyond_sdpa: bool, pages: bool
+    module: nn.Module, mask: object, arguments: Mapping[str, Any], dropout: Any, beyond_sdpa: bool, pages: bool
 ) -> str | None:
     config = getattr(module, "config", None)
     implementation: object = SERVED
@@ -108,7 +109,10 @@ def _reason(
         return f"the attention implementation {implementation!r} is selected, and only {SERVED!r} is served"
     if not _is_stock(module.__class__, str(implementation)):
         return implementation_replaced(module)
-    if module.training and dropout:
+    if isinstance(dropout, nn.Module):
+        if (reason := dropout_reason(dropout)) is not None:
+            return reason
+    elif module.training and dropout:
         return f"attention dropout ({dropout}) in training is left to stock"
     if mask is not None and not isinstance(mask, Tensor):
         return f"the attention mask is of type {type(mask).__name__}, not a tensor"

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import note
-from hf_rocm.layers.grouped_linear import hooks_on_all
+from hf_rocm.layers.mlp import looks_up
+from hf_rocm.layers.norm import is_plain
 from hf_rocm.ops import delta
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.linear import is_pytorchs
 from hf_rocm.overlay.replacements import constant_in_traces
 
 # Packages with their own kernels, which transformers prefers to its PyTorch functions if they are installed.
@@ -118,11 +121,21 @@ def _refuses(
         return "the padding mask and the tokens have different shapes"
     if any(value is not None for name, value in arguments.items() if name in ("cu_seq_lens_q", "seq_idx")):
         return "the call has packed sequences, which are left to stock"
+    if torch.is_autocast_enabled(x.device.type):
+        return "under autocast, the gated delta rule is left to stock"
+    if type(x) not in _PLAIN or (not (compiling() or compiler._is_compiling_flag) and is_pytorchs(x)):
+        return "another tool observes or transforms the call"
     conv, norm = module.conv1d, module.norm
-    if conv.bias is not None or module.activation not in ("silu", "swish"):
-        return "its convolution has a bias or a different activation"
-    if hooks_on_all() or any(_is_hooked(child) for child in (conv, norm)):
+    kind, stocks = type(norm), type(module)
+    if kind.__module__ != stocks.__module__ or not kind.__name__.endswith("RMSNormGated"):
+        return f"its norm is of type {kind.__name__}, which must be called"
+    activations = (module.activation, getattr(norm, "activation", "silu"))  # a norm without one calls F.silu
+    if conv.bias is not None or any(name not in _ACTIVATIONS for name in activations):
+        return "its convolution has a bias, or an activation is not silu"
+    if _is_hooked(conv) or not is_plain(norm):
         return "a hook or another forward was set on its convolution or its norm"
+    if not all(looks_up(stocks, name, "silu") for name in activations):
+        return "the activation 'silu' of transformers was replaced"
     tensors = (conv.weight, norm.weight, module.A_log, module.dt_bias, *(states or ()))
     if any(type(tensor) not in _PLAIN or tensor.device != x.device for tensor in tensors):
         return "its weights or states are not plain tensors on the input's device"
@@ -133,6 +146,7 @@ def _refuses(
     return _refused(x)
 
 
+_ACTIVATIONS = ("silu", "swish")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

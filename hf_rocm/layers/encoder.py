@@ -13,21 +13,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, compiler, nn
-from torch.nn.modules import module as torch_module
+from torch.nn.modules.normalization import LayerNorm  # the name in torch.nn may have been replaced
 
 from hf_rocm import ops
-from hf_rocm.layers.mlp import child, is_stock
+from hf_rocm.layers.fallback_reasons import STAYED, note
+from hf_rocm.layers.mlp import child
+from hf_rocm.layers.norm import dropout_reason, is_plain
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.layer_norm import may_serve
 from hf_rocm.ops.linear import is_pytorchs
 
 _PLAIN = (nn.Parameter, Tensor)
-_hooks_on_all = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
 _call = nn.Module.__call__
 
 
@@ -103,34 +99,41 @@ def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
 
 
 def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
-    """Return the terms of the norm, or None if the modules must be called. torch.compile fuses sum and norm itself."""
-    if compiling() or compiler._is_compiling_flag or not _is_plain(norm, nn.LayerNorm):
+    """Return the terms of the norm, or None if the modules must be called; `explain` shows the reason.
+
+    torch.compile fuses sum and norm itself.
+    """
+    if norm.__class__ is not LayerNorm or compiling() or compiler._is_compiling_flag:
         return None
-    if dropout is not None and not (_is_plain(dropout, nn.Dropout) and (dropout.p == 0 or not dropout.training)):
+    terms = _terms_or_reason(norm, output, residual, dropout)
+    if isinstance(terms, str):
+        note(norm, terms)
         return None
+    if STAYED in norm.__dict__:
+        note(norm, None)
+    return terms
+
+
+def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | str:
+    if not is_plain(norm) or nn.Module.__call__ is not _call:
+        return "has hooks or another forward, or a function that it calls was replaced"
+    reason = None if dropout is None else dropout_reason(dropout)
+    if reason is not None:
+        return f"part of a sum: {reason}"
+    if is_pytorchs(output) or is_pytorchs(residual):
+        return "called under autocast or by a tool that transforms the call"
     if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
-        return None
-    if is_pytorchs(output) or is_pytorchs(residual) or nn.Module.__call__ is not _call or not may_serve():
-        return None
+        return "the two terms of the sum before it differ in dtype, shape or device"
+    if not may_serve():
+        return "aiter is required, and it has no LayerNorm of a sum"
     parameters = norm.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     for one in (weight,) if bias is None else (weight, bias):
-        if one.__class__ not in _PLAIN or one.dtype != output.dtype or one.shape != output.shape[-1:]:
-            return None
+        if one.__class__ not in _PLAIN or one.dtype != output.dtype or one.device != output.device:
+            return "its weights are not plain tensors of the input's dtype on its device"
+        if one.shape != output.shape[-1:]:
+            return "normalises over several dims"
     return _Terms(weight, bias, norm.eps)
-
-
-def _is_plain(module: Any, kind: type) -> bool:
-    """Return whether a call of the module runs only the forward of this PyTorch class."""
-    if module.__class__ is not kind:
-        return False
-    own = module.__dict__
-    if "forward" in own or own.get("_compiled_call_impl") is not None:
-        return False
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return False
-    every, before, backward, before_backward = _hooks_on_all
-    return not (every or before or backward or before_backward) and is_stock(kind)
 
 
 @cache

@@ -19,6 +19,7 @@ from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import note
 from hf_rocm.layers.grouped_linear import live, shuffled_experts, why_not
 from hf_rocm.layers.mlp import activation_of, child
+from hf_rocm.layers.norm import is_plain
 from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.linear import exporting
 from hf_rocm.ops.moe import most_pairs
@@ -219,9 +220,8 @@ def softmax_top(logits: Tensor, top: int, *, normalise: bool, dtype: torch.dtype
 
 
 def untouched(*modules: Any) -> bool:
-    """Return whether a forward need not call these modules: they have no hooks and no replaced forward."""
-    touched = any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in modules)
-    return not touched and all(unchanged(type(one)) for one in modules)
+    """Return whether a forward need not call these modules: see `norm.is_plain`."""
+    return all(map(is_plain, modules))
 
 
 def _interface_reason(module: Any, x: Tensor, ids: Tensor) -> str | None:

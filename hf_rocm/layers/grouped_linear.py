@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, compiler
 from torch._C import _get_tracing_state
-from torch.nn import Linear, Module, Parameter, functional
+from torch.nn import Module, Parameter, functional
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import Linear  # the name in torch.nn may have been replaced
 
 from hf_rocm import ops
 from hf_rocm.layers.weight_group import SLOT, WeightGroup, kind_in, names_in, wake
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.dependencies import Reference, of_call
 from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
 
 _hooks_on_all = torch_module._global_forward_hooks
 _pre_hooks_on_all = torch_module._global_forward_pre_hooks
-_LINEARS = (Reference(Linear, "forward"), Reference(vars(functional), "linear"))
-_linear, _product = (None if replacement_among((place,)) else place.value() for place in _LINEARS)
+_LINEARS = (Reference(Linear, "forward"), Reference(vars(functional), "linear"), *of_call(Linear))
+_linear, _product, _call, _call_body = (None if replacement_among((place,)) else place.value() for place in _LINEARS)
 
 
 def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activation: str | None = None) -> Tensor | None:
@@ -85,7 +86,7 @@ def live(module: Module) -> WeightGroup | None:
         return None
     if group.structured and not group.unchanged(module):
         return None
-    if (Linear.forward is not _linear or functional.linear is not _product) and not linears_are_pytorchs():
+    if not linears_are_pytorchs():
         return None
     gradients = torch.is_grad_enabled()
     children = own["_modules"]
@@ -178,7 +179,9 @@ def why_not(module: Module) -> str | None:
 @constant_in_traces
 def linears_are_pytorchs() -> bool:
     """Return whether `nn.Linear` is PyTorch's own, apart from hf_rocm's changes."""
-    return (Linear.forward is _linear and functional.linear is _product) or replacement_among(_LINEARS) is None
+    if Linear.forward is _linear and functional.linear is _product and Linear.__call__ is _call:
+        return Linear._call_impl is _call_body
+    return replacement_among(_LINEARS) is None
 
 
 def hooks_on_all() -> bool:

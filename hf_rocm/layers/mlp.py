@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, compiler, nn
 
 from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
-from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse
+from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse, is_plain, is_stock
 from hf_rocm.ops.act import one_kernel
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import is_pytorchs
-from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
+from hf_rocm.overlay.replacements import constant_in_traces
 
 # The classes in transformers' ACT2FN: 4.x uses torch's own SiLU, 5.x wraps it, and GELUTanh was renamed once.
 _ACTIVATIONS = {
@@ -30,6 +32,8 @@ _FORMULAS = {
     ("transformers.activations", "QuickGELUActivation"): "quick_gelu",
     ("transformers.activations", "NewGELUActivation"): "gelu_new",
 }
+
+_GELU = torch._C._nn.gelu  # torch.nn.functional.gelu, unless it was replaced
 
 
 @dataclass(frozen=True)
@@ -133,15 +137,21 @@ def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTI
     name = names.get((kind.__module__, kind.__qualname__))
     if name is None or not isinstance(function, nn.Module):
         return None
-    if function._forward_hooks or function._forward_pre_hooks or "forward" in function.__dict__:
+    # the function that transformers' GELU modules select when they are built, which may be their Python variant
+    act = function.__dict__.get("act")
+    if act is not None and (act.func if isinstance(act, partial) else act) is not _GELU:
         return None
-    if inspect.ismethod(getattr(function, "act", None)):
-        return None  # the Python variant is selected
-    return name if is_stock(kind) else None
+    return name if is_plain(function) else None
 
 
 @constant_in_traces
-def is_stock(kind: type) -> bool:
-    """`replacements.unchanged` with one Python call fewer, because every layer of an uncaptured step calls it."""
-    watch = watches.get(kind)
-    return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()
+def looks_up(caller: type, key: str, name: str) -> bool:
+    """Return whether the stock file of this class finds the activation that `ops` calls `name` under ACT2FN[key].
+
+    For forwards that look up their activation in every call.
+    """
+    registry = vars(sys.modules[caller.__module__]).get("ACT2FN")
+    entry = dict.get(registry, key) if isinstance(registry, dict) else None
+    if type(registry).__module__ != "transformers.activations" or not isinstance(entry, type):
+        return False
+    return _ACTIVATIONS.get((entry.__module__, entry.__qualname__)) == name and is_stock(entry)

@@ -2,6 +2,8 @@
 
 With few rows, a decoder layer calls hf_rocm's attention and MLP functions directly, with an input that is not yet
 normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
+
+`is_plain` decides the same for modules that no overlay binds, such as PyTorch's own norms and dropouts.
 """
 
 from __future__ import annotations
@@ -13,13 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import Dropout  # the names in torch.nn may have been replaced
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import hooks_on_all, linears_are_pytorchs
 from hf_rocm.layers.weight_group import PackedLinear
 from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
 _PLAIN = (nn.Parameter, torch.Tensor)
+_hooks_on_all = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ class PrenormResidual:
         if self.residual is not None and isinstance(linear, PackedLinear) and _is_unhooked(linear):
             self.added = True
             return linear.plus(x, self.residual)
-        if not _is_plain(linear):
+        if not _is_plain_linear(linear):
             output: Tensor = linear(x)
             return output
         self.added = True
@@ -116,12 +128,41 @@ def _is_unhooked(linear: Any) -> bool:
     return not ("forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"] or hooks_on_all())
 
 
-def _is_plain(linear: Any) -> bool:
+def _is_plain_linear(linear: Any) -> bool:
     own = linear.__dict__
-    if linear.__class__ is not nn.Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if linear.__class__ is not Linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     if not linears_are_pytorchs():
         return False
     parameters = own["_parameters"]
     bias = parameters.get("bias")
     return parameters.get("weight").__class__ is nn.Parameter and (bias is None or bias.__class__ is nn.Parameter)
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a call of this module would only run the forward of its class, as the class's file defines it.
+
+    False if the module has hooks, its own forward or a compiled one, if hooks are registered on all modules, and if its
+    class is not `is_stock`.
+    """
+    own = module.__dict__
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    every, before, backward, before_backward = _hooks_on_all
+    return not (every or before or backward or before_backward) and is_stock(module.__class__)
+
+
+def dropout_reason(dropout: Any) -> str | None:
+    """Return why a dropout module must be called, or None if its call would return its input unchanged."""
+    if dropout.__class__ is not Dropout or not is_plain(dropout):
+        return "its dropout was replaced or has hooks"
+    return f"its dropout ({dropout.p}) is in training mode" if dropout.training and dropout.p else None
+
+
+@constant_in_traces
+def is_stock(kind: type) -> bool:
+    """`replacements.unchanged` with one Python call fewer, because every layer of an uncaptured step calls it."""
+    watch = watches.get(kind)
+    return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import patches
 from hf_rocm.arguments import require_module
@@ -59,7 +60,7 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
 
 def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[Change]:
     """The changes that give the model the layers and settings of a model that was loaded from such a checkpoint."""
-    others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    others = [path for path, module in model.named_modules() if isinstance(module, Linear)]
     given = _scheme(found[0][1], others)
     format = parse(given)
     assert isinstance(format, LinearFormat)

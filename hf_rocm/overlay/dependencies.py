@@ -43,7 +43,9 @@ class Reference(NamedTuple):
             places = (self.holder._local_mapping, self.holder._global_mapping)
             values = (patches.original(place, self.name) for place in places)
             return next((value for value in values if value is not ABSENT), ABSENT)
-        value = patches.original(self.holder, self.name)
+        owners = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
+        values = (patches.original(owner, self.name) for owner in owners)
+        value = next((value for value in values if value is not ABSENT), ABSENT)
         return self.value() if value is ABSENT else value
 
     def __str__(self) -> str:
@@ -98,6 +100,11 @@ def of_class(cls: type) -> Dependencies:
     forward = own.beneath()
     derived = of_function(forward, cls)
     return derived._replace(references=(own, *derived.references))
+
+
+def of_call(cls: type) -> tuple[Reference, ...]:
+    """The methods of `nn.Module` that a call of an instance runs before its forward, which a class may override."""
+    return Reference(cls, "__call__"), Reference(cls, "_call_impl")
 
 
 def of_function(function: Any, cls: type | None = None) -> Dependencies:

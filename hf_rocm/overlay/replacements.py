@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_class, of_function
+from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_call, of_class, of_function
 from hf_rocm.patches import ABSENT
 
 Answer = TypeVar("Answer", bound=Callable[..., object])
@@ -67,11 +67,19 @@ def constant_in_traces(function: Answer) -> Answer:
 
 @constant_in_traces
 def unchanged(code: Any) -> bool:
-    """Whether a function, or the forward of a class without a binding, has the dependencies of the first call."""
+    """Whether a function, or a call of a class's instances, has the dependencies of the first call.
+
+    False for a class of any package but transformers and torch.
+    """
     watch = watches.get(code)
     if watch is None:
-        dependencies = of_class(code) if isinstance(code, type) else of_function(code)
-        watch = watches[code] = Watch(dependencies.references)
+        if not isinstance(code, type):
+            references = of_function(code).references
+        elif code.__module__.partition(".")[0] in OWN:
+            references = (*of_class(code).references, *of_call(code))
+        else:
+            return False
+        watch = watches[code] = Watch(references)
     return watch.unchanged() or watch.holds()
 
 

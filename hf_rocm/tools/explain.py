@@ -158,7 +158,7 @@ def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay 
         return f"a subclass of {base.__name__}; only {base.__name__} itself is served"
     origin = cls.__module__.split(".")[0]
     if origin in ("torch", "hf_rocm"):
-        return "PyTorch's own layers" if origin == "torch" else "hf_rocm's own layers"
+        return noted(module) or ("PyTorch's own layers" if origin == "torch" else "hf_rocm's own layers")
     if origin != "transformers":
         return f"code of {origin}"
     family = (cls.__module__.split(".") + [""] * 3)[2]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.mlp import activation_of
@@ -137,7 +138,7 @@ def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -
     head_dim = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
     if head_dim is None:
         return
-    linears = (nn.Linear, quantized.QuantizedLinear)
+    linears = (Linear, quantized.QuantizedLinear)
     layers = (getattr(child, "base_layer", child) for child in module.children())  # an adapter contains the layer
     rows = [_outputs(layer) // head_dim for layer in layers if isinstance(layer, linears)]
     if len(rows) < 3:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.nn import Module, Parameter
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.grouped_linear import hooks_on_all, intact, live
 from hf_rocm.layers.weight_group import MOVED, PENDING, SLOT, WeightGroup, idle, is_idle, kind_in, lock
@@ -159,7 +159,7 @@ class BlockGroup(WeightGroup):
             return
         for part in self.parts:
             layer = part.layer(module)
-            for label, address in (("weight", part.weight), ("bias", part.bias)) if type(layer) is nn.Linear else ():
+            for label, address in (("weight", part.weight), ("bias", part.bias)) if type(layer) is Linear else ():
                 parameter = layer._parameters.get(label)
                 memory = parameter if type(parameter) is Parameter else self.memory_of(parameter)
                 if memory is not None and memory.data_ptr() == address and (shared or not is_aliased(memory)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.weight_group import WeightGroup, lock
 from hf_rocm.weights.instance_forward import is_class_forward, is_ours
@@ -86,7 +87,7 @@ def _same_device(wanted: object, device: torch.device) -> bool:
 
 def linear_refusal(linear: nn.Module) -> str | None:
     """Return why one layer can't be fused, as a sentence without its subject, or None."""
-    if type(linear) is not nn.Linear:
+    if type(linear) is not Linear:
         return f"is of type {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
     if linear._forward_hooks or linear._forward_pre_hooks:
         return "has a forward hook"

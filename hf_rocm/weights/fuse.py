@@ -9,7 +9,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Module
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import intact

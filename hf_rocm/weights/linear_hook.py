@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import linears_are_pytorchs
@@ -26,7 +27,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     own = self.__dict__
     group, backend = own.get(SLOT), own.get(BACKEND)
     if not linears_are_pytorchs():
-        return nn.Linear.forward(self, input)
+        return Linear.forward(self, input)
     if is_compiling():
         return _traced(self, input, group, backend)
     weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
@@ -59,7 +60,7 @@ def release(linear: nn.Module) -> None:
     instance_forward.detach(linear)
 
 
-instance_forward.declare(nn.Linear, forward)
+instance_forward.declare(Linear, forward)
 
 
 def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import options, patches
 from hf_rocm.arguments import require_module, require_switches
@@ -158,14 +159,14 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     if not _wanted(linear_backend, force, "nn.Linear"):
         yield
         return
-    with patches.applied(Change(nn.Linear, "forward", partial(_forward, linear_backend))):
+    with patches.applied(Change(Linear, "forward", partial(_forward, linear_backend))):
         yield
 
 
 def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor) -> Tensor:
         original: Callable[..., Tensor] = change.original
-        if not change.live or self.__class__ is not nn.Linear:
+        if not change.live or self.__class__ is not Linear:
             return original(self, input)
         parameters = self.__dict__["_parameters"]
         if parameters.get("weight").__class__ is not nn.Parameter:
@@ -199,7 +200,7 @@ def _wanted(backend: str, force: bool | None, what: str) -> bool:
 
 def _linears(
     model: nn.Module, excluded: tuple[Exclusion, ...], skipped: dict[str, str]
-) -> Iterator[tuple[str, nn.Linear]]:
+) -> Iterator[tuple[str, Linear]]:
     classes = tuple(entry for entry in excluded if isinstance(entry, type))
     inside: set[int] = set()
     for module in model.modules():
@@ -207,12 +208,12 @@ def _linears(
             inside.update(id(member) for member in module.modules())
     patterns = [entry for entry in excluded if isinstance(entry, str)]
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, Linear):
             continue
         last = name.rpartition(".")[2]
         if id(module) in inside or any(fnmatchcase(name, pattern) or last == pattern for pattern in patterns):
             skipped[name] = "excluded"
-        elif type(module) is not nn.Linear:
+        elif type(module) is not Linear:
             skipped[name] = f"is of type {type(module).__module__}.{type(module).__qualname__}, not a plain nn.Linear"
         elif not isinstance(module._parameters.get("weight"), nn.Parameter):
             skipped[name] = "its weight is not a separate parameter"
@@ -222,7 +223,7 @@ def _linears(
             yield name, module
 
 
-def _require_aiter(linears: list[tuple[str, nn.Linear]]) -> None:
+def _require_aiter(linears: list[tuple[str, Linear]]) -> None:
     refused = {
         name: reason
         for name, linear in linears

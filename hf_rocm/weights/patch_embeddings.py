@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 from torch.nn import functional
+from torch.nn.modules.conv import Conv2d, Conv3d  # the names in torch.nn may have been replaced
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import linears_are_pytorchs
@@ -36,9 +37,9 @@ _FLATTENED_BY = "_hf_rocm_flattened_by"
 # The functions that the stock forwards call, by class.
 _CALLED = {
     cls: (Reference(cls, "forward"), Reference(cls, "_conv_forward"), Reference(vars(functional), function))
-    for cls, function in ((nn.Conv2d, "conv2d"), (nn.Conv3d, "conv3d"))
+    for cls, function in ((Conv2d, "conv2d"), (Conv3d, "conv3d"))
 }
-_LAYOUTS = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}
+_LAYOUTS = {Conv2d: torch.channels_last, Conv3d: torch.channels_last_3d}
 
 
 def forward(self: Any, input: Tensor) -> Tensor:

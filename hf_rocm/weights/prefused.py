@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.linear import Linear
 
 # The names of layers that join q, k and v, or gate and up
 _NAMES = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "gate_up_proj", "Wi")
@@ -18,4 +19,4 @@ def joined_already(module: nn.Module) -> list[str]:
 
 def _multiplies(child: nn.Module | None) -> bool:
     kind = type(child)
-    return isinstance(child, nn.Linear) or (kind.__module__, kind.__qualname__) == _CONV1D
+    return isinstance(child, Linear) or (kind.__module__, kind.__qualname__) == _CONV1D

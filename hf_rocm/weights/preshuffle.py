@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import budget as budgets
 from hf_rocm import options
@@ -79,7 +80,7 @@ def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
         names = _names(module)
         if names:
             grouped.update(id(module._modules[name]) for name in names)
-        elif type(module) is not nn.Linear:
+        elif type(module) is not Linear:
             continue
         label = f"{path} ({' + '.join(names)})" if names else path
         reason, cost = _shuffle(module, names, wanted, wanted.budget - used, others, path)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import options
 from hf_rocm.arguments import require_module, require_switches
@@ -82,9 +83,7 @@ def quantize(
     warns = True
     with torch.inference_mode(False), torch.no_grad():
         for done, group in enumerate(groups):
-            quantize_one = (
-                _quantize if isinstance(group.module._modules[group.names[0]], nn.Linear) else _quantize_experts
-            )
+            quantize_one = _quantize if isinstance(group.module._modules[group.names[0]], Linear) else _quantize_experts
             errors.update(quantize_one(group, encoding, format, keep is not None, warns=warns))
             warns = False
             if progress is not None:
@@ -246,7 +245,7 @@ def _forget_format(model: nn.Module) -> None:
                 getattr(holder, "__dict__", {}).pop(name, None)
 
 
-def _empty(linear: nn.Linear, keep: bool) -> None:
+def _empty(linear: Linear, keep: bool) -> None:
     """Free a layer's parameters, or keep its weight in host memory."""
     for name, parameter in list(linear.named_parameters()):
         with torch.inference_mode(parameter.is_inference()):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.overlay import bind
 from hf_rocm.weights.eligible import linear_refusal
@@ -56,7 +57,7 @@ def plan(
             full = f"{path}.{name}" if path else name
             inside = child is last or full.startswith(repeated)
             reason: str | None
-            if isinstance(child, nn.Linear):
+            if isinstance(child, Linear):
                 reason = _named(full, wide, exclude, _STAYS, inside=inside) or _stays(child, others)
                 reason = reason or refuses(child.weight)
             elif child is not None and _is_stacked(child):
@@ -107,7 +108,7 @@ def _named(
     return None
 
 
-def _stays(linear: nn.Linear, others: dict[int, str]) -> str | None:
+def _stays(linear: Linear, others: dict[int, str]) -> str | None:
     """Return why this layer keeps its dtype, or None."""
     reason = linear_refusal(linear)
     if reason is not None:

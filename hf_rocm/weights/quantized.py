@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.errors import OptionError
@@ -62,7 +63,7 @@ class QuantizedLinear(PackedLinear, Replacement):
         self.quantized = quantized
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
-        self.dtype = linear.weight.dtype if isinstance(linear, nn.Linear) else linear.dtype
+        self.dtype = linear.weight.dtype if isinstance(linear, Linear) else linear.dtype
         self.replaced = (linear,)  # in a tuple, not as a child; its parameters are empty, or on the CPU if kept
         self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
         self.warns = warns
@@ -99,7 +100,7 @@ class QuantizedLinear(PackedLinear, Replacement):
         return self.replaced[0].weight.numel() > 0
 
     def original(self) -> nn.Module:
-        linear: nn.Linear = self.replaced[0]
+        linear: Linear = self.replaced[0]
         device = self.quantized.scale.device
         with torch.no_grad(), torch.inference_mode(linear.weight.is_inference()):
             weight = linear.weight.data.to(device, self.dtype) if self.kept else self.weight

@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import Linear
 from torch.utils.hooks import RemovableHandle
 
 from hf_rocm import ops, patches
@@ -157,7 +158,7 @@ def clear_copied(module: nn.Module) -> None:
     """Remove the traces of a shuffled weight from a copied or unpickled layer: False in its slot, and the hook."""
     if module.__dict__.get(SLOT) is False:
         del module.__dict__[SLOT]
-        if type(module) is nn.Linear:
+        if type(module) is Linear:
             linear_hook.release(module)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.weights.encoding import QuantizedWeight
 from hf_rocm.weights.quantized import QuantizedLinear
@@ -89,9 +90,7 @@ class StoredLinear(StoredLayer):
 
     format: LinearFormat
 
-    def __init__(
-        self, linear: nn.Linear, format: LinearFormat, infos: Mapping[str, TensorInfo], *, biased: bool
-    ) -> None:
+    def __init__(self, linear: Linear, format: LinearFormat, infos: Mapping[str, TensorInfo], *, biased: bool) -> None:
         super().__init__(format, infos, linear.weight.dtype)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # some libraries store a bias for every layer
@@ -100,11 +99,11 @@ class StoredLinear(StoredLayer):
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear)
+        return isinstance(module, Linear)
 
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
-        return None if type(module) is nn.Linear else f"is of type {type(module).__qualname__}, not a plain nn.Linear"
+        return None if type(module) is Linear else f"is of type {type(module).__qualname__}, not a plain nn.Linear"
 
     @classmethod
     def sizes(cls, module: Any) -> tuple[int, ...]:
@@ -119,7 +118,7 @@ class StoredLinear(StoredLayer):
         with torch.no_grad():
             return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
 
-    def ordinary(self) -> nn.Linear:
+    def ordinary(self) -> Linear:
         return as_linear(self.dequantized(self.dtype), self.bias)
 
     def extra_repr(self) -> str:
@@ -202,10 +201,10 @@ class EncodedLinear(QuantizedLinear):
             self.bias.copy_(values["bias"])
 
 
-def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def as_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return an `nn.Linear` with this weight and a copy of this bias."""
     n, k = weight.shape
-    linear = nn.Linear(k, n, bias=bias is not None, device="meta")
+    linear = Linear(k, n, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)

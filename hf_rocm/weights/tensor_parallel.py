@@ -12,6 +12,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.grouped_linear import hooks_of
 from hf_rocm.weights.eligible import NO_PARAMETER, group_refusal, is_stock, tensor_refusal
@@ -77,7 +78,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 def _linear_refusal(linear: Any) -> str | None:
     """Return why one layer can't be fused, as a sentence without its subject, or None."""
-    if type(linear) is not nn.Linear:
+    if type(linear) is not Linear:
         return f"is of type {type(linear).__module__}.{type(linear).__qualname__}, not a plain nn.Linear"
     if "weight" not in linear._parameters:
         return NO_PARAMETER

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.weight_group import WeightGroup
@@ -35,7 +36,7 @@ def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
     weights, biases = [], []
     for part in group.parts:
         linear: Any = module._modules.get(part.name)
-        if type(linear) is not nn.Linear or len(linear._forward_hooks) or len(linear._forward_pre_hooks):
+        if type(linear) is not Linear or len(linear._forward_hooks) or len(linear._forward_pre_hooks):
             return None
         if "forward" in linear.__dict__:  # even a harmless hook: objects can't be compared while tracing
             return None

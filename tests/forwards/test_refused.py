@@ -16,7 +16,7 @@ from hf_rocm.device import Device, simulated
 from hf_rocm.errors import GraphError
 from hf_rocm.forwards.state import known
 from hf_rocm.generation import ledger, recorder
-from tests.forwards.conftest import call, counted, equal, reasons, recorder_with
+from tests.forwards.conftest import call, close, counted, equal, reasons, recorder_with
 from tests.forwards.families import inputs, make
 from tests.generation import faults
 from tests.generation.emulator import EmulatedRecorder
@@ -59,6 +59,80 @@ def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
     for _ in range(4):
         assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
     assert counted(prepared)[1] == replayed and any(reason in noted for noted in reasons(prepared))
+
+
+def _scaled(function, kind):
+    def changed(self, *args, **kwargs):
+        output = function(self, *args, **kwargs)
+        return output * 0.5 if type(self) is kind else output
+
+    return changed
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name", "kind"),
+    [
+        (nn.LayerNorm, "__call__", nn.LayerNorm),
+        (nn.Linear, "__call__", nn.Linear),
+        (nn.Dropout, "__call__", nn.Dropout),
+        (nn.Module, "__call__", nn.LayerNorm),
+        (nn.Module, "_call_impl", nn.LayerNorm),
+        (nn.Linear, "_call_impl", nn.Linear),
+        (nn.LayerNorm, "forward", nn.LayerNorm),
+        (nn.Dropout, "forward", nn.Dropout),
+    ],
+)
+def test_replaced_methods_of_pytorchs_classes(owner, name, kind, replayed, recorded_on_cpu, monkeypatch):
+    """Before the first call, or after calls that were replayed."""
+    stock = make("bert")
+    prepared, given = hf_rocm.prepare(copy.deepcopy(stock), force=True), inputs("bert")
+    before = call(stock, given)
+    for _ in range(5 if replayed else 0):
+        call(prepared, given)
+    count = counted(prepared)[1] if replayed else 0
+    assert bool(count) is replayed
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _scaled(getattr(owner, name), kind), raising=False)
+        expected = call(stock, given)
+        results = [call(prepared, given) for _ in range(4)]
+    assert not close(expected, before) and all(close(result, expected) for result in results)
+    assert counted(prepared)[1] == count
+    assert close(call(prepared, given), before)
+
+
+def _nested():
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make_tensor", "reason"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "is sparse"),
+        (lambda: torch.eye(3).to_sparse_csr(), "is sparse"),
+        (lambda: torch.ones(3).to_mkldnn(), "has the layout"),
+        (_nested, "is nested"),
+        (lambda: torch.ones(3).as_subclass(Subclass), "is a Subclass"),
+    ],
+)
+def test_attributes_that_are_no_plain_tensors(make_tensor, reason, pair):
+    prepared, stock = pair()
+    given = inputs("bert")
+    for _ in range(5):
+        call(prepared, given)
+    replayed = counted(prepared)[1]
+    prepared.pooler.table = make_tensor()
+    for _ in range(4):
+        assert equal(call(prepared, given), call(stock, given))
+    assert counted(prepared)[1] == replayed and f"table {reason}" in " ".join(reasons(prepared))
+    del prepared.pooler.table
+    call(prepared, given)
+    assert counted(prepared)[1] == replayed + 1
 
 
 def test_a_hook_on_the_model_runs_in_every_call(pair):

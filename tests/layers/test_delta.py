@@ -200,14 +200,108 @@ class Subclass(DynamicCache):
     pass
 
 
+def _scaled(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 1.5
+
+
+def _own_norm(layer, patch):
+    class Mine(type(layer.norm)):
+        def forward(self, x, gate):
+            return super().forward(x, gate) * 1.5
+
+    layer.norm.__class__ = Mine
+
+
+def _other_norm(layer, patch):
+    class Other(torch.nn.Module):
+        def forward(self, x, gate):
+            return x * gate
+
+    layer.norm = Other()
+
+
+def _norms_activation(layer, patch):
+    layer.norm.activation = "gelu"
+
+
+def _registered(layer, patch):
+    patch.setitem(transformers.activations.ACT2FN, "silu", torch.nn.Tanh)
+
+
+# name → the change, before the calls, and the reason why they stay stock
+REPLACED = {
+    "class of the norm": (_own_norm, "its norm is a Mine"),
+    "other norm": (_other_norm, "its norm is a Other"),
+    "activation of the norm": (_norms_activation, "an activation is not silu"),
+    "forward of the norm's class": (
+        lambda layer, patch: patch.setattr(type(layer.norm), "forward", _scaled(type(layer.norm).forward)),
+        "its convolution or its norm",
+    ),
+    "call of the norm's class": (
+        lambda layer, patch: patch.setattr(
+            type(layer.norm), "__call__", _scaled(type(layer.norm).__call__), raising=False
+        ),
+        "its convolution or its norm",
+    ),
+    "registered activation": (_registered, "the activation 'silu' of transformers was replaced"),
+    "function of PyTorch": (
+        lambda layer, patch: patch.setattr(torch.nn.functional, "silu", _scaled(torch.nn.functional.silu)),
+        "the activation 'silu' of transformers was replaced",
+    ),
+}
+
+
+@served
+@pytest.mark.parametrize("change", REPLACED)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stock_calls_is_called(name, change, monkeypatch):
+    """For a prompt and the steps after it."""
+    stock, prepared = pair(name)
+    before = run(stock, tokens(2, 7))[0]
+    apply, reason = REPLACED[change]
+    results = []
+    with ops.recording() as routes:
+        for model in (stock, prepared):
+            with monkeypatch.context() as patch:
+                apply(linear_layer(model), patch)
+                results.append(run(model, tokens(2, 7)))
+    (expected, its), (actual, cache) = results
+    assert not [route for route in routes if route.operation.startswith("gated_delta")]
+    assert reason in noted(linear_layer(prepared))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
+    for own, stocks in zip(states_of(cache), states_of(its), strict=True):
+        torch.testing.assert_close(own, stocks, rtol=1e-4, atol=1e-5)
+
+
+@served
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast_layers_are_stock(dtype, name):
+    """PyTorch's own rules decide the dtypes of products and states."""
+    results = []
+    stock, prepared = pair(name, dtype)
+    with torch.autocast("cpu", torch.bfloat16), ops.recording() as routes:
+        for layer, config in ((linear_layer(model), model.config) for model in (stock, prepared)):
+            cache = DynamicCache(config=config)
+            x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+            with torch.no_grad():
+                outputs = [layer(x[:, :5], cache_params=cache), layer(x[:, 5:], cache_params=cache)]
+            results.append((*outputs, *states_of(cache)))
+    assert not [route for route in routes if route.operation.startswith("gated_delta")]
+    assert "under autocast" in noted(linear_layer(prepared))
+    for own, stocks in zip(results[1], results[0], strict=True):
+        assert own.dtype == stocks.dtype and torch.equal(own, stocks)
+
+
 @served
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ("library", "fla is installed"),
         ("hook", "a hook or another forward"),
-        ("bias", "a bias or a different activation"),
-        ("activation", "a bias or a different activation"),
+        ("bias", "its convolution has a bias, or an activation is not silu"),
+        ("activation", "its convolution has a bias, or an activation is not silu"),
         ("aiter", "must run in the aiter tier"),
         ("gradient", "no gradient"),
         ("mask", "the padding mask and the tokens have different shapes"),

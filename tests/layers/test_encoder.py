@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.layers import encoder, mlp
+from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.options import Switch
 
 LAYERS = 2
@@ -181,6 +182,58 @@ def test_hooks_on_all_modules_and_replaced_functions(pair, monkeypatch):
         assert count == 0
         torch.testing.assert_close(output, expected)
     assert run(model)[1] == 2 * LAYERS
+
+
+REASONS = {
+    "hook on the norm": "has hooks or another forward",
+    "hook on the dropout": "its dropout was replaced or has hooks",
+    "forward of the norm": "has hooks or another forward",
+    "class of the norm": "code of tests",
+    "class of the dropout": "its dropout was replaced or has hooks",
+}
+
+
+@pytest.mark.parametrize("change", REASONS)
+@torch.no_grad()
+def test_the_reason_is_explained(change, pair):
+    model = pair[1]
+    run(model)
+    assert "hooks" not in str(hf_rocm.explain(model).details())
+    CHANGES[change][0](model.encoder.layer[0])
+    run(model)
+    reasons = {entry.reason: entry.instances for entry in hf_rocm.explain(model).stock if entry.cls.endswith("Norm")}
+    assert [count for reason, count in reasons.items() if REASONS[change] in reason] == [1]
+    hf_rocm.restore(model)
+    assert not any("_hf_rocm_stayed" in module.__dict__ for module in model.modules())
+
+
+@torch.no_grad()
+def test_a_reason_is_removed_by_the_next_call_that_is_served(pair):
+    model = pair[1]
+    norm = model.encoder.layer[0].output.LayerNorm
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(model)
+    assert "autocast" in noted(norm)
+    run(model)
+    assert noted(norm) is None
+
+
+@pytest.mark.parametrize("owner", [nn.LayerNorm, nn.Module])
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@torch.no_grad()
+def test_replaced_calls(name, owner, pair, monkeypatch):
+    model = pair[1]
+    run(model)
+    call = getattr(owner, name)
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        return output * 0.5 if type(self) is nn.LayerNorm else output
+
+    monkeypatch.setattr(owner, name, changed, raising=False)
+    (output, count), (expected, _) = run(model), run(pair[0])
+    assert count == 0
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_in_training_mode_draws_what_stock_draws():

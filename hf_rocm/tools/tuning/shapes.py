@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import Linear
 from torch.overrides import TorchFunctionMode
 
 from hf_rocm.errors import TableError
@@ -55,7 +56,7 @@ class Recording(TorchFunctionMode):
             self._note(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def shapes(self, joined: Iterable[tuple[nn.Linear, ...]] = ()) -> list[Gemm]:
+    def shapes(self, joined: Iterable[tuple[Linear, ...]] = ()) -> list[Gemm]:
         """Return every GEMM once, the smallest first. joined: groups of layers that are fused."""
         left = dict(self._seen)
         gemms: dict[Gemm, None] = {}
@@ -81,7 +82,7 @@ def fusable(group: tuple[Any, ...]) -> bool:
     """Return whether the loader can fuse layers with these shapes."""
     return (
         len(group) > 1
-        and all(type(shape) is nn.Linear for shape in group)
+        and all(type(shape) is Linear for shape in group)
         and len({(shape.weight.shape[1], shape.weight.dtype, shape.bias is None) for shape in group}) == 1
     )
 
@@ -91,7 +92,7 @@ def fingerprint(model: nn.Module) -> str:
     linears = sorted(
         f"{path} {module.out_features}x{module.in_features} {module.weight.dtype} {module.bias is not None}"
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and isinstance(module.weight, torch.Tensor)
+        if isinstance(module, Linear) and isinstance(module.weight, torch.Tensor)
     )
     return "\n".join([type(model).__name__, *linears])
 

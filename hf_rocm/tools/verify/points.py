@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.registry import Route, watching
@@ -64,7 +65,7 @@ class Recorder:
         def around(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
             if not path:
                 args, kwargs = self._enter(layer, args, kwargs)
-            elif isinstance(module, nn.Linear):
+            elif isinstance(module, Linear):
                 hidden = hidden_of(args, kwargs)
                 if not any(hidden is given for given in self._given):
                     self._put(layer, f"{ENTERS}{path}", hidden)

@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     def bloom_attention(self, stock, hidden_states, residual, alibi, attention_mask, *more, **kwargs):
         extra_reason = _what_stays(self, more)
         if layers.fallback_reason(
-            self, attention_mask, kwargs, dropout=self.attention_dropout.p, extra_reason=extra_reason
+            self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):
             return stock(self, hidden_states, residual, alibi, attention_mask, *more, **kwargs)
         (joined,) = layers.split_heads((self.query_key_value(hidden_states),), 3 * self.head_dim)

@@ -16,7 +16,9 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(GPT2Attention)
     def gpt2_attention(self, stock, hidden_states, past_key_values=None, *more, **kwargs):
         mask, extra_reason = kwargs.get("attention_mask"), _what_stays(more, kwargs)
-        if layers.fallback_reason(self, mask, kwargs, dropout=self.attn_dropout.p, extra_reason=extra_reason):
+        if layers.fallback_reason(
+            self, mask, kwargs, dropout=self.training and self.attn_dropout.p, extra_reason=extra_reason
+        ):
             return stock(self, hidden_states, past_key_values, *more, **kwargs)
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H, S, D]

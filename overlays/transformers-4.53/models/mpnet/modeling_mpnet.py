@@ -22,7 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
     def mpnet_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         terms = {**dict(zip(more_names, more, strict=False)), **kwargs}
         bias = terms.pop("position_bias", None)  # [B | 1, H, S, S]
-        if layers.fallback_reason(self, attention_mask, terms, dropout=self.dropout.p):
+        if layers.fallback_reason(self, attention_mask, terms, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q", "k", "v", head_dim=self.attention_head_size)
         if bias is not None:

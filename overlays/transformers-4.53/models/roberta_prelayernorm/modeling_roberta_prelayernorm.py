@@ -19,7 +19,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(RobertaPreLayerNormSelfAttention, fuses=("query", "key", "value"))
     def roberta_prelayernorm_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         extra_reason = _what_stays(self, more, kwargs)
-        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout.p, extra_reason=extra_reason):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]

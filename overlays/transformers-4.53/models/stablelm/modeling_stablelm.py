@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     def stablelm_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, **kwargs
     ):
-        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout.p):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.training and self.attention_dropout.p):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
         if self.qk_layernorm:

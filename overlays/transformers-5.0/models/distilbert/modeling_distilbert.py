@@ -12,7 +12,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(DistilBertSelfAttention, fuses=("q_lin", "k_lin", "v_lin"))
     def distilbert_attention(self, stock, hidden_states, attention_mask=None, **kwargs):
-        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout.p):
+        if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.training and self.dropout.p):
             return stock(self, hidden_states, attention_mask, **kwargs)
         names = ("q_lin", "k_lin", "v_lin")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]

@@ -52,6 +52,6 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(T5DenseGatedActDense, fuses=gated.fuses)
     def t5_gated_mlp(self, stock, hidden_states):
-        if (self.training and self.dropout.p) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
+        if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
             return stock(self, hidden_states)
         return gated.forward(self, stock, hidden_states)

@@ -135,7 +135,7 @@ class Step:
         """The arguments of the step. input_ids: [B, S], all tokens so far, including drafts."""
         tokens = self.tokens(input_ids)
         placed = self._settle(cache, tokens)
-        self.residents.tokens = None if self.verifies else input_ids
+        self.residents.follow(None if self.verifies else input_ids)
         self.residents.input_ids.copy_(input_ids[:, -tokens:])
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
@@ -267,6 +267,7 @@ class Residents:
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
+        self.unedited = 0  # the number of earlier steps whose tokens user code has not changed in place since
         # One tensor, so that one addition advances everything. For every token of the step it has the position, the
         # length per kind and the position per row.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
@@ -302,6 +303,11 @@ class Residents:
         if self._padding is not None and padding is not None:
             self._padding.copy_(padding)
 
+    def follow(self, tokens: Tensor | None) -> None:
+        """Keep all tokens so far, [B, S]. User code may have changed them, or those of the previous step, in place."""
+        edited = _edited(self.tokens) or _edited(tokens)
+        self.tokens, self.unedited = tokens, 0 if edited else self.unedited + 1
+
     def rebase(self, bases: tuple[int, ...]) -> None:
         """Set the position of the first row in the buffers of every kind of layer."""
         for index, base in enumerate(bases):
@@ -319,6 +325,11 @@ class Residents:
         self._clock.add_(steps)
         for mask in self.masks:
             mask.refresh()
+
+
+def _edited(tokens: Tensor | None) -> bool:
+    """Whether a new tensor was written in place. Inference tensors don't count their writes."""
+    return tokens is not None and not tokens.is_inference() and tokens._version != 0
 
 
 def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
-from hf_rocm.generation.static_buffers import settle
+from hf_rocm.generation.static_buffers import settle, written
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that not every step has
@@ -68,7 +68,8 @@ class Step:
         for mask, resident_mask in zip(first_masks, self.residents.masks, strict=True):
             if not torch.equal(mask, resident_mask.tensor):
                 raise Unlike("the attention mask is not that of a sequence with left padding")
-        if ids.shape[1] > 1 and positions is not None and not torch.equal(positions, self._clock("position_ids")):
+        clock = self.residents.clocks.get("position_ids")
+        if ids.shape[1] > 1 and clock is not None and not torch.equal(positions, clock):
             raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
@@ -156,7 +157,7 @@ class Step:
         self._position += 1
         self.residents.advance()  # while the device is busy
         for name, value in self._given.items():
-            self._given[name] = self._grown(value) if name == "attention_mask" else self._clock(name)
+            self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -171,9 +172,6 @@ class Step:
             added = torch.ones_like(added) if name == "attention_mask" else value[:, -1:] + added
             result[name] = torch.cat((value, added.to(value.dtype)), dim=1)
         return result
-
-    def _clock(self, name: str) -> Tensor:
-        return self.residents.clocks[name]
 
     def _grown(self, padding_mask: Tensor) -> Tensor:
         """The padding mask with one more column, as a view of memory that was allocated ahead."""
@@ -305,8 +303,8 @@ class Residents:
 
     def follow(self, tokens: Tensor | None) -> None:
         """Keep all tokens so far, [B, S]. User code may have changed them, or those of the previous step, in place."""
-        edited = _edited(self.tokens) or _edited(tokens)
-        self.tokens, self.unedited = tokens, 0 if edited else self.unedited + 1
+        self.unedited = 0 if written(self.tokens) or written(tokens) else self.unedited + 1
+        self.tokens = tokens
 
     def rebase(self, bases: tuple[int, ...]) -> None:
         """Set the position of the first row in the buffers of every kind of layer."""
@@ -325,11 +323,6 @@ class Residents:
         self._clock.add_(steps)
         for mask in self.masks:
             mask.refresh()
-
-
-def _edited(tokens: Tensor | None) -> bool:
-    """Whether a new tensor was written in place. Inference tensors don't count their writes."""
-    return tokens is not None and not tokens.is_inference() and tokens._version != 0
 
 
 def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _allocator(served: Served, change: Change) -> type:
 
 
 def _active(change: Change, served: Served, config: Any) -> bool:
-    """Whether a batch that begins now gets page tables; parts of transformers may have been replaced since `provide`."""
+    """Whether a batch that begins now gets page tables. transformers may have been patched since `provide`."""
     return change.live and served(config) and refused() is None
 
 

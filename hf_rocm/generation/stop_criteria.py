@@ -65,4 +65,4 @@ def _acts(criterion: Any, length: int) -> bool:
 def _skipped() -> Watch:
     """The functions that are skipped, with all that they call."""
     kinds = (StoppingCriteriaList, MaxLengthCriteria)
-    return Watch([reference for kind in kinds for reference in of_method(kind, "__call__")])
+    return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])

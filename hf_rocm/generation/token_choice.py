@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ class Choice:
         self._list = processors
         self.processors = tuple(processors)
         self.key = _key(processors) if sampled else None
+        self._watch = _skipped(tuple(dict.fromkeys(map(type, processors))))
         self._settings = [dict(vars(processor)) for processor in processors]
 
     def instead(self) -> LogitsProcessorList:
@@ -63,12 +65,13 @@ class Choice:
 
     def holds(self) -> bool:
         """Whether no function that the recorded work skips was replaced, and no processor or setting has changed."""
-        if len(self._list) != len(self.processors):
+        if len(self._list) != len(self.processors) or not all(map(is_, self._list, self.processors)):
             return False
-        for now, processor, before in zip(self._list, self.processors, self._settings, strict=True):
-            if now is not processor or not _plain(now) or vars(now) != before:
+        for processor, before in zip(self.processors, self._settings, strict=True):
+            settings = vars(processor)
+            if len(settings) != len(before) or not all(map(is_, settings.values(), before.values())):
                 return False
-        return _skipped().holds()
+        return self._watch.holds()
 
     def stand_in(self, step: RecordedStep, draw: Draw) -> Any:
         """The stand-in for the logits of all replays of a step. draw: a weak reference to the runner's method."""
@@ -85,16 +88,15 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
     overridden = own(type(model), _UPDATE, GenerationMixin) or _UPDATE in model.__dict__
     if returned or overridden or arguments.get("synced_gpus") or type(processors) is not LogitsProcessorList:
         return None
-    if features.refuses(FEATURE) is not None or not _skipped().holds():
-        return None
-    if not torch.overrides.has_torch_function((_StandIn(),)):
+    if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((_StandIn(),)):
         return None
     sampled = bool(config.do_sample)
     if not all(map(_recordable, processors)) or (processors and not sampled):
         return None
-    if sampled and not draws_like_multinomial(model.device):
+    choice = Choice(processors, sampled=sampled)
+    if not choice.holds() or (sampled and not draws_like_multinomial(model.device)):
         return None
-    return Choice(processors, sampled=sampled)
+    return choice
 
 
 def _recordable(processor: Any) -> bool:
@@ -112,8 +114,11 @@ def _key(processors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @cache
-def _skipped() -> Watch:
-    """The functions that receive a stand-in, and those that the recorded work skips, with all that they call."""
+def _skipped(kinds: tuple[type, ...]) -> Watch:
+    """The functions that receive a stand-in, and those that the recorded work skips, with all that they call.
+
+    kinds: the classes of the logits processors.
+    """
     references = [
         Reference(GenerationMixin, _UPDATE),
         Reference(vars(torch), "argmax"),
@@ -121,8 +126,8 @@ def _skipped() -> Watch:
         Reference(vars(torch.nn.functional), "softmax"),
         Reference(Tensor, "to"),
     ]
-    for name in ("LogitsProcessorList", *RECORDED):
-        references += of_method(getattr(logits_process, name), "__call__")
+    for kind in (LogitsProcessorList, *kinds):
+        references += of_method(kind, "__call__", called=Tensor)
     return Watch(references)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MappingProxyType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from hf_rocm import patches
 from hf_rocm.patches import ABSENT
 
@@ -150,16 +148,16 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
     return Dependencies(tuple(references.values()), with_default, frozenset(methods))
 
 
-def of_method(cls: type, name: str) -> Iterator[Reference]:
-    """A method of a class without hf_rocm's changes, and its references, including methods of `torch.Tensor`."""
+def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
+    """A method of a class without hf_rocm's changes, and its references. called: a class whose methods it may call."""
     own = Reference(cls, name)
     yield own
     function = own.beneath()
     if isinstance(function, FunctionType):
         yield from of_function(function).references
         for code in _codes(function.__code__):
-            methods = (name for name in code.co_names if isinstance(getattr(Tensor, name, None), _METHODS))
-            yield from (Reference(Tensor, name) for name in methods)
+            methods = (name for name in code.co_names if isinstance(getattr(called, name, None), _METHODS))
+            yield from (Reference(called, name) for name in methods)
 
 
 _METHODS = (FunctionType, MethodDescriptorType)

@@ -54,11 +54,13 @@ class Comparison(NamedTuple):
 
 
 def reach(cache: DecodeCache, arguments: Mapping[str, Any]) -> int:
-    """The number of previous steps that can be recomputed: the steps since a buffer last moved or grew."""
+    """The number of previous steps that can be recomputed: the steps since a buffer last moved or grew, and since user
+    code last changed tokens in place.
+    """
     residents = _residents(cache, arguments)
     if residents is None or residents.tokens is None:
         return 0
-    return min(cache.steady, residents.tokens.shape[1] - 1)
+    return min(cache.steady, residents.unedited, residents.tokens.shape[1] - 1)
 
 
 def compare(

@@ -10,6 +10,7 @@ known. transformers prepares all other steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ from hf_rocm.generation.methods import own, put_before, take_away
 from hf_rocm.generation.resident_inputs import Residents, Step, verifies
 from hf_rocm.generation.watch import masks_replaced
 from hf_rocm.overlay.bind import GPU, ON
+from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.replacements import Watch
 
 # In a model's __dict__: the devices on which hf_rocm prepares its steps, as in `overlay.bind`.
 MARK = "_hf_rocm_inputs"
@@ -61,7 +64,7 @@ def refuses(model: Any) -> str | None:
         return "it does not generate"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder model"
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+    for name in _METHODS:
         if own(cls, name, GenerationMixin):
             return f"{cls.__name__} has its own {name}"
     if hasattr(cls, "create_masks_for_generate"):
@@ -82,12 +85,12 @@ def _prepare(
     cache = arguments.get("past_key_values")
     step = _step_of(cache)
     if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _most(cache):
-        replaced = masks_replaced(model)
+        replaced = _replaced(model)
         if replaced is None:
             return step.inputs(cache, input_ids)
         model.__dict__[NOTE] = replaced
     if step is not None and step.resumes(cache, arguments, input_ids) and step.tokens(input_ids) <= _most(cache):
-        replaced = masks_replaced(model)
+        replaced = _replaced(model)
         if replaced is None:
             step.resume(cache, arguments)
             return step.inputs(cache, input_ids)
@@ -131,7 +134,7 @@ def _update(
     """Replaces `_update_model_kwargs_for_generation`. Returns the arguments that the next step is prepared from."""
     cache = model_kwargs.get("past_key_values")
     step = _step_of(cache)
-    if step is None or not step.matches(model_kwargs):
+    if step is None or not step.matches(model_kwargs) or not (step.verifies or _methods().holds()):
         return inherited(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
     if not step.verifies and (num_new_tokens != 1 or outputs.get("past_key_values", cache) is not cache):
         del _steps[cache]
@@ -140,6 +143,23 @@ def _update(
     if isinstance(cache, DecodeCache) and cache.has_room and not step.verifies:
         cache.aim()  # while the device is busy
     return model_kwargs
+
+
+def _replaced(model: Any) -> str | None:
+    """A sentence with a method of transformers or a function for masks that was replaced during a call, or None."""
+    watch = _methods()
+    return masks_replaced(model) if watch.holds() else watch.difference()
+
+
+@cache
+def _methods() -> Watch:
+    """The methods of transformers that are not called for steps after the first one."""
+    from transformers import GenerationMixin
+
+    return Watch(Reference(GenerationMixin, name) for name in _METHODS)
+
+
+_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
 def residents_of(cache: Any) -> Residents | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_rocm.generation.random_state import default_generator
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.step import Inputs
+from hf_rocm.generation.step import Inputs, bits
 
 Processors = Sequence[Callable[[Any, Tensor], Tensor]]
 
@@ -44,6 +44,7 @@ class RecordedDraw(Recorded):
         with torch.inference_mode(False), torch.no_grad():
             probabilities = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             self._noise = torch.ones_like(probabilities)
+            self._compared = torch.zeros((), dtype=torch.bool, device=logits.device)
             tokens = torch.empty((len(logits), 1), dtype=torch.int64, device=logits.device)
 
         names = {type(processor).__name__ for processor in processors}
@@ -51,7 +52,7 @@ class RecordedDraw(Recorded):
 
         def run(_: Sequence[Tensor]) -> Sequence[Tensor]:
             probabilities = probabilities_of(logits, processors)
-            return _drawn(probabilities, self._noise), probabilities
+            return _drawn(probabilities, self._noise, self._compared), probabilities
 
         super().__init__(recorder, Inputs((), ()), run, [tokens, probabilities])
 
@@ -68,6 +69,13 @@ class RecordedDraw(Recorded):
         equals one of a few uncaptured draws. Between these replays the logits are replaced, so that a replay of stale
         logits does not count as equal.
         """
+        self._compared.fill_(True)  # on a GPU a failed assertion would end the process before the draw is taken back
+        try:
+            return self._agrees(step, processors)
+        finally:
+            self._compared.fill_(False)
+
+    def _agrees(self, step: RecordedStep, processors: Processors) -> bool:
         device, logits = self._noise.device, step.logits
         state = default_generator(device).get_state()
         replayed: list[list[Tensor]] = []
@@ -83,7 +91,7 @@ class RecordedDraw(Recorded):
             uncaptured.append([tokens, probabilities])
             if not torch.equal(ours.get_state(), stocks.get_state()):
                 return False
-            if any(all(map(torch.equal, one, other)) for one in replayed for other in uncaptured):
+            if any(all(map(_same, one, other)) for one in replayed for other in uncaptured):
                 return True
         return False
 
@@ -94,6 +102,10 @@ class RecordedDraw(Recorded):
         self._noise.fill_(1)
         self._recording.replay()
         logits.copy_(own)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(bits(one), bits(other))  # where a device checks nothing, NaN is drawn from too
 
 
 def probabilities_of(logits: Tensor, processors: Processors) -> Tensor:
@@ -109,13 +121,14 @@ def scores_of(logits: Tensor, processors: Processors) -> Tensor:
     return scores
 
 
-def _drawn(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """The rest of `torch.multinomial` after the draw of this noise: its checks, and the largest ratio of every row."""
+def _drawn(probabilities: Tensor, noise: Tensor, compared: Tensor) -> Tensor:
+    """What `torch.multinomial` does after it has drawn this noise: its check, and the largest ratio of every row.
+
+    compared: [] bool, whether the check is left to the uncaptured draw that this one is compared with.
+    """
     low, high = torch.aminmax(probabilities)
-    valid = (high < math.inf) & (low >= 0)
-    torch._assert_async(valid, "probability tensor contains either `inf`, `nan` or element < 0")
-    zero = (probabilities.sum(1) == 0).any()
-    torch._assert_async(~zero, "invalid multinomial distribution (sum of probabilities <= 0)")
+    valid = (high < math.inf) & (low >= 0)  # then the sum of a softmax is not 0, which multinomial also checks
+    torch._assert_async(valid | compared, "probability tensor contains either `inf`, `nan` or element < 0")
     return (probabilities / noise).argmax(dim=-1, keepdim=True)
 
 
@@ -129,7 +142,8 @@ def draws_like_multinomial(device: torch.device) -> bool:
             ours, stocks = (torch.Generator(device).manual_seed(size) for _ in range(2))
             scores = torch.linspace(-4, 4, rows * size, device=device).cos().view(rows, size)
             probabilities = nn.functional.softmax(3 * scores, dim=-1)
-            drawn = _drawn(probabilities, torch.empty_like(probabilities).exponential_(1, generator=ours))
+            noise = torch.empty_like(probabilities).exponential_(1, generator=ours)
+            drawn = _drawn(probabilities, noise, torch.zeros((), dtype=torch.bool, device=device))
             expected = torch.multinomial(probabilities, num_samples=1, generator=stocks)
             if not torch.equal(drawn, expected) or not torch.equal(ours.get_state(), stocks.get_state()):
                 return False

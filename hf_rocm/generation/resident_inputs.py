@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
-from hf_rocm.generation.static_buffers import settle
+from hf_rocm.generation.static_buffers import settle, written
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
@@ -68,7 +68,8 @@ class Step:
         for mask, resident_mask in zip(first_masks, self.residents.masks, strict=True):
             if not torch.equal(mask, resident_mask.tensor):
                 raise Unlike("the attention mask is not that of a sequence with left padding")
-        if ids.shape[1] > 1 and positions is not None and not torch.equal(positions, self._clock("position_ids")):
+        clock = self.residents.clocks.get("position_ids")
+        if ids.shape[1] > 1 and clock is not None and not torch.equal(positions, clock):
             raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
@@ -135,7 +136,7 @@ class Step:
         """The arguments of the step. input_ids: [B, S], all tokens so far, including drafts."""
         tokens = self.tokens(input_ids)
         placed = self._settle(cache, tokens)
-        self.residents.tokens = None if self.verifies else input_ids
+        self.residents.follow(None if self.verifies else input_ids)
         self.residents.input_ids.copy_(input_ids[:, -tokens:])
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
@@ -156,7 +157,7 @@ class Step:
         self._position += 1
         self.residents.advance()  # while the device is busy
         for name, value in self._given.items():
-            self._given[name] = self._grown(value) if name == "attention_mask" else self._clock(name)
+            self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -171,9 +172,6 @@ class Step:
             added = torch.ones_like(added) if name == "attention_mask" else value[:, -1:] + added
             result[name] = torch.cat((value, added.to(value.dtype)), dim=1)
         return result
-
-    def _clock(self, name: str) -> Tensor:
-        return self.residents.clocks[name]
 
     def _grown(self, padding_mask: Tensor) -> Tensor:
         """The padding mask with one more column, as a view of memory that was allocated ahead."""
@@ -267,6 +265,7 @@ class Residents:
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
+        self.unedited = 0  # the number of earlier steps whose tokens user code has not changed in place since
         # One tensor, so that one addition advances everything. For every token of the step it has the position, the
         # length per kind and the position per row.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
@@ -301,6 +300,11 @@ class Residents:
             self.clocks["position_ids"].copy_(self._clock[0] + origin)
         if self._padding is not None and padding is not None:
             self._padding.copy_(padding)
+
+    def follow(self, tokens: Tensor | None) -> None:
+        """Keep all tokens so far, [B, S]. User code may have changed them, or those of the previous step, in place."""
+        self.unedited = 0 if written(self.tokens) or written(tokens) else self.unedited + 1
+        self.tokens = tokens
 
     def rebase(self, bases: tuple[int, ...]) -> None:
         """Set the position of the first row in the buffers of every kind of layer."""

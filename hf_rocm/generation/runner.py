@@ -60,6 +60,7 @@ class Runner:
         self.cache = cache
         self._model_state: int | None = None  # a number for the model's fingerprint
         self._model: Any
+        self._forward: Any = None  # the forward that was set on the model itself before the call
         self._watch: Watch
         self._hooks = 0  # the number of hooks registered on any module of this process when the modules were examined
         self._ranks: Agreement
@@ -96,6 +97,8 @@ class Runner:
         if self._model_state is None and not self._begin(model):
             return model(**arguments)
         replaced = None if self._watch.unchanged() else self._watch.difference()
+        if model.__dict__.get("forward") is not self._forward:
+            replaced = "a forward was set on the model"
         if replaced is not None:
             self._state.turn_away(f"{replaced} during a call")
             return self._run(model, arguments)
@@ -158,6 +161,7 @@ class Runner:
         self._hooks = RemovableHandle.next_id
         self._ranks = Agreement(model)
         self._model = model
+        self._forward = model.__dict__.get("forward")
         self.cache.reorderer = WeakMethod(self._reorder)
         self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
         if self._uncaptured:

@@ -65,7 +65,7 @@ def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list
 
     def group_layers_by_attn_type(config: Any) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = change.original(config)
-        if not change.live or not served(config):
+        if not _active(change, served, config):
             return groups
         return {_FULL if kind == _SLIDING else kind: layers for kind, layers in groups.items()}
 
@@ -79,7 +79,7 @@ def _allocator(served: Served, change: Change) -> type:
     class RingAllocator(stock):
         def __init__(self, *, config: Any, **sizes: Any) -> None:
             super().__init__(config=config, **sizes)
-            self.supports_block_table = change.live and served(config)
+            self.supports_block_table = _active(change, served, config)
 
         def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
             """Fill a request's row: its pages, −1, and in the last column the slot of the new key.
@@ -97,6 +97,11 @@ def _allocator(served: Served, change: Change) -> type:
             return RingPages(keys, _pages(self)), values
 
     return RingAllocator
+
+
+def _active(change: Change, served: Served, config: Any) -> bool:
+    """Whether a batch that begins now gets page tables. transformers may have been patched since `provide`."""
+    return change.live and served(config) and refused() is None
 
 
 def _longest(change: Change) -> Callable[[Any], int]:

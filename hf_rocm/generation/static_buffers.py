@@ -30,3 +30,8 @@ def resident(tensor: Tensor) -> Hashable | None:
     """
     token: Hashable | None = getattr(tensor, _TOKEN, None)
     return token
+
+
+def written(tensor: Tensor | None) -> bool:
+    """Whether a tensor was written in place since it was created. Inference tensors don't count their writes."""
+    return tensor is not None and not tensor.is_inference() and tensor._version != 0

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import logits_process
 
@@ -24,7 +25,7 @@ from hf_rocm import features
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.recorded_draw import draws_like_multinomial, probabilities_of, scores_of
 from hf_rocm.generation.recorded_step import RecordedStep
-from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
 FEATURE = "token_choice"
@@ -48,25 +49,30 @@ Draw = Callable[[], Callable[[RecordedStep, "Choice"], Tensor] | None]
 class Choice:
     """How a call of the loop chooses its tokens.
 
-    processors: the logits processors, in order. key: a key for the recordings of the draws; None if the call takes the
-    tokens with the largest logits.
+    processors: the call's list of logits processors, whose settings are bool, int or float. key: a key for the
+    recordings of the draws; None if the call takes the tokens with the largest logits.
     """
 
-    def __init__(self, processors: Sequence[Any], *, sampled: bool) -> None:
+    def __init__(self, processors: LogitsProcessorList, *, sampled: bool) -> None:
+        self._list = processors
         self.processors = tuple(processors)
         self.key = _key(processors) if sampled else None
+        self._watch = _skipped(tuple(dict.fromkeys(map(type, processors))))
         self._settings = [dict(vars(processor)) for processor in processors]
 
     def instead(self) -> LogitsProcessorList:
         """The list that replaces the call's list of processors."""
-        return _Processors(self.processors)
+        return _Processors(self._list)
 
     def holds(self) -> bool:
-        """Whether no function that the recorded work skips was replaced, and no setting has changed."""
+        """Whether no function that the recorded work skips was replaced, and no processor or setting has changed."""
+        if len(self._list) != len(self.processors) or not all(map(is_, self._list, self.processors)):
+            return False
         for processor, before in zip(self.processors, self._settings, strict=True):
-            if vars(processor) != before:
+            settings = vars(processor)
+            if len(settings) != len(before) or not all(map(is_, settings.values(), before.values())):
                 return False
-        return _skipped().holds()
+        return self._watch.holds()
 
     def stand_in(self, step: RecordedStep, draw: Draw) -> Any:
         """The stand-in for the logits of all replays of a step. draw: a weak reference to the runner's method."""
@@ -80,24 +86,27 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
     """
     config, processors = arguments["generation_config"], arguments.get("logits_processor")
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    update = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
-    overridden = own(type(model), update, GenerationMixin) or update in model.__dict__
+    overridden = own(type(model), _UPDATE, GenerationMixin) or _UPDATE in model.__dict__
     if returned or overridden or arguments.get("synced_gpus") or type(processors) is not LogitsProcessorList:
         return None
     if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((_StandIn(),)):
         return None
-    if config.do_sample:
-        served = all(map(_recordable, processors)) and draws_like_multinomial(model.device)
-    else:
-        served = not processors
-    choice = Choice(processors, sampled=bool(config.do_sample)) if served else None
-    return choice if choice is not None and choice.holds() else None
+    sampled = bool(config.do_sample)
+    if not all(map(_recordable, processors)) or (processors and not sampled):
+        return None
+    choice = Choice(processors, sampled=sampled)
+    if not choice.holds() or (sampled and not draws_like_multinomial(model.device)):
+        return None
+    return choice
 
 
 def _recordable(processor: Any) -> bool:
     name = type(processor).__name__
-    plain = all(type(value) in (bool, int, float) for value in vars(processor).values())
-    return name in RECORDED and getattr(logits_process, name, None) is type(processor) and plain
+    return name in RECORDED and getattr(logits_process, name, None) is type(processor) and _plain(processor)
+
+
+def _plain(processor: Any) -> bool:
+    return all(type(value) in (bool, int, float) for value in vars(processor).values())
 
 
 def _key(processors: Sequence[Any]) -> tuple[Any, ...]:
@@ -106,20 +115,35 @@ def _key(processors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @cache
-def _skipped() -> Watch:
-    """The functions that receive a stand-in, and those that the recorded work skips."""
-    functions = [Reference(vars(torch), "argmax"), Reference(vars(torch), "multinomial")]
-    methods = [Reference(getattr(logits_process, name), "__call__") for name in ("LogitsProcessorList", *RECORDED)]
-    return Watch([*functions, Reference(vars(nn.functional), "softmax"), *methods])
+def _skipped(kinds: tuple[type, ...]) -> Watch:
+    """The functions that receive a stand-in, and those that the recorded work skips, with all that they call.
+
+    kinds: the classes of the logits processors.
+    """
+    references = [
+        Reference(GenerationMixin, _UPDATE),
+        Reference(vars(torch), "argmax"),
+        Reference(vars(torch), "multinomial"),
+        Reference(vars(torch.nn.functional), "softmax"),
+        Reference(Tensor, "to"),
+    ]
+    for kind in (LogitsProcessorList, *kinds):
+        references += of_method(kind, "__call__", called=Tensor)
+    return Watch(references)
+
+
+_UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
 
 
 class _Processors(LogitsProcessorList):
     """The processors of a call, which the recorded work applies to a stand-in."""
 
+    def __init__(self, stock: LogitsProcessorList) -> None:
+        super().__init__(stock)
+        self._stock = stock
+
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        if type(scores) is _Scores:
-            return scores.processed
-        return super().__call__(input_ids, scores, **kwargs)
+        return scores.processed if type(scores) is _Scores else self._stock(input_ids, scores, **kwargs)
 
 
 class _Step(NamedTuple):
@@ -198,10 +222,10 @@ class _Processed(_StandIn):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(args) == 1 and type(args[0]) is cls and kwargs is not None and kwargs.get("dim") == -1:
-            step = args[0].step
-            if function is torch.argmax and len(kwargs) == 1 and step.choice.key is None:
+            step, name = args[0].step, function.__name__
+            if name == "argmax" and len(kwargs) == 1 and step.choice.key is None:
                 return step.recorded.tokens
-            if function is nn.functional.softmax and kwargs.get("dtype") is None and step.choice.key is not None:
+            if name == "softmax" and kwargs.get("dtype") is None and step.choice.key is not None:
                 return args[0].probabilities
         return super().__torch_function__(function, types, args, kwargs)
 
@@ -217,7 +241,7 @@ class _Probabilities(_StandIn):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.multinomial and len(args) == 1 and kwargs == {"num_samples": 1}:
+        if function.__name__ == "multinomial" and len(args) == 1 and kwargs == {"num_samples": 1}:
             step = args[0].step
             draw = step.draw()
             if draw is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 from hf_rocm import patches
@@ -153,6 +153,21 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
                     waiting.append(getattr(value, "fget", None) or getattr(value, "__func__", value))
     with_default = tuple(registry._replace(default=eager) for registry in registries.values())
     return Dependencies(tuple(references.values()), with_default, frozenset(methods))
+
+
+def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
+    """A method of a class without hf_rocm's changes, and its references. called: a class whose methods it may call."""
+    own = Reference(cls, name)
+    yield own
+    function = own.beneath()
+    if isinstance(function, FunctionType):
+        yield from of_function(function).references
+        for code in _codes(function.__code__):
+            methods = (name for name in code.co_names if isinstance(getattr(called, name, None), _METHODS))
+            yield from (Reference(called, name) for name in methods)
+
+
+_METHODS = (FunctionType, MethodDescriptorType)
 
 
 def is_mapping(holder: Any) -> bool:

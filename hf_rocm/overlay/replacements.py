@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, TypeVar
 
 from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_call, of_class, of_function
@@ -111,6 +111,8 @@ def origin(value: Any) -> str:
         return origin(value.__wrapped__)
     if isinstance(value, BuiltinFunctionType):
         return value.__module__ or "torch"
+    if isinstance(value, MethodDescriptorType):
+        return value.__objclass__.__module__
     return str((value if isinstance(value, type) else type(value)).__module__)
 
 

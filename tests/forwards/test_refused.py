@@ -117,7 +117,7 @@ class Subclass(torch.Tensor):
         (lambda: torch.eye(3).to_sparse_csr(), "is sparse"),
         (lambda: torch.ones(3).to_mkldnn(), "has the layout"),
         (_nested, "is nested"),
-        (lambda: torch.ones(3).as_subclass(Subclass), "is a Subclass"),
+        (lambda: torch.ones(3).as_subclass(Subclass), "is of type Subclass"),
     ],
 )
 def test_attributes_that_are_no_plain_tensors(make_tensor, reason, pair):

@@ -53,7 +53,7 @@ class Operators(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
         result = operator(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        if outputs and all(map(_has_memory, outputs)) and not _is_view(operator, inputs, outputs):
+        if all(map(_has_memory, outputs)) and not (outputs and _is_view(operator, inputs, outputs)):
             self.kept.append((operator, args, kwargs, outputs))
             there = {tensor.untyped_storage()._cdata for tensor in inputs}
             self.made += [output for output in outputs if output.untyped_storage()._cdata not in there]

@@ -15,7 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import hf_rocm
 from hf_rocm.generation import inputs
-from tests.generation.conftest import generate, make, prompt
+from hf_rocm.generation.state import known
+from tests.generation.conftest import counted, generate, make, prompt
 
 NEW = 12
 PREPARED = NEW - 1  # transformers prepares the prompt
@@ -230,3 +231,29 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
         assert operators < stock_operators / 2
     seconds, stock_seconds = (min(run[which][1] for run in runs) for which in (0, 1))
     assert seconds < stock_seconds
+
+
+class Edits(StoppingCriteria):
+    """Changes the newest token but one in place, after its keys and values were computed."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if len(self.seen) in (6, 7, 11):
+            input_ids[:, -2] = 9
+        self.seen.append(input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_tokens_that_user_code_changes_in_place(kind, pair):
+    """Comparisons do not recompute steps of tokens that have changed since."""
+    prepared, stock = pair(kind)
+    for _ in range(2):
+        results = []
+        for model in (prepared, stock):
+            edits = Edits()
+            results.append([generate(model, new=24, stopping_criteria=StoppingCriteriaList([edits])), *edits.seen])
+        assert all(map(torch.equal, *results))
+    assert known(prepared).disabled is None and counted(prepared)[1] > 20

@@ -140,12 +140,38 @@ def test_stale_logits_are_a_fault_even_if_results_vary():
         assert torch.equal(step.logits, before)
 
 
+def test_nan_agrees_where_the_device_checks_nothing(monkeypatch):
+    """ROCm's builds of PyTorch compile assertions in kernels only on request."""
+    asserts = torch._assert_async
+    monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
+    multinomial = torch.multinomial
+
+    def unchecked(probabilities, **how):
+        try:
+            return multinomial(probabilities, **how)
+        except RuntimeError:
+            noise = torch.empty_like(probabilities).exponential_(1, generator=how["generator"])
+            return (probabilities / noise).argmax(dim=-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "multinomial", unchecked)
+    step = SimpleNamespace(logits=torch.full((2, 61), float("nan")))
+    assert RecordedDraw(EmulatedRecorder(CPU), step, []).agrees(step, [])
+
+
 def test_invalid_probabilities_raise_as_in_stock():
     for logits, text in ((torch.full((1, 9), float("nan")), "inf"), (torch.full((1, 9), -float("inf")), "inf")):
         with pytest.raises(RuntimeError, match=text):
             torch.multinomial(stock(logits, []), num_samples=1)
         with pytest.raises(RuntimeError, match=text):
-            recorded_draw._drawn(probabilities_of(logits, []), torch.ones_like(logits))
+            recorded_draw._drawn(probabilities_of(logits, []), torch.ones_like(logits), torch.tensor(False))
+        step = SimpleNamespace(logits=torch.zeros_like(logits))
+        recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
+        step.logits.copy_(logits)
+        for draw in (recorded.draw, lambda step=step, recorded=recorded: recorded.agrees(step, [])):
+            with pytest.raises(RuntimeError, match=text):
+                draw()
+        step.logits.zero_()
+        assert recorded.agrees(step, []) and recorded.draw().shape == (1, 1)
 
 
 def test_a_different_multinomial_is_detected(monkeypatch):

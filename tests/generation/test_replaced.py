@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import timeit
 
@@ -130,6 +131,32 @@ def test_a_replacement_during_a_call(pair):
     expected = run(stock)
     assert not torch.equal(expected, generate(stock))
     assert torch.equal(run(prepared), expected)
+
+
+def test_a_forward_set_during_a_call_is_called(pair):
+    prepared, stock = pair(graphs=None)
+    generate(prepared)
+
+    def run(model):
+        count = []
+
+        def forward(*args, **kwargs):
+            count.append(len(count))
+            return type(model).forward(model, *args, **kwargs)
+
+        def criterion(ids, scores, **_):
+            if ids.shape[1] == 12:
+                model.forward = functools.wraps(type(model).forward)(forward)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        tokens = generate(model, stopping_criteria=[criterion])
+        del model.forward
+        return tokens, count
+
+    for _ in range(2):
+        (tokens, count), (expected, others) = run(prepared), run(stock)
+        assert torch.equal(tokens, expected) and count == others != []
+    assert counted(prepared)[1]
 
 
 def test_a_hook_registered_during_a_call_is_called(pair):

@@ -45,16 +45,42 @@ def test_a_length_that_changes_during_a_call():
     assert ours(ids, None).all()
 
 
-def test_other_criteria_are_not_replaced():
+def test_other_criteria_are_called_by_stocks_list():
+    calls = []
+
     class Own(MaxLengthCriteria):
-        pass
+        def __call__(self, input_ids, scores, **kwargs):
+            calls.append(input_ids)
+            return super().__call__(input_ids, scores, **kwargs)
 
     class OwnList(StoppingCriteriaList):
         pass
 
-    for criteria in ([MaxTimeCriteria(9.0)], [Own(9)], [EosTokenCriteria(1), EosTokenCriteria(2)]):
-        assert of(*criteria) is None
+    ids = torch.tensor([[3, 4, 1], [3, 4, 2]])
+    for criteria in ([MaxTimeCriteria(9.0)], [Own(9)], [EosTokenCriteria(1), EosTokenCriteria(2)], [Own(3)]):
+        assert torch.equal(of(*criteria)(ids, None), StoppingCriteriaList(criteria)(ids, None))
+    assert len(calls) == 4
     assert stop_criteria.of_call({"stopping_criteria": OwnList([MaxLengthCriteria(9)])}) is None
+
+
+def test_criteria_that_are_added_during_a_call():
+    criteria = StoppingCriteriaList([MaxLengthCriteria(9)])
+    ours, ids = stop_criteria.of_call({"stopping_criteria": criteria}), torch.tensor([[3, 4, 1], [3, 4, 2]])
+    assert not ours(ids, None).any()
+    criteria.append(EosTokenCriteria(2))
+    assert ours(ids, None).tolist() == [False, True]
+    criteria.append(EosTokenCriteria(1))
+    assert ours(ids, None).all()
+
+
+@pytest.mark.parametrize("kind", [StoppingCriteriaList, MaxLengthCriteria])
+def test_criteria_that_are_replaced_during_a_call(kind, monkeypatch):
+    ours, ids = of(MaxLengthCriteria(9)), torch.zeros((2, 5), dtype=torch.int64)
+    assert not ours(ids, None).any()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__call__", lambda self, input_ids, *_, **__: torch.ones(2, dtype=torch.bool))
+        assert ours(ids, None).all()
+    assert not ours(ids, None).any()
 
 
 def test_the_warning_about_the_position_is_logged_as_in_stock(pair, caplog, monkeypatch):

@@ -230,8 +230,8 @@ def _registered(layer, patch):
 
 # name → the change, before the calls, and the reason why they stay stock
 REPLACED = {
-    "class of the norm": (_own_norm, "its norm is a Mine"),
-    "other norm": (_other_norm, "its norm is a Other"),
+    "class of the norm": (_own_norm, "its norm is of type Mine"),
+    "other norm": (_other_norm, "its norm is of type Other"),
     "activation of the norm": (_norms_activation, "an activation is not silu"),
     "forward of the norm's class": (
         lambda layer, patch: patch.setattr(type(layer.norm), "forward", _scaled(type(layer.norm).forward)),

@@ -85,3 +85,24 @@ def test_sliding_layers_without_page_tables(page_tables_on_cpu, monkeypatch):
         assert batch(model) == expected
     assert ran(routes) == {"varlen_attention"}
     assert "its decode steps gather their keys, because a reason" in hf_rocm.explain(model).details()
+
+
+def test_a_part_that_is_replaced_between_batches(page_tables_on_cpu, monkeypatch):
+    model = make("mistral", sliding_window=8)
+    expected = one_by_one(model, prompts())
+    hf_rocm.prepare(model, force=True)
+    assert batch(model) == expected
+    allocators = importlib.import_module("transformers.generation.continuous_batching.cache_allocators")
+    original, calls = allocators.SlidingAttentionCacheAllocator.get_read_indices, []
+
+    def get_read_indices(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, ops.recording() as routes:
+        patch.setattr(allocators.SlidingAttentionCacheAllocator, "get_read_indices", get_read_indices)
+        assert batch(model) == expected
+    assert ran(routes) == {"varlen_attention"} and len(calls) > len(prompts())
+    with ops.recording() as routes:
+        assert batch(model) == expected
+    assert "paged_attention" in ran(routes)

@@ -67,7 +67,7 @@ def serve(
     """Measure `transformers serve` over HTTP on this machine, stock and with hf_rocm.
 
     Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
-    nothing is timed. One server runs at a time, and both are ended with the command. Prompts are random words. Without
+    nothing is timed. One server runs at a time, and no server outlives the command. Prompts are random words. Without
     ROCm, hf_rocm's path is forced, which the output states.
     """
     from hf_rocm.tools.bench import record

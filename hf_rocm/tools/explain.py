@@ -118,7 +118,7 @@ def _stock(
 
 
 def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
-    """Return the overlays of these model families in this release, which are not bound; None for one without."""
+    """Return the overlays of these model families, which are not bound, for this release; None if there is none."""
     if not missing:
         return {}
     import transformers

@@ -40,7 +40,9 @@ LIBRARIES = [
         marks=needs("bitsandbytes"),
     ),
     pytest.param(
-        four_bits, "q_proj is of type bitsandbytes.nn.modules.Linear4bit, not a plain nn.Linear", marks=needs("bitsandbytes")
+        four_bits,
+        "q_proj is of type bitsandbytes.nn.modules.Linear4bit, not a plain nn.Linear",
+        marks=needs("bitsandbytes"),
     ),
 ]
 

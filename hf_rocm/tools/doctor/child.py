@@ -205,7 +205,7 @@ def _allocate(torch: Any) -> dict[str, Any]:
 
 
 def _loaded_collectives(maps: Path) -> dict[str, str] | None:
-    """Return the path and version of the loaded RCCL or NCCL. torch only reports the version that it was built with."""
+    """Return the path and version of the loaded RCCL or NCCL. torch reports only the version that it was built with."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:

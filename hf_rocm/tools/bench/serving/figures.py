@@ -106,7 +106,7 @@ def notes(group: Sequence[dict[str, Any]]) -> list[str]:
     joined = [f"{case['pieces']} of {case['streamed_tokens']} ({case['side']})" for case in group
               if case["pieces"] < case["streamed_tokens"]]  # fmt: skip
     if joined:
-        lines.append(f"fewer pieces of text than streamed tokens: {', '.join(joined)}; times are between pieces")
+        lines.append(f"fewer pieces of text than streamed tokens: {', '.join(joined)}; times are those between pieces")
     return lines
 
 

@@ -97,7 +97,7 @@ def check() -> None:
     if find_spec("transformers.cli") is None or find_spec("transformers.cli.serving") is None:
         raise OptionError(
             f"the server of transformers {transformers.__version__} has no /v1/completions",
-            hint="a newer transformers has it; `hf-rocm bench MODEL` measures generate in every release",
+            hint="newer releases have it; `hf-rocm bench MODEL` measures generate in every release",
         )
     try:
         import_module(_CLI)

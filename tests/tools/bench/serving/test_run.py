@@ -100,7 +100,7 @@ def test_a_request_that_fails_before_anything_is_timed_is_an_error(bench, stubs,
     stubs(stock={"fault": "status"})
     assert bench() == 1
     err = capsys.readouterr().err
-    assert "the server of stock failed one of the first requests: HTTP 500" in err and "no memory" in err
+    assert "the server of stock failed on one of the first requests: HTTP 500" in err and "no memory" in err
 
 
 @pytest.mark.parametrize("after", [3, 8 + WARM + 1], ids=["parity", "traffic"])

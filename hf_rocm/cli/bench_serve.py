@@ -39,7 +39,7 @@ def serve(
         typer.Option(metavar="LENGTHS", help="Tokens per prompt: a number, or a range from which lengths are drawn."),
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
-    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both in alternation.")] = "streamed",
+    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both (alternating).")] = "streamed",
     seed: Annotated[int, typer.Option(metavar="N", help="The seed for prompts and arrival times.")] = 0,
     batching: Annotated[
         bool,

@@ -145,7 +145,7 @@ def list_tables(json: Json = False) -> None:
     if inventory.tables:
         print()
         rows = [(table.role, table.holds_for, str(table.rows), str(table.path)) for table in inventory.tables]
-        print_table(("table", "holds for", "rows", "file"), rows)
+        print_table(("table", "valid for", "rows", "file"), rows)
     else:
         print("\nno tables yet: hf-rocm tune MODEL creates one")
     if inventory.recordings:

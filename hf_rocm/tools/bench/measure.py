@@ -79,7 +79,7 @@ def measure(run: Measurement, case: Case) -> Result:
             left_out[side.name] = "it differs from another side in decoding only"
             continue
         samples[side.name] = _Samples()
-        run.progress(f"{case.title}: checking the numbers of {side.name}")
+        run.progress(f"{case.title}: checking the results of {side.name}")
         reason = _try(run, side, case, samples[side.name])
         if reason is not None:
             left_out[side.name] = reason

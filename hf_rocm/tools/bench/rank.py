@@ -161,7 +161,7 @@ class _Rank:
         """Check the parity of every side, and then time all sides in interleaved rounds."""
         taken = {side.name: _Taken() for side in sides}
         for side in sides:
-            self.progress(f"{case.title}: checking the numbers of {side.name}")
+            self.progress(f"{case.title}: checking the results of {side.name}")
             before = self._start_of_peak()
             began = now(self.device)
             tried = trial(side, case, most=JUDGED_PROMPT)

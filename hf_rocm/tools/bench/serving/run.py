@@ -117,7 +117,7 @@ class _Run:
         for answer in traffic.answers:
             if answer.error is not None:
                 raise ServeError(
-                    f"the server of {server.side} failed on one of the first requests: {answer.error}",
+                    f"the {server.side} server failed on one of the first requests: {answer.error}",
                     facts={"answer": answer.detail or "none", "last lines": server.last_lines()},
                     hint="allow more time with --timeout" if answer.error == "timeout" else None,
                 )

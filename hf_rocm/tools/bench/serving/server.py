@@ -63,7 +63,7 @@ class Server:
         code = self.process.returncode
         if code is not None:
             how = f"was killed by {children.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            raise ServeError(f"the server of {self.side} {how} {when}", facts={"last lines": self.last_lines()})
+            raise ServeError(f"the {self.side} server {how} {when}", facts={"last lines": self.last_lines()})
 
     def last_lines(self) -> str:
         return children.tail(self.log)
@@ -146,7 +146,7 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
         progress(f"{server.side}: starting transformers serve, {waited:.0f} s")
         time.sleep(_PAUSE)
     raise ServeError(
-        f"the server of {server.side} did not start in {timeout:g} s",
+        f"the {server.side} server did not start in {timeout:g} s",
         facts={"last lines": server.last_lines()},
         hint="allow more time with --start-timeout",
     )

@@ -130,7 +130,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
     if answer.error:
         yield problem(
             "bitsandbytes",
-            f"bitsandbytes {here} failed at {answer.stage}: {answer.error}",
+            f"bitsandbytes {here} failed during {answer.stage}: {answer.error}",
             means="4-bit models loaded through it fail as well",
             fix="pip install --upgrade bitsandbytes, or quantize= of hf_rocm.from_pretrained",
             link=FOUR_BIT,

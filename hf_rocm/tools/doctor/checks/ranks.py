@@ -63,14 +63,14 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     if together.isdecimal() and int(together) > count:
         yield problem(
             "several",
-            f"{together} ranks on this machine, and each sees {seen}",
+            f"{together} ranks on this machine, but each sees only {seen}",
             means="several would use one GPU, which RCCL refuses (Duplicate GPU detected)",
             fix=f"torchrun --nproc-per-node {count} …" + (f", or unset {_names(hidden)}" if hidden else ""),
         )
     elif local.isdecimal() and int(local) >= count:
         yield problem(
             "several",
-            f"LOCAL_RANK={local}, and this process sees {seen}",
+            f"LOCAL_RANK={local}, but this process sees only {seen}",
             means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
             fix=f"unset {_names(hidden)}; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0"
             if hidden

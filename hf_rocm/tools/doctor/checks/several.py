@@ -52,7 +52,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     if not collectives:
         yield warning(
             "several",
-            f"{count} GPUs, and this torch has no RCCL",
+            f"{count} GPUs, but this torch has no RCCL",
             means="tensor parallelism and data parallel training cannot use them",
             fix="install a torch with RCCL (the wheels of pytorch.org have it)",
         )
@@ -130,7 +130,7 @@ def _host(facts: Facts, count: int) -> Iterator[Finding]:
     if host.iommu is not None and "pt" not in host.iommu.split(",") and "cray" not in facts.system.release:
         yield warning(
             "several",
-            f"{count} GPUs, and the kernel was started without iommu=pt",
+            f"{count} GPUs, but the kernel was started without iommu=pt",
             means="RCCL warns that transfers may become unstable or hang",
             fix="add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX), then reboot",
         )

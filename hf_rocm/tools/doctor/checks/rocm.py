@@ -79,7 +79,7 @@ def _tools(facts: Facts) -> Finding:
     if not missing:
         return ok("tools", "rocminfo, hipconfig and hipcc are installed")
     if not facts.aiter.found.amd:
-        return ok("tools", f"no {', '.join(missing)}, which only aiter needs")
+        return ok("tools", f"no {', '.join(missing)}: needed by aiter, not by torch")
     return problem(
         "tools",
         f"{', '.join(missing)} not found on PATH or in /opt/rocm/bin",

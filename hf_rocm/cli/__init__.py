@@ -1,4 +1,7 @@
-"""The `hf-rocm` command: one thin module per subcommand. Only this package prints and sets exit codes."""
+"""The `hf-rocm` command: one thin module per subcommand.
+
+Only this package and `hf_rocm.check_version` print and set exit codes.
+"""
 
 from __future__ import annotations
 

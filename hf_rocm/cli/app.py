@@ -1,4 +1,4 @@
-"""The table of commands, and the only place where errors become text and exit codes."""
+"""The table of commands, and the handler that prints errors and sets exit codes."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "doctor":  # doctor lists them in its report
+    if context.invoked_subcommand != "doctor":  # doctor lists unknown variables in its report
         options.check_names()

@@ -71,8 +71,8 @@ def model(
         typer.Option(
             "--sides",
             metavar="SIDES",
-            help="The compared sides, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, hf_rocm "
-            "(default: stock,compile,hf_rocm, on a CPU without compile).",
+            help="The sides to compare, separated by commas: stock, compile, reduce-overhead, liger, no-graphs, "
+            "hf_rocm (default: stock,compile,hf_rocm, on a CPU without compile).",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once per round.", min=1)] = 5,
@@ -111,7 +111,7 @@ def model(
     prompts = numbers(prompt or (_PROMPT_CPU if on_cpu else _PROMPT), "--prompt")
     new = new or (_NEW_CPU if on_cpu else _NEW)
     if subject.encoder:
-        lengths = prompts if _eats_tokens(subject) else [0]
+        lengths = prompts if _takes_tokens(subject) else [0]
         cases = [Case("encode", size, length) for length in lengths for size in batches]
     else:
         cases = grid(_kinds(kinds), batches, prompts, new=new)
@@ -133,7 +133,8 @@ def _sides(text: str | None, *, on_cpu: bool = False) -> list[str]:
     from hf_rocm.tools.bench.variants import COMPILE, DEFAULT, LABELS
 
     if text is None and on_cpu:
-        print_notice(f"without torch.compile, which takes minutes on a CPU: --sides {','.join(DEFAULT)} includes it")
+        everything = ",".join(DEFAULT)
+        print_notice(f"torch.compile is left out, since it takes minutes on a CPU; --sides {everything} includes it")
         return [name for name in DEFAULT if name != COMPILE]
     names = [name.strip() for name in text.split(",")] if text is not None else list(DEFAULT)
     unknown = [name for name in names if name not in LABELS]
@@ -168,7 +169,7 @@ def _kinds(text: str | None) -> list[str]:
     return names
 
 
-def _eats_tokens(subject: Subject) -> bool:
+def _takes_tokens(subject: Subject) -> bool:
     return subject.shape is None or shape(subject.shape).inputs == "tokens"
 
 

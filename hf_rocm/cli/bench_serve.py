@@ -39,7 +39,7 @@ def serve(
         typer.Option(metavar="LENGTHS", help="Tokens per prompt: a number, or a range from which lengths are drawn."),
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
-    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both in alternation.")] = "streamed",
+    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both (alternating).")] = "streamed",
     seed: Annotated[int, typer.Option(metavar="N", help="The seed for prompts and arrival times.")] = 0,
     batching: Annotated[
         bool,
@@ -67,7 +67,7 @@ def serve(
     """Measure `transformers serve` over HTTP on this machine, stock and with hf_rocm.
 
     Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
-    nothing is timed. One server runs at a time, and both are ended with the command. Prompts are random words. Without
+    nothing is timed. One server runs at a time, and no server outlives the command. Prompts are random words. Without
     ROCm, hf_rocm's path is forced, which the output states.
     """
     from hf_rocm.tools.bench import record

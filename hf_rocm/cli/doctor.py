@@ -21,7 +21,7 @@ _NARROW = 40  # if fewer columns are left next to the check's name, the text sta
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Also check whether this model fits: its folder, or its name on the hub."),
+        typer.Argument(metavar="MODEL", help="Also check whether this model (a folder, or a name on the hub) fits."),
     ] = None,
     everything: Annotated[
         bool,
@@ -31,9 +31,9 @@ def doctor(
 ) -> None:
     """Check this machine: driver, ROCm, torch, aiter and transformers.
 
-    A line is ok, a warning or a problem. Warnings and problems are listed with their meaning and the fix. Exits with 1
-    if there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash run in
-    separate processes.
+    Every line is marked ok, warning or problem. Warnings and problems are listed with their consequence and the fix.
+    Exits with 1 if there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash
+    run in separate processes.
     """
     from hf_rocm.tools.doctor.examine import doctor as examine
 

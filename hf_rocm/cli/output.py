@@ -40,7 +40,7 @@ _STATES = {
 
 
 def check_output(file: Path, *, parents: bool = False) -> None:
-    """Raise `OptionError` if this file can't be written, before any work. parents: missing folders will be created."""
+    """Raise `OptionError` if this file can't be written, before any work starts. parents: folders will be created."""
     try:
         files.check_output(file, parents=parents)
     except OSError as error:
@@ -213,7 +213,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
-    """Print a sentence, wrapped between words. indent: that of the first line; hanging: added to it on the others."""
+    """Print a sentence, wrapped between words. indent: that of the first line. hanging: added on other lines."""
     print("\n".join(wrapped(text, width(), indent=indent, hanging=hanging)))
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a line that is redrawn on a terminal, and occasional lines of text elsewhere."""
+"""Progress of long-running work on stderr: one redrawn line on a terminal, and occasional lines elsewhere."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Kind = Annotated[
     str,
     typer.Option(
-        "--kind", metavar="KIND", help="fp8, int8, int4, int4-g64, int4-g32 or mxfp4; several with commas, or all."
+        "--kind",
+        metavar="KIND",
+        help="fp8, int8, int4, int4-g64, int4-g32 or mxfp4; several separated by commas, or all.",
     ),
 ]
 Text = Annotated[
@@ -94,7 +96,7 @@ def _print_one(reference: Unquantized, result: Quantized) -> None:
         "layers": f"{report['layers']} quantised, {len(report['left'])} unchanged",
         "memory": f"{was} before, {now} after",
         "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
-        "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; they spread by {gap.size:.3g}",
+        "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; standard deviation {gap.size:.3g}",
         "same top-1": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
         "divergence": f"{gap.divergence:.3g} nats (Kullback-Leibler) on average",
     }
@@ -139,8 +141,8 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
     print_table(("kind", "layers", "memory", "ms per token", "same top-1", "divergence", "perplexity"), rows)
     print()
     print_wrapped(
-        "layers: quantised ones. same top-1: positions with the same most likely token. divergence: Kullback-Leibler, "
-        "in nats, on average. ms per token: batch 1, median of 3 calls."
+        "layers: the number of quantised layers. same top-1: positions with the same most likely token. divergence: "
+        "Kullback-Leibler, in nats, on average. ms per token: batch 1, median of 3 calls."
     )
 
 

@@ -50,7 +50,7 @@ def status(
     from hf_rocm.overlay.difference import explain_change, explain_difference
 
     if against and not diff:
-        raise typer.BadParameter("--against names what --diff MODEL compares with; pass both")
+        raise typer.BadParameter("--against selects what --diff MODEL compares with; pass both")
     named = [*(models or ()), *([diff] if diff else ())]
     installation, states, left_out = look(named, transformers_path=transformers_path)
     texts = {state.model: explain_difference(state) for state in states if state.model == diff}
@@ -72,7 +72,7 @@ def status(
         if states:
             print_states(states, left_out, named=bool(named), everything=everything)
         else:
-            print("no overlay is made for this release, and none is installed")
+            print("there are no overlays for this release, and none are installed")
             print_left_out(left_out, installation.version)
         for text in texts.values():
             print(text)
@@ -116,7 +116,7 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
         if rows:
             print_table(("finding", "hard links", "file"), rows)
         others = len(report.entries) - len(report.foreign)
-        overlaid = f", {others} with a block of hf-rocm below them" if others else ""
+        overlaid = f", {others} with a block of hf-rocm appended" if others else ""
         print(f"{report.compared} files compared{overlaid}; {len(report.foreign)} neither stock nor written by hf-rocm")
     if report.warning:
         print_error(report.warning)

@@ -78,8 +78,8 @@ def model(
 
     Recording their shapes needs only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
     minutes to hours. Results are kept if the command is stopped, and are not tuned again. Without ROCm, the command
-    prints the shapes and the command that tunes them, and exits with 1. If MODEL is a folder with the name of a
-    command, write it as ./list.
+    prints the shapes and the command that tunes them, and exits with 1. If the folder of MODEL has the name of a
+    command, such as list, pass it as ./list.
     """
     from hf_rocm.tools.tuning import commands
 
@@ -145,7 +145,7 @@ def list_tables(json: Json = False) -> None:
     if inventory.tables:
         print()
         rows = [(table.role, table.holds_for, str(table.rows), str(table.path)) for table in inventory.tables]
-        print_table(("table", "holds for", "rows", "file"), rows)
+        print_table(("table", "valid for", "rows", "file"), rows)
     else:
         print("\nno tables yet: hf-rocm tune MODEL creates one")
     if inventory.recordings:
@@ -199,7 +199,8 @@ def merge(
     """Merge tables into one for this GPU.
 
     In order of preference: FILEs (or those of AITER_CONFIG_GEMM_BF16), tables tuned here, and those that aiter ships.
-    hf_rocm merges them by itself before it imports aiter. Other programs read the file named by AITER_CONFIG_GEMM_BF16.
+    hf_rocm merges them automatically before it imports aiter. Other programs read the file that AITER_CONFIG_GEMM_BF16
+    specifies.
     """
     from hf_rocm.tools.tuning import table_commands
 
@@ -227,9 +228,9 @@ def _print_job(job: Tuning) -> None:
 
 
 def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
-    """Print why nothing is tuned: everything is tuned, only the shapes were requested, or this machine can't tune."""
+    """Print why nothing is tuned: all shapes are tuned, only the shapes were requested, or this machine can't tune."""
     if not job.todo:
-        print("nothing to do: all of them are already tuned (--again repeats this)")
+        print("nothing to do: all shapes are already tuned (--again tunes them again)")
         return
     print(f"the shapes are in {job.file}")
     if shapes_only:
@@ -245,8 +246,8 @@ def _print_checked(table: Checked) -> None:
         print(textwrap.indent(str(table.error), "  "))
         return
     count = len(table.problems) + table.more_problems
-    right = f"{table.rows} {'row is' if table.rows == 1 else 'rows are'} right"
-    print(f"  {right}, {count} {'is' if count == 1 else 'are'} not" if count else f"  {right}")
+    valid = f"{table.rows} {'row is' if table.rows == 1 else 'rows are'} valid"
+    print(f"  {valid}, {count} {'is' if count == 1 else 'are'} not" if count else f"  {valid}")
     for line, text in table.problems:
         print(f"  line {line}: {text}")
     if table.more_problems:

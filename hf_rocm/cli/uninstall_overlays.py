@@ -15,8 +15,8 @@ def uninstall_overlays(
 ) -> None:
     """Restore transformers' modeling files, byte for byte.
 
-    Without MODEL, all installed overlays are removed. A file that was edited after installing is refused and not
-    changed.
+    Without MODEL, all installed overlays are removed. A file that was edited after the installation is refused
+    and not changed.
     """
     from hf_rocm.overlay.commands import uninstall
 

@@ -1,4 +1,4 @@
-"""`hf-rocm verify`: compare hf_rocm with stock on this machine and these weights; exit 1 if an error is too large."""
+"""`hf-rocm verify`: compare hf_rocm with stock on this machine; exit with 1 if an error is too large."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verify(
     """Compare MODEL with stock on this machine: every layer, the logits, and generated text.
 
     Errors are measured against stock in a wider dtype. hf_rocm may have at most twice the error of stock in the model's
-    own dtype. Exits with 1 if anything is above that, and names the first layer and operation. Without ROCm it needs
+    own dtype. Exits with 1 if an error is larger, and names the first layer and operation. Without ROCm it needs
     --force. With --save-golden alone and no ROCm, stock's results are recorded and nothing is compared.
     """
     from hf_rocm import options

@@ -105,7 +105,7 @@ def png(picture: Picture) -> bytes:
     if not can_png():
         raise ChartError(
             "a PNG can't be written: Pillow is not installed",
-            hint="pip install pillow, or specify a file that ends in .svg, which needs nothing",
+            hint="pip install pillow, or specify a file with the suffix .svg, which needs no package",
         )
     from PIL import Image, ImageDraw
 

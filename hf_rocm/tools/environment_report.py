@@ -51,7 +51,7 @@ def block(facts: Facts) -> str:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield every path in the facts. Findings mention paths, and a pattern can't match the end of one with a space."""
+    """Yield every path in the facts. They are in findings, and patterns can't find the end of a path with a space."""
     if isinstance(value, Mapping):
         value = [*value.values(), *value]
     if isinstance(value, str):
@@ -82,5 +82,5 @@ def _aligned(rows: Mapping[str, str]) -> str:
 def _user(environment: Mapping[str, str]) -> str:
     try:
         return environment.get("USER") or getpass.getuser()
-    except (OSError, KeyError, ImportError):  # the user has no entry, as in many containers
+    except (OSError, KeyError, ImportError):  # the user has no passwd entry, as in many containers
         return ""

@@ -118,7 +118,7 @@ def _stock(
 
 
 def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
-    """Return the overlays of these model families in this release, which are not bound; None for one without."""
+    """Return the overlays of these model families, which are not bound, for this release; None if there is none."""
     if not missing:
         return {}
     import transformers
@@ -227,7 +227,7 @@ def _state(report: dict[str, Any], active: bool) -> str:
         return "stock, because none of its layers has an overlay that can be used"
     if not is_rocm() and not options.force_requested():
         return NO_ROCM
-    return "stock: not prepared, or restored (hf_rocm.prepare(model) changes that)"
+    return "stock: not prepared, or restored (call hf_rocm.prepare(model))"
 
 
 def _without_overlay(model: nn.Module, report: dict[str, Any], overlays: dict[str, Overlay | None]) -> dict[str, str]:

@@ -69,11 +69,11 @@ class Explanation:
     tuning: Tuning | None = None
     linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
     quantized: str | None = None  # which layers are quantised, and their error
-    not_quantized: dict[str, int] = field(default_factory=dict)  # layers of a quantised model by the reason
+    not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that stay unquantised
     decoding: tuple[str, ...] = ()  # sentences on whether generate's steps are recorded and replayed, and why not
     forwards: tuple[str, ...] = ()  # the same for the forward passes of encoders
     stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
-    replaced: tuple[str, ...] = ()  # what other code wrapped or replaced after hf_rocm, such as `nn.Module.forward`
+    replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `nn.Module.forward`
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -248,7 +248,10 @@ def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
 
 def _next(explanation: Explanation) -> Iterator[str]:
     if explanation.without_overlay:
-        yield "next: hf_rocm.route_linear(model) serves the linear layers of any model; docs/adding-a-model.md adds one"
+        yield (
+            "next: hf_rocm.route_linear(model) serves the linear layers of any model; to add a model, see "
+            "docs/adding-a-model.md"
+        )
     elif explanation.state == NO_ROCM:
         yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
     yield "details: .details() in Python, hf-rocm explain --all in a shell"

@@ -14,7 +14,7 @@ from hf_rocm.weights.preshuffle import in_force
 
 
 def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Return sentences about the current state of the model. report: what `prepare` did to the model."""
+    """Return sentences about the current state of the model. report: the report of `prepare`."""
     lines = []
     preshuffle: dict[str, Any] = report.get("preshuffle") or {}
     now = in_force(model)

@@ -29,7 +29,7 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="the folder must contain config.json, with model_type, and its weights (model.safetensors)",
+            hint="the folder must contain config.json, with model_type, and the weights (model.safetensors)",
         ) from error
     return loaded.to(target).eval()
 

@@ -52,7 +52,7 @@ class QuantizationLoss:
             f"over {self.tokens} tokens",
             f"  logits       off by {self.mean:.3g} on average, {self.largest:.3g} at most",
             f"  their spread {self.size:.3g}",
-            f"  same top-1  {self.same_choice:.1%} of the positions",
+            f"  same top-1   {self.same_choice:.1%} of the positions",
             f"  divergence   {self.divergence:.3g} nats (Kullback-Leibler)",
         ]
         if self.perplexity is not None:
@@ -154,8 +154,9 @@ def quantization_loss(
 
     reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
     text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
-    of a text. Without both, Python's own documentation is read. Returns a `QuantizationLoss`. Raises `OptionError` if
-    model is not a module or has no logits, or if there are no tokens, and `LoadError` without a tokenizer.
+    of a text. If neither is given, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
+    `OptionError` if model is not a module or has no logits, or if there are no tokens, and `LoadError` without a
+    tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):

@@ -28,7 +28,7 @@ Specification = tuple[str, str, tuple[Any, ...]]
 
 
 def specifications(model: nn.Module) -> list[Specification]:
-    """Return the distinct (operation, situation, specification) of the model's typical inference calls."""
+    """Return the distinct (operation, situation, specification) tuples of the model's typical inference calls."""
     specs: dict[Specification, None] = {}
     for module in model.modules():
         specs.update(dict.fromkeys(_of_shuffled(module)))

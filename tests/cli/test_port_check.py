@@ -37,14 +37,14 @@ def test_skipped_files_are_counted_with_the_reason(tmp_path, capsys):
     assert main(["port-check", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "Dockerfile.rocm:1" in out and "Dockerfile:1" not in out
-    assert "left out: .git/: not the project's own" in out
+    assert "left out: .git/: not part of the project" in out
     assert "left out: Dockerfile: Dockerfile.rocm is its counterpart for ROCm" in out
     assert "no rules for 2 files: .md 1, .png 1" in out
     assert out.endswith(f"{len(RULES)} rules, 2 files read: Dockerfile 1, Python 1\n1 problem\n")
     assert main(["port-check", str(tmp_path), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["rules"] == len(RULES) and {"kind": "Python", "files": 1} in data["read"]
-    assert data["left_out"][0] == {"path": ".git/", "why": "not the project's own"}
+    assert data["left_out"][0] == {"path": ".git/", "why": "not part of the project"}
     assert data["without_rules"] == [{"suffix": ".md", "files": 1}, {"suffix": ".png", "files": 1}]
 
 

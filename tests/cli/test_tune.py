@@ -59,7 +59,7 @@ def test_tuning_saves_results_and_does_not_repeat(fake_aiter, rocm, tmp_path, ca
     assert captured.err.startswith("tuning 2 shapes with aiter")
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "nothing to do: all of them are already tuned" in out and out.count("tuned\n") >= 2
+    assert "nothing to do: all shapes are already tuned" in out and out.count("tuned\n") >= 2
     fake.how.write_text("some")
     assert main([*arguments, "--again", "--json"]) == 0
     captured = capsys.readouterr()
@@ -124,12 +124,12 @@ def test_check_names_the_lines(tmp_path, capsys):
     assert main(["tune", "check", str(good), "--release", "0.1.20", "--gpu", "gfx942:304"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "amd-aiter 0.1.20, gfx942, 304 compute units"
-    assert "  2 rows are right" in out and "note: line 3: for gfx942, 80 compute units, not for this one" in out
+    assert "  2 rows are valid" in out and "note: line 3: for gfx942, 80 compute units, not for this one" in out
     assert main(["tune", "check", str(good), str(bad), str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "  line 3: N is 'x', not an integer of at least 1" in out
     assert "  line 4: the same shape as line 2, with another kernel or time" in out
-    assert "  1 row is right, 2 are not" in out and f"{tmp_path} is a folder" in out
+    assert "  1 row is valid, 2 are not" in out and f"{tmp_path} is a folder" in out
     assert main(["tune", "check", str(good), "--gpu", "gfx950:256", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["files"][0]["problems"] == [{"line": 2, "text": "no row is for this GPU (gfx950, 256 compute units)"}]

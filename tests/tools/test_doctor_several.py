@@ -52,14 +52,19 @@ def test_variables_of_torchrun_are_fine(good: Facts) -> None:
         ),
         ({"RANK": "one"}, "problem", "RANK=one: not a number", "torchrun"),
         ({"RANK": "2"}, "problem", "RANK=2 with WORLD_SIZE=2", "torchrun"),
-        ({"LOCAL_RANK": "2"}, "problem", "LOCAL_RANK=2, and this process sees 2 GPUs", "--nproc-per-node 2"),
+        ({"LOCAL_RANK": "2"}, "problem", "LOCAL_RANK=2, but this process sees only 2 GPUs", "--nproc-per-node 2"),
         (
             {"LOCAL_RANK": "2", "ROCR_VISIBLE_DEVICES": "0,1"},
             "problem",
-            "sees 2 GPUs (ROCR_VISIBLE_DEVICES=0,1)",
+            "sees only 2 GPUs (ROCR_VISIBLE_DEVICES=0,1)",
             "unset ROCR_VISIBLE_DEVICES; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0",
         ),
-        ({"LOCAL_WORLD_SIZE": "4"}, "problem", "4 ranks on this machine, and each sees 2 GPUs", "--nproc-per-node 2"),
+        (
+            {"LOCAL_WORLD_SIZE": "4"},
+            "problem",
+            "4 ranks on this machine, but each sees only 2 GPUs",
+            "--nproc-per-node 2",
+        ),
     ],
 )
 def test_inconsistent_rank_variables_are_reported(

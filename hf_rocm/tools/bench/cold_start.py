@@ -45,7 +45,7 @@ def starts(subject: Subject, case: Case, sides: Sequence[str], *, segment: str, 
     for side in sides:
         with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as folder:
             for caches in ("cold", "cached"):
-                progress(f"{case.title}: a start of {side}, {caches}")
+                progress(f"{case.title}: starting {side}, {caches}")
                 rows.append({"side": side, "caches": caches, **start(subject, case, side, Path(folder))})
     first = rows[0]
     rates = machine_rates.measure(subject.device, getattr(torch, first["model"]["dtype"]))

@@ -30,7 +30,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # 5.0 only ties weights while loading; two copies in the file would stay two tensors
+        model.tie_weights()  # 5.0 ties weights only while loading, and would keep two copies as two tensors
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)
@@ -51,9 +51,10 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill the matrices of a model from a dummy checkpoint with random values. A rank only fills its own part.
+    """Fill a model's matrices from a dummy checkpoint with random values.
 
-    Replicated parameters are equal on all ranks. The scale of every weight keeps the magnitude of its input.
+    A rank fills only its own part. Replicated parameters are equal on all ranks. Weights are scaled to preserve
+    the magnitude of their input.
     """
     whole = _header(folder / MATRICES)
     with torch.no_grad():

@@ -18,7 +18,7 @@ def tokens(model: Any, batch: int, length: int) -> Tensor:
 
 
 def forward_inputs(model: Any, case: Case) -> dict[str, Any]:
-    """Return the arguments of one forward pass: of a prefill or of an encoder."""
+    """Return the arguments of one forward pass, which is a prefill or an encoder's pass."""
     if case.kind == "prefill":
         ids = tokens(model, case.batch, case.prompt)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 1}

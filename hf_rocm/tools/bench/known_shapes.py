@@ -264,7 +264,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape(name: str) -> Shape:
-    """Return the shape of that name. Raises `OptionError` on an unknown name."""
+    """Return the shape with this name. Raises `OptionError` on an unknown name."""
     if name not in SHAPES:
         raise OptionError(f"there is no shape {name!r}", facts={"known": ", ".join(SHAPES)})
     return SHAPES[name]

@@ -20,7 +20,7 @@ from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first round compiles and records, the second fills the allocator's pools
 
-# An encoder's forward passes per warm-up round: the first replays are compared with uncaptured passes more often.
+# Forward passes of an encoder per warm-up round: early replays are compared with uncaptured passes more often.
 WARM_FORWARDS = 12
 
 Progress = Callable[[str], None]
@@ -79,7 +79,7 @@ def measure(run: Measurement, case: Case) -> Result:
             left_out[side.name] = "it differs from another side in decoding only"
             continue
         samples[side.name] = _Samples()
-        run.progress(f"{case.title}: checking the numbers of {side.name}")
+        run.progress(f"{case.title}: checking the results of {side.name}")
         reason = _try(run, side, case, samples[side.name])
         if reason is not None:
             left_out[side.name] = reason
@@ -124,7 +124,7 @@ class _Samples:
 
     def timing(self, side: Side, *, together: bool) -> Timing:
         assert self.cold is not None
-        apart = None if together else "its rounds ran one after another: the caches of all sides do not fit into memory"
+        apart = None if together else "its rounds ran one after another: the caches of all sides do not fit in memory"
         notes = "; ".join(note for note in (side.note(), apart) if note is not None)
         warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
         first = spread(self.first) if self.first else None

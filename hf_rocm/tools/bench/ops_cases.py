@@ -34,7 +34,7 @@ ROUTING = "routing"  # measures the router's overhead instead of an operation
 class OpCase:
     """One call.
 
-    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: runs on such a set. bytes,
+    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes such a set. bytes,
     flops: lower bounds for one call.
     """
 
@@ -105,7 +105,7 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Yield a layer's four GEMMs with fused prologues and epilogues, for at most the FEW rows that kernels support."""
+    """Yield a layer's four GEMMs with fused prologues and epilogues, for at most FEW rows, the kernels' limit."""
     width = dims.heads * dims.head_dim
     products = {
         "norm, qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden, True, False),
@@ -233,7 +233,7 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Yield the cases of routed experts: tokens have different experts, but the same ones in every set of inputs."""
+    """Yield the cases of routed experts. Tokens use different experts, but all sets of inputs have the same routing."""
     mixture = dims.mixture
     h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
     e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU

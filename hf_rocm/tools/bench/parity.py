@@ -34,7 +34,7 @@ class Parity(NamedTuple):
 
     @property
     def refusal(self) -> str | None:
-        """The reason why nothing is timed, or None."""
+        """The reason why the side is not timed, or None."""
         if self.error <= self.allowed:  # false if the error is NaN
             return None
         return f"its results are wrong by {self.error:.3g}, and at most {self.allowed:.3g} is allowed"
@@ -70,7 +70,7 @@ def trial(side: Side, case: Case, *, most: int | None = None) -> Trial:
 
 
 class Reference:
-    """The eager and the exact model, which are copies of the measured model."""
+    """The eager and the exact model, which are copies of the measured model that share its weights."""
 
     def __init__(self, model: Any) -> None:
         self._eager = _plainly(twin(model))
@@ -111,7 +111,7 @@ class ReferenceInPlace(Reference):
 
 
 def compare(actual: Tensor, eager: Tensor, exact: Tensor) -> Parity:
-    """Return the largest errors relative to `exact`. The allowed rounding step is that of eager's dtype."""
+    """Return the largest absolute differences from `exact`. The allowed rounding step is that of eager's dtype."""
     eager_error = _largest(eager, exact)
     allowed = allowed_error(eager_error, eager.dtype, exact.abs().max().item())
     return Parity(_largest(actual, exact), allowed, eager_error)
@@ -129,7 +129,7 @@ def widened(model: nn.Module) -> Iterator[torch.dtype]:
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter.is_floating_point():
                     owner._parameters[name] = nn.Parameter(parameter.to(wide), requires_grad=False)
-        # a caller that read the weight's dtype before this call saw the narrow dtype
+        # the caller may have cast these arguments to the weight's dtype, which was still the narrow one
         return tuple(_in(dict(enumerate(arguments)), wide).values())
 
     def narrow(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:

@@ -104,18 +104,18 @@ class _Rank:
         dtype = getattr(torch, question.subject["dtype"])
         self.subject = Subject(**{**question.subject, "device": self.device, "dtype": dtype})
 
-    def say(self, text: str) -> None:
+    def progress(self, text: str) -> None:
         if self.rank == 0:
             files.write(self.place / "progress", text)
 
     def run(self) -> Segment:
         requested = self.question
-        self.say(f"{self.subject.name}: loading each rank's part")
+        self.progress(f"{self.subject.name}: loading each rank's part")
         stock = restore(self._load())
         if requested.blank:
             fill(stock, Path(requested.folder), rank=self.rank)
         made = self._sides(stock)
-        self.say(f"{self.subject.name}: measuring the rates of copies, GEMMs and all-reduces")
+        self.progress(f"{self.subject.name}: measuring the rates of copies, GEMMs and all-reduces")
         rates = machine_rates.measure(self.device, _dtype(stock))
         wire = self.peers.wire()
         reference = ReferenceInPlace(stock)
@@ -161,7 +161,7 @@ class _Rank:
         """Check the parity of every side, and then time all sides in interleaved rounds."""
         taken = {side.name: _Taken() for side in sides}
         for side in sides:
-            self.say(f"{case.title}: checking the numbers of {side.name}")
+            self.progress(f"{case.title}: checking the results of {side.name}")
             before = self._start_of_peak()
             began = now(self.device)
             tried = trial(side, case, most=JUDGED_PROMPT)
@@ -175,11 +175,11 @@ class _Rank:
                 raise Mismatch(
                     f"{side.name} returns wrong results over {self.question.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
-                    hint="`hf-rocm bench` without --tp shows whether one device is wrong too; please report this",
+                    hint="`hf-rocm bench` without --tp shows whether one device is also wrong; please report this",
                 )
         for number in range(WARM_ROUNDS + self.question.rounds):
             for side in sides:
-                self.say(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.question.rounds}, {side.name}")
+                self.progress(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.question.rounds}, {side.name}")
                 run = self._turn(side, case)
                 if number >= WARM_ROUNDS:
                     taken[side.name].runs.append(run)
@@ -218,7 +218,7 @@ class _Rank:
             )
 
     def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
-        """Report how many tokens agree with the first side's. Tokens after the first difference can't be compared."""
+        """Return a note on the tokens that agree with the first side's. Tokens after a difference can't be compared."""
         assert first.tokens is not None and other.tokens is not None
         if case.kind != "decode":
             return None
@@ -228,7 +228,7 @@ class _Rank:
             return f"all {new} new tokens agree with those of {self.question.sides[0]}"
         same = int(differ.nonzero()[0].item())
         agree = f"the first {same} new tokens agree with those of {self.question.sides[0]}"
-        return f"{agree}; there, two logits differ by less than rounding"
+        return f"{agree}; the next ones differ, which rounding can cause"
 
     def _start_of_peak(self) -> int:
         if self.device.type != "cuda":

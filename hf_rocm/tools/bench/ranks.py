@@ -32,7 +32,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 SIDES = (STOCK, UNCAPTURED, PREPARED)
 _ALIKE = ("Mismatch", "RankError")  # errors that all ranks raise if one rank raises them
 _PAUSE = 0.05
-_LAST_WORDS = 60.0  # seconds in which the other ranks must end after the first one has ended
+_GRACE = 60.0  # seconds in which the other ranks must end after the first one has ended
 _CHILD = """
 from hf_rocm.tools.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))
@@ -107,7 +107,7 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
         there = torch.cuda.device_count()
         if subject.device.index:
             raise OptionError(
-                "--tp takes the first GPUs of this machine",
+                "--tp uses the first GPUs of this machine",
                 facts={"--device": subject.device},
                 hint="omit --device, and select GPUs with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
             )
@@ -115,7 +115,7 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
             raise OptionError(
                 f"--tp {ranks} needs {ranks} GPUs",
                 facts={"found": there},
-                hint=f"--tp {there}, or --device cpu to see that it works" if there > 1 else "omit --tp",
+                hint=f"--tp {there}, or --device cpu to test the command" if there > 1 else "omit --tp",
             )
     heads.check(_config(subject), ranks, {"tp_plan": "auto"})
 
@@ -144,7 +144,7 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
             if all(code == 0 for code in codes):
                 return
             if deadline is None and 0 in codes:
-                deadline = time.monotonic() + _LAST_WORDS
+                deadline = time.monotonic() + _GRACE
             if deadline is not None and time.monotonic() > deadline:
                 stuck = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
                 raise RankError(f"rank {stuck} did not end with the others", hint="please report it")
@@ -197,7 +197,7 @@ def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
                 f"rank {rank} was killed by {children.signal_name(-code)}",
                 facts={"last lines": children.tail(place / f"log-{rank}")},
                 hint="the kernel kills processes that need too much memory (sudo dmesg | tail); "
-                "a crash in a library leaves a message above",
+                "a crash in a library leaves a message in the log",
             )
     errors = {}
     for rank in range(len(codes)):

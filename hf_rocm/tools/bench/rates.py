@@ -29,7 +29,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _copy(device: torch.device) -> float:
-    """Return the bandwidth of a kernel or of PyTorch's own copy, whichever is faster: some copy engines are slow."""
+    """Return the bandwidth of an elementwise kernel or of `copy_`, whichever is higher: some copy engines are slow."""
     size = LARGE if device.type == "cuda" else LARGE // 16
     source, target = (torch.zeros(size // 4, dtype=torch.float32, device=device) for _ in range(2))
     ways: tuple[Callable[[], Tensor], ...] = (

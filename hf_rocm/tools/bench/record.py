@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class RecordError(HfRocmError):
-    """A file of segments cannot be read."""
+    """A file of segments can't be read or written."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def load(file: Path) -> list[Segment]:
         data = json.loads(file.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise RecordError(
-                f"{file.name} was written by another hf-rocm",
+                f"{file.name} was written by another release of hf-rocm",
                 facts={"file": file, "expected": f"format {FORMAT}", "found": data["format"]},
-                hint="measure again into another file",
+                hint="measure again, and save to another file",
             )
         return [Segment.from_dict(item) for item in data["segments"]]
     except (KeyError, TypeError, ValueError) as error:

@@ -43,7 +43,8 @@ def parallel(segment: Segment) -> list[str]:
     if setup is None:
         return []
     apart = setup.get("apart")
-    ways = "" if apart is None else "; the GPUs reach each other" if not apart else f"; {', '.join(apart)} do not"
+    cut = f"; no peer access between GPUs {', '.join(apart)}" if apart else "; the GPUs reach each other"
+    ways = "" if apart is None else cut
     return [
         f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large all-reduces each rank sends "
         f"{large(setup['wire'])}B/s. Matrices, floor and peak are those of one rank"
@@ -109,7 +110,7 @@ def _alone(result: Result, timing: Timing) -> str | None:
 
 
 def gains(result: Result) -> dict[str, float]:
-    """Return hf_rocm's speed-up over stock and over the faster form of stock with torch.compile."""
+    """Return hf_rocm's speed-up over stock and over stock with torch.compile, and the floor divided by its time."""
     prepared = _median(result, PREPARED)
     compiled = [median for side in (COMPILE, OVERHEAD) if (median := _median(result, side)) is not None]
     ratios: dict[str, float] = {}
@@ -127,7 +128,8 @@ def gains(result: Result) -> dict[str, float]:
 def comparison(result: Result) -> list[str]:
     """Compare hf_rocm's speed with stock and with the faster form of stock with torch.compile, and note the noise.
 
-    Two sides differ if their quartiles do not overlap. A side is noisy if its quartiles span a fifth of its median.
+    Two sides differ if their quartiles do not overlap. A side is noisy if its quartiles span more than a fifth
+    of its median.
     """
     sides = {timing.side: timing.unit for timing in result.timings}
     prepared = sides.get(PREPARED)

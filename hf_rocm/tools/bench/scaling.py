@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """Create it from the settings of a config, as in `bench`'s shapes, for equal layers whose MLPs have a gate."""
+        """Create it from the settings of a config, as in `bench`'s shapes, for identical layers with gated MLPs."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads

@@ -17,7 +17,7 @@ from hf_rocm.tools.bench.known_shapes import shape
 
 
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """Create a stock model of that shape in eval mode, directly on the device and in its dtype.
+    """Create a stock model with this shape in eval mode, directly on the device and in its dtype.
 
     layers: use this many layers instead. Raises `OptionError` if this release of transformers lacks the model.
     """
@@ -29,7 +29,7 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 
 
 def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
-    """Return the model's class and a config of that shape. settings: override those of the shape.
+    """Return the model's class and a config with this shape. settings: override those of the shape.
 
     Raises `OptionError` if this release of transformers lacks the model.
     """
@@ -54,7 +54,7 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def deviation(inputs: int) -> float:
-    """Return the scale at which weights keep the magnitude of their input, so that no depth over- or underflows."""
+    """Return the scale at which weights preserve the magnitude of their input, so that deep models don't overflow."""
     return 1 / math.sqrt(inputs)
 
 

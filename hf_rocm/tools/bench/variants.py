@@ -218,7 +218,7 @@ _MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
 
 
 def silence(model: Any) -> None:
-    """Generate exactly the requested number of tokens."""
+    """Make `generate` generate exactly the requested number of tokens."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = None

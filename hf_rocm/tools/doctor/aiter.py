@@ -23,7 +23,7 @@ def collect(machine: Machine) -> Aiter:
         return Aiter(package)
     cache = _cache(machine, package.path)
     built = any(name.startswith(CORE) for name in cache.modules)
-    # aiter is only imported if its core module is already compiled: a killed build would leave locks behind.
+    # aiter is imported only if its core module is already compiled: a killed build would leave locks behind.
     answer = machine.ask("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(
         package,
@@ -36,7 +36,7 @@ def collect(machine: Machine) -> Aiter:
 
 
 def _cache(machine: Machine, package: str) -> JitCache:
-    """Return aiter's cache: AITER_JIT_DIR, else the package's folder if it is writable, else a folder in the home."""
+    """Return aiter's cache: AITER_JIT_DIR, the package's folder if it is writable, or else a folder in $HOME."""
     environment = machine.environment
     named, own = environment.get("AITER_JIT_DIR", ""), f"{package}/jit"
     home = f"{environment.get('HOME', '')}/.aiter/jit"

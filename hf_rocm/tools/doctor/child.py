@@ -60,13 +60,13 @@ class Diary:
 def examine_torch(diary: Diary) -> None:
     with diary.stage("import"):
         import torch
-    with diary.stage("build") as facts:
+    with diary.stage("the check of its build") as facts:
         facts |= {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
         flags = getattr(torch._C, "_cuda_getArchFlags", None)
         facts["built_for"] = (flags() or "").split() if flags else []
-    with diary.stage("flags") as facts:
+    with diary.stage("the check of its flags") as facts:
         facts["flags"] = {name: _flag(torch, name) for name in FLAGS}
-    with diary.stage("devices") as facts:
+    with diary.stage("the detection of devices") as facts:
         facts["available"] = torch.cuda.is_available()
         if not facts["available"]:
             facts["why_not"] = _error_of(torch.cuda.init)
@@ -77,9 +77,9 @@ def examine_torch(diary: Diary) -> None:
             device["product"] = _error_of(partial(_product, torch, index))
         with diary.stage(f"flash attention on GPU {index} ({device['arch']})"):
             device["flash"] = _flash(torch, index)
-    with diary.stage("the allocator with these settings") as facts:
+    with diary.stage("the test of the allocator with these settings") as facts:
         facts["allocator"] = _allocate(torch)
-    with diary.stage("several GPUs") as facts:
+    with diary.stage("the check of peer access") as facts:
         count = len(facts["devices"])
         if count > 1:
             facts["peers"] = [
@@ -88,7 +88,7 @@ def examine_torch(diary: Diary) -> None:
             ]
             nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
             facts["collectives"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
-    with diary.stage("the collectives library") as facts:
+    with diary.stage("the detection of the collectives library") as facts:
         facts["collectives_loaded"] = _loaded_collectives(Path("/proc/self/maps"))
 
 
@@ -97,7 +97,7 @@ def examine_aiter(diary: Diary) -> None:
         import aiter
     with diary.stage("import of aiter.tuned_gemm"):
         import aiter.tuned_gemm
-    with diary.stage("contents of aiter") as facts:
+    with diary.stage("the check of its functions") as facts:
         facts["missing"] = [name for name in AITER_NAMES if not callable(getattr(aiter, name, None))]
 
 
@@ -205,7 +205,7 @@ def _allocate(torch: Any) -> dict[str, Any]:
 
 
 def _loaded_collectives(maps: Path) -> dict[str, str] | None:
-    """Return the path and version of the loaded RCCL or NCCL. torch only reports the version that it was built with."""
+    """Return the path and version of the loaded RCCL or NCCL. torch reports only the version that it was built with."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:

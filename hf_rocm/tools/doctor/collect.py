@@ -27,10 +27,10 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
 
     torch is not imported unless it was built for ROCm, since it could not use the GPU.
     """
-    say = progress or (lambda text: None)
     system = machine.system
     environment = dict(machine.environment)
-    say("importing torch and aiter, each in its own process")
+    if progress is not None:
+        progress("importing torch and aiter, each in its own process")
     named = _model(machine, environment, model) if model else None
     with ThreadPoolExecutor(max_workers=3) as pool:
         torch = pool.submit(machine.ask, "torch", timeout=TORCH_SECONDS) if machine.torch().hip else None
@@ -125,7 +125,7 @@ def _host(machine: Machine) -> Host:
 
 
 def _iommu(machine: Machine) -> str | None:
-    """Return the kernel's `iommu=`, empty if it is not set; None if it can't be read, or in a guest of Hyper-V."""
+    """Return the kernel's `iommu=` parameter, empty if not set; None if unreadable, or in a guest of Hyper-V."""
     line = machine.text("/proc/cmdline")
     bios = machine.text("/sys/devices/virtual/dmi/id/bios_version") or ""
     if line is None or bios.startswith("Hyper-V"):

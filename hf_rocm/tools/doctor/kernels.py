@@ -27,7 +27,7 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     blocks = weight.double().cpu().reshape(-1, BLOCK)
     off = (unpacked.double().cpu().reshape(-1, BLOCK) - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
     if not bool((off <= WIDEST).all()):
-        return f"unpacked weights are off by up to {off.max().item():.2g} of their block's largest"
+        return f"unpacked weights are off by up to {off.max().item():.2g} times their block's maximum"
     for rows in (1, 8):
         x = torch.randn(rows, 512, generator=generator).bfloat16().to(device)
         exact = x.double().cpu() @ unpacked.double().cpu().t()

@@ -1,4 +1,4 @@
-"""What a named model needs, read from its folder or the hub's cache without network access or loading the model."""
+"""The requirements of a named model, read from its folder or the hub's cache, without network access or loading."""
 
 from __future__ import annotations
 

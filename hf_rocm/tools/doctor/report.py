@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """The severity of a finding: fine, a loss of speed or a surprise, or a problem that must be fixed."""
+    """The severity of a finding: ok, lower speed or unexpected behaviour, or a problem that must be fixed."""
 
     OK = "ok"
     WARNING = "warning"

@@ -71,7 +71,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
     sources = collect(top)
     if not sources.files:
         raise HfRocmError(
-            "port-check reads no file here",
+            "there is no file here that port-check reads",
             facts={"path": top, "reads": f"*.py, *.ipynb, *.sh, and {', '.join(KINDS[2:])}"},
             hint="pass the folder of your model's code",
         )
@@ -124,7 +124,7 @@ def _text(file: Path, largest: int) -> str:
 def _check_inside(file: Path, top: Path) -> None:
     """Refuse a link to a file outside the tree, since the user may not want that file to be quoted."""
     if file != top and file.is_symlink() and not file.resolve().is_relative_to(top.resolve()):
-        raise ValueError("a link to a file outside")
+        raise ValueError("a link to a file outside the folder")
 
 
 class _Silenced:
@@ -149,7 +149,7 @@ class _Silenced:
 
 def _why(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return "not text in UTF-8"
+        return "not UTF-8 text"
     if isinstance(error, SyntaxError):
         return f"this Python ({platform.python_version()}) can't parse it: {error.msg}, line {error.lineno}"
     return str(error) or type(error).__name__

@@ -135,7 +135,7 @@ class Module:
         return False
 
     def expected(self, node: ast.AST) -> list[str | None]:
-        """Return the exceptions that every `try` around the node in its function catches; None for a bare `except`."""
+        """Return the exceptions that the `try`s around the node in its function catch; None for a bare `except`."""
         caught: list[str | None] = []
         for parent in self.above(node):
             if isinstance(parent, ast.Try) and _in_body(node, parent):
@@ -163,7 +163,7 @@ class Module:
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             self._within_test(node, context)
         elif isinstance(node, ast.BoolOp):
-            self._each_after(node.values, context)
+            self._operands(node.values, context)
         elif isinstance(node, ast.Try):
             inside = _with(context, absence=context.absence or _expects_absence(node))
             self._block(node.body, inside)
@@ -197,7 +197,7 @@ class Module:
             else:
                 self._enter(part, inside)
 
-    def _each_after(self, values: Iterable[ast.expr], context: Context) -> None:
+    def _operands(self, values: Iterable[ast.expr], context: Context) -> None:
         for value in values:
             self._enter(value, context)
             context = _with(context, words=context.words | self._words_of(value))

@@ -155,7 +155,7 @@ def _foreign(folder: Path) -> str | None:
     if folder.is_symlink():
         return "a link to a folder"
     if folder.name in _FOREIGN:
-        return "not the project's own"
+        return "not part of the project"
     return "a virtual environment" if (folder / "pyvenv.cfg").exists() else None
 
 

@@ -67,7 +67,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a tuner run. variables: what to set in order to use the table, unless hf_rocm sets it itself."""
+    """The result of a tuner run. variables: the variables that enable the table, if hf_rocm doesn't."""
 
     tuned: int
     missing: list[Gemm]

@@ -1,4 +1,4 @@
-"""The hit rate that `explain` reports: how many of a model's GEMMs are in the tables that aiter uses."""
+"""The hit rate that `explain` reports: the share of a model's GEMMs that are in the tables that aiter uses."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def tuning_of(model: nn.Module) -> Tuning | None:
         recorded = shapes.read(file)
         release, gpu = machine.installed(), machine.gpu()
         if release is None or gpu is None:
-            where = "aiter" if release is None else "AMD GPU under ROCm"
-            return Tuning(len(recorded), None, f"{len(recorded)} shapes are recorded; there is no {where} here")
+            missing = "aiter is not installed" if release is None else "there is no AMD GPU under ROCm here"
+            return Tuning(len(recorded), None, f"{len(recorded)} shapes are recorded; {missing}")
         if not release.layout.reads_variable:
             return Tuning(len(recorded), None, f"amd-aiter {release.version} reads only its own table")
         table = active.combined(gpu, release, options.tuned_files())

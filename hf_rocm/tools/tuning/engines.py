@@ -80,7 +80,7 @@ def tune(shapes: Sequence[Gemm], gpu: Gpu, release: Release, *, progress: Progre
     if release.tuner is None:
         raise TuningError(
             f"amd-aiter {release.version} is installed without its tuner",
-            facts={"expected": release.layout.tuner, "below": release.folder or "(not installed)"},
+            facts={"expected": release.layout.tuner, "in": release.folder or "(not installed)"},
             hint="install it from source: git clone --recursive https://github.com/ROCm/aiter",
         )
     run = _new_folder(store.folder(gpu, release) / "runs")

@@ -45,7 +45,7 @@ def record(
 
 @contextmanager
 def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
-    """Build the model in this folder or with this name, without memory. Its tensors are valid only inside the block.
+    """Build the model in this folder or with this name, without allocating memory. Valid only in the block.
 
     dtype: its name, such as bfloat16; by default the checkpoint's. Raises `LoadError` if there is no config.
     """
@@ -58,13 +58,13 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
         raise LoadError(
             f"no config could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="check the name or the path; the folder must contain its config.json",
+            hint="check the name or the path; the folder must contain config.json",
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise TuningError(
             "this checkpoint is quantised, and quantised GEMMs are not tuned here",
             facts={"model": model},
-            hint="tune the original checkpoint, if that is what you run",
+            hint="if you run the original checkpoint, tune that one",
         )
     named = _named(dtype) if dtype else _dtype_of(config)
     cls = _class_for(model, config)
@@ -172,7 +172,7 @@ def _class_for(model: str, config: Any) -> Any:
 
 
 def _no_initial_values() -> Any:
-    """Disable weight initialisation, in which drawing values until they lie in a range would be an endless loop."""
+    """Disable weight initialisation, which would never end if it samples values until they lie in a range."""
     try:
         module = importlib.import_module("transformers.initialization")
     except ModuleNotFoundError:  # before 5.0

@@ -171,7 +171,7 @@ def _other_gpus(checked: Checked, table: Table, gpu: Gpu) -> None:
         if row.key.units != gpu.units or row.key.gfx not in (None, gpu.gfx):
             others.setdefault((row.key.gfx, row.key.units), []).append(row)
     for (gfx, units), rows in others.items():
-        name = f"{gfx}, {units} compute units" if gfx else f"a GPU of {units} compute units"
+        name = f"{gfx}, {units} compute units" if gfx else f"a GPU with {units} compute units"
         checked.notes.append(f"{_lines([row.line for row in rows])}: for {name}, not for this one ({gpu})")
     if table.rows and sum(map(len, others.values())) == len(table.rows):
         checked.problems.append(Problem(table.rows[0].line, f"no row is for this GPU ({gpu})"))

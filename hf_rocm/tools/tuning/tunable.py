@@ -58,7 +58,7 @@ def tune(shapes: Sequence[Gemm], file: Path, *, progress: Progress | None = None
 
 
 def results(settings: Any) -> str:
-    """Return the results of TunableOp in the format of its files, which some releases only write at exit."""
+    """Return the results of TunableOp in the format of its files, which some releases write only at exit."""
     lines = [("Validator", *validator) for validator in settings.get_validators()] + list(settings.get_results())
     return "".join(",".join(map(str, line)) + "\n" for line in lines)
 

@@ -19,7 +19,7 @@ TITLES = {
     PADDED: "rows of different lengths, then tokens one by one",
     FILLED: "several and single tokens on a filled cache",
     STATIC: "the same on a static cache",
-    WINDOW: "a row past its sliding window",
+    WINDOW: "a row longer than the sliding window",
 }
 KEPT = 96  # the number of positions that are compared per call: the last ones
 
@@ -195,7 +195,7 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
         return None
     if (
         case.cache == "dynamic"
-    ):  # given the config, newer releases only cache the window of sliding layers, as generate does
+    ):  # given the config, newer releases cache only the window of sliding layers, as generate does
         takes_config = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
         return transformers.DynamicCache(config=subject.text_config) if takes_config else transformers.DynamicCache()
     known = inspect.signature(transformers.StaticCache.__init__).parameters

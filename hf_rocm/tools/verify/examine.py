@@ -48,7 +48,8 @@ def examine(
     groups = list(_groups(subject, case)) if recorded is None else [_looked_into(recorded)]
     for inside in groups:
         exact = recorded or reference_of(subject, case, inside)
-        free = free or run(subject, case, subject.dtype, within=within)  # after stock, which may not run the case
+        # after stock, which may be unable to run the case
+        free = free or run(subject, case, subject.dtype, within=within)
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
         off = faults_of(subject, exact, local, bounds)

@@ -16,7 +16,7 @@ from hf_rocm.tools.verify.judge import is_mixture
 from hf_rocm.tools.verify.model_under_test import Subject, is_causal_lm
 
 TOKENS = "greedy tokens", "generate, token by token, compared with stock's"
-GRAPHS = "graph replay", "generate over recorded steps compared with uncaptured steps"
+GRAPHS = "graph replay", "generate with recorded steps compared with uncaptured steps"
 
 
 def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
@@ -24,7 +24,7 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
     If two tokens are almost equally likely, rounding decides between them, and the texts differ afterwards. So every
     token of hf_rocm is checked on hf_rocm's own text. Its logit in the reference may be below the best logit by the sum
-    of both logits' errors. Either error may be twice stock's own error plus a rounding step.
+    of both logits' errors. Each error may be twice stock's own error plus a rounding step.
     """
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")
@@ -49,7 +49,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
     plain = generate(subject, prompt, new, recorded=False)
-    check = _judged(subject, GRAPHS, again, plain, prompt.shape[1], "those without")
+    check = _judged(subject, GRAPHS, again, plain, prompt.shape[1], "those of uncaptured steps")
     numbers = {**check.numbers, "replayed": float(steps)}
     note = f"{steps} steps replayed; {check.note}"
     if not torch.equal(first, again):
@@ -84,14 +84,14 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     bound = 2 * allowed_error(eager_error, subject.dtype, exact.abs().max().item())
     differs = (actual[0] != expected[0])[start:].cpu().nonzero()
     numbers = {"steps": float(len(text)), "same": float(len(text))}
-    note = f"all {len(text)} are {whose}"
+    note = f"all {len(text)} tokens are equal to {whose}"
     if len(differs):
         first = int(differs[0])
         best = exact[first].topk(2).values
         numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
         note = (
-            f"the first {first} of {len(text)} are {whose}; there the reference's two largest logits are "
-            f"{numbers['margin']:.2e} apart, and hf_rocm's token is {numbers['behind']:.2e} below the largest"
+            f"the first {first} of {len(text)} tokens are equal to {whose}; after them, the reference's two largest "
+            f"logits are {numbers['margin']:.2e} apart, and hf_rocm's token is {numbers['behind']:.2e} below the larger"
         )
     # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
     # is compared

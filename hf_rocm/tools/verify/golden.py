@@ -63,7 +63,7 @@ def save(
 
 
 def check(file: Path) -> None:
-    """Raise `GoldenError` if it won't be possible to write the file after the run."""
+    """Raise `GoldenError` early if the file can't be written."""
     try:
         files.check_output(file)
     except OSError as error:
@@ -153,7 +153,8 @@ def _check_identity(file: Path, header: dict[str, Any], subject: Subject) -> Non
         if key == "weights":
             names = differing(header.get("tensors", {}), here["tensors"])
             facts["first that differs"] = f"{names[0]} ({len(names)} in all)" if names else "the list itself"
-        raise GoldenError(f"{file} belongs to another model: its {key} differs", facts=facts, hint=hint)
+        verb = "differ" if key == "weights" else "differs"
+        raise GoldenError(f"{file} belongs to another model: its {key} {verb}", facts=facts, hint=hint)
 
 
 def _of_case(case: Case) -> Iterator[tuple[str, Tensor]]:

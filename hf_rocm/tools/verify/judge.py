@@ -1,4 +1,4 @@
-"""Compare hf_rocm with the reference, to determine which layers and operations are wrong, and whether the result is."""
+"""Compare hf_rocm with the reference, to determine which layers and operations, and whether the result, are wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT, label, same_point
 from hf_rocm.tools.verify.reference import Reference, Run
 
-# The names of the number of experts in configs, and of routers in models.
+# Config fields for the number of experts, and the names of router modules.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
 

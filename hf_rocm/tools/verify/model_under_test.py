@@ -36,8 +36,8 @@ class Subject:
             raise VerifyError(
                 f"{type(model).__name__} has no floating-point weights, so there is no reference"
                 if first is None
-                else f"{type(model).__name__} is in 8 bits, which changes its results on purpose",
-                hint="verify it before it is quantised; hf_rocm.quantization_loss measures the error of 8 bits",
+                else f"{type(model).__name__} is quantised, which changes its results on purpose",
+                hint="verify it before it is quantised; hf_rocm.quantization_loss measures its error afterwards",
             )
         if any(parameter.is_meta for parameter in model.parameters()):
             raise VerifyError(

@@ -50,9 +50,9 @@ def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
 def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
     name = getattr(subject.text_config, "_attn_implementation", None) or "its own"
     if alone_is_off:
-        return f"wrong in stock, without padding: attention by {name!r} is not plain attention (are sinks dropped?)"
+        return f"wrong in stock, without padding: attention by {name!r} is not eager attention (are sinks dropped?)"
     if not together.finite:
-        return f"not finite in stock, with padding only: rows that see no key, attention by {name!r}"
+        return f"not finite in stock, with padding only: rows without a visible key, attention by {name!r}"
     return (
         "wrong in stock, with padding only: rows use the positions of other rows (a rotary kernel?), or their padding"
     )

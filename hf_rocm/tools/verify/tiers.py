@@ -1,4 +1,4 @@
-"""Check every tier: run in it all operations that it can serve, and list the others with the reason."""
+"""Check every tier: run all operations that it can serve, and list the others with the reasons."""
 
 from __future__ import annotations
 

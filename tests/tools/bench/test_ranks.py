@@ -170,7 +170,7 @@ def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
         ranks.check(gpu, ["stock"], 4)
     assert error.value.facts == {"found": "2"} and "--tp 2" in str(error.value.hint)
     ranks.check(gpu, ["stock", "hf_rocm"], 2)
-    with pytest.raises(OptionError, match="takes the first GPUs"):
+    with pytest.raises(OptionError, match="uses the first GPUs"):
         ranks.check(Subject(None, "llama-8b", torch.device("cuda", 1)), ["stock"], 2)
 
 

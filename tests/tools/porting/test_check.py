@@ -215,7 +215,7 @@ def test_environments_and_links_in_a_tree_are_skipped(tmp_path):
     ("name", "content", "reason"),
     [
         ("a.py", b"def f(:\n", "can't parse it: invalid syntax, line 1"),
-        ("a.py", b"\xff\xfe\x00binary", "not text in UTF-8"),
+        ("a.py", b"\xff\xfe\x00binary", "not UTF-8 text"),
         ("a.py", b"x = 1\x00", "null bytes"),
         ("a.cu", b" " * (LARGEST + 1), "larger than 2 MiB"),
         ("a.py", b"(" * 3000, "too many nested"),
@@ -239,7 +239,7 @@ def test_a_path_without_readable_files_is_an_error(tmp_path):
     with pytest.raises(HfRocmError, match="this path does not exist"):
         check(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(HfRocmError, match="port-check reads no file here"):
+    with pytest.raises(HfRocmError, match="no file here that port-check reads"):
         check(tmp_path)
 
 
@@ -372,6 +372,6 @@ def test_a_link_to_a_file_outside_the_tree_is_not_read(tmp_path):
     (tmp_path / "tree" / "inner.py").symlink_to("own.py")
     (tmp_path / "tree" / "outer.py").symlink_to("../secret.py")
     report = check(tmp_path / "tree")
-    assert report.unread == {"outer.py": "a link to a file outside"}
+    assert report.unread == {"outer.py": "a link to a file outside the folder"}
     assert [finding.path for finding in report.findings] == ["inner.py", "own.py"]
     assert check(tmp_path / "tree" / "outer.py").findings, "a link that the user names is read"

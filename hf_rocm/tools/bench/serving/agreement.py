@@ -15,8 +15,11 @@ _LEAST = 0.5  # fraction of the text that may always differ in 16-bit dtypes
 
 
 class Agreement(NamedTuple):
-    """Two sides on the same requests. equal, total: numbers of answers. lost: the fraction of stock's text that comes
-    after the first difference in an answer. stock: this fraction for stock's own answers, alone and in a batch."""
+    """A comparison of two sides on the same requests.
+
+    equal, total: numbers of answers. lost: the fraction of stock's text that comes after the first difference in an
+    answer. stock: this fraction for stock's own answers, alone and in a batch.
+    """
 
     equal: int
     total: int
@@ -47,8 +50,8 @@ class Agreement(NamedTuple):
         if self.dtype == EXACT:
             return f"{EXACT} allows no difference: every answer must be equal"
         return (
-            f"Allowed in {self.dtype}: {_percent(self.allowed)} (stock differs from itself in {_percent(self.stock)} "
-            "between requests alone and in a batch); `hf-rocm verify` compares logits"
+            f"Allowed in {self.dtype}: {_percent(self.allowed)} (stock's own answers differ by "
+            f"{_percent(self.stock)} between single and batched requests); `hf-rocm verify` compares logits"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Request a completion over HTTP from a server on this machine: its text, and the time at which each piece arrived."""
+"""Request a completion over HTTP from a server on this machine, and record when each piece of its text arrived."""
 
 from __future__ import annotations
 

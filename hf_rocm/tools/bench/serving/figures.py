@@ -102,11 +102,12 @@ def notes(group: Sequence[dict[str, Any]]) -> list[str]:
             f"{side}: {kind['count']} × {name}, first: {kind['example']}" for name, kind in case["errors"].items()
         ]
         if case["unsent"]:
-            lines.append(f"{side}: {case['unsent']} requests were not sent within {case['load']['seconds']:g} s")
+            what = "request was" if case["unsent"] == 1 else "requests were"
+            lines.append(f"{side}: {case['unsent']} {what} not sent within {case['load']['seconds']:g} s")
     joined = [f"{case['pieces']} of {case['streamed_tokens']} ({case['side']})" for case in group
               if case["pieces"] < case["streamed_tokens"]]  # fmt: skip
     if joined:
-        lines.append(f"fewer pieces of text than streamed tokens: {', '.join(joined)}; times are between pieces")
+        lines.append(f"fewer pieces of text than streamed tokens: {', '.join(joined)}; times are those between pieces")
     return lines
 
 

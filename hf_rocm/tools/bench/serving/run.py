@@ -29,7 +29,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
 _WATCH = 0.2  # seconds between two checks of the server's process
-_LAST_WORDS = 2.0  # seconds in which a process must end after it has closed its connections
+_GRACE = 2.0  # seconds in which a process must end after it has closed its connections
 _DURING = "while it answered requests"
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class _Run:
         for answer in traffic.answers:
             if answer.error is not None:
                 raise ServeError(
-                    f"the server of {server.side} failed one of the first requests: {answer.error}",
+                    f"the {server.side} server failed on one of the first requests: {answer.error}",
                     facts={"answer": answer.detail or "none", "last lines": server.last_lines()},
                     hint="allow more time with --timeout" if answer.error == "timeout" else None,
                 )
@@ -142,7 +142,7 @@ class _Run:
         send = partial(ask, server.port, self.model, timeout=self.settings.timeout)
         traffic = asyncio.run(_watched(server, drive(load, list(questions), send, progress=count)))
         if any(answer.error in LOST for answer in traffic.answers):
-            server.check(_DURING, grace=_LAST_WORDS)
+            server.check(_DURING, grace=_GRACE)
         return traffic
 
 
@@ -168,7 +168,7 @@ def _files(model: str) -> tuple[Any, Any]:
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
-            hint="the folder must contain config.json, its weights (model.safetensors) and its tokenizer",
+            hint="the folder must contain config.json, the weights (model.safetensors) and the tokenizer",
         ) from error
 
 
@@ -191,7 +191,8 @@ def _mismatch(
     return Mismatch(
         "hf_rocm's answers differ from stock's, so nothing is timed",
         facts={
-            "answers": f"{agreed.equal} of {agreed.total} are equal, and {100 * agreed.lost:.0f} % of the text differs",
+            "answers": f"{agreed.equal} of {agreed.total} are equal",
+            "text after a difference": f"{100 * agreed.lost:.0f} %",
             "tolerance": agreed.tolerance,
             "prompt": repr(questions[index].prompt[:100]),
             "stock": repr(expected[index][:100]),

@@ -63,7 +63,7 @@ class Server:
         code = self.process.returncode
         if code is not None:
             how = f"was killed by {children.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            raise ServeError(f"the server of {self.side} {how} {when}", facts={"last lines": self.last_lines()})
+            raise ServeError(f"the {self.side} server {how} {when}", facts={"last lines": self.last_lines()})
 
     def last_lines(self) -> str:
         return children.tail(self.log)
@@ -97,7 +97,7 @@ def check() -> None:
     if find_spec("transformers.cli") is None or find_spec("transformers.cli.serving") is None:
         raise OptionError(
             f"the server of transformers {transformers.__version__} has no /v1/completions",
-            hint="a newer transformers has it; `hf-rocm bench MODEL` measures generate in every release",
+            hint="newer releases have it; `hf-rocm bench MODEL` measures generate in every release",
         )
     try:
         import_module(_CLI)
@@ -146,7 +146,7 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
         progress(f"{server.side}: starting transformers serve, {waited:.0f} s")
         time.sleep(_PAUSE)
     raise ServeError(
-        f"the server of {server.side} did not start in {timeout:g} s",
+        f"the {server.side} server did not start in {timeout:g} s",
         facts={"last lines": server.last_lines()},
         hint="allow more time with --start-timeout",
     )

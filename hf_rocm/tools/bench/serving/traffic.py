@@ -20,7 +20,7 @@ class Load:
     open loop with `rate` requests per second on average, which does not wait for answers.
 
     shortest, longest: the range of prompt lengths in tokens. new: tokens per answer. answers: `streamed`, `whole`, or
-    `both` in alternation. seconds: the time after which no request is sent.
+    `both`, alternating. seconds: the time after which no request is sent.
     """
 
     clients: int | None

@@ -43,7 +43,7 @@ def _no_gpu(facts: Facts) -> Finding:
         what,
         means="hf_rocm changes nothing here: installed overlays are inert, and models run as in stock transformers",
         fix="nothing is broken; run this on the machine with the AMD GPU"
-        + (" (in a container: one that was started on it)" if facts.container else ""),
+        + (" (and start the container there)" if facts.container else ""),
     )
 
 
@@ -82,7 +82,7 @@ def _permissions(facts: Facts) -> Finding:
     if kfd.usable and not render:
         return problem(
             "driver",
-            "/dev/kfd is there, but none of /dev/dri/renderD*",
+            "/dev/kfd exists, but there is no /dev/dri/renderD*",
             means="the runtime opens both; torch sees no GPU",
             fix=f"start the container with: {PASS_ON}" if facts.container else "sudo dmesg | grep -i amdgpu | tail",
         )

@@ -61,7 +61,7 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
     release = facts.rocm_release
     for gfx in dict.fromkeys(facts.gpus):
         for fault in graph_faults(gfx, release):
-            here = f"ROCm {release}" if release else "a ROCm of unknown release"
+            here = f"ROCm {release}" if release else "an unknown release of ROCm"
             reported = f" (reported for {fault.releases})" if fault.first is not None else ""
             if facts.set("HF_ROCM_GRAPHS") == "0":
                 yield ok("graphs", f"{here} on {gfx}: {fault.what}{reported}; no steps are recorded (HF_ROCM_GRAPHS=0)")
@@ -104,14 +104,16 @@ def _mapped_copies(facts: Facts) -> Iterator[Finding]:
     if fault.name == "twice":
         yield ok(
             "mapped-copies",
-            f"{fault.what}; hf_rocm.from_pretrained copies weights through ordinary memory here",
+            f"copies from a mapped file to the GPU: {fault.what}; hf_rocm.from_pretrained copies weights through "
+            "ordinary memory here",
             link=fault.link,
         )
         return
     yield warning(
         "mapped-copies",
-        f"{fault.what}, from a mapped file to the GPU",
-        means="plain transformers loads for minutes; hf_rocm.from_pretrained copies weights through ordinary memory",
+        f"copies from a mapped file to the GPU: {fault.what}",
+        means="plain transformers takes minutes to load a model; hf_rocm.from_pretrained copies weights through "
+        "ordinary memory",
         fix="boot another kernel; until then load through hf_rocm.from_pretrained",
         link=fault.link,
     )
@@ -128,7 +130,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
     if answer.error:
         yield problem(
             "bitsandbytes",
-            f"bitsandbytes {here} failed at {answer.stage}: {answer.error}",
+            f"bitsandbytes {here} failed during {answer.stage}: {answer.error}",
             means="4-bit models loaded through it fail as well",
             fix="pip install --upgrade bitsandbytes, or quantize= of hf_rocm.from_pretrained",
             link=FOUR_BIT,
@@ -157,7 +159,7 @@ def _conv3d(facts: Facts) -> Iterator[Finding]:
     if answer.error:
         yield problem(
             "patch-embedding",
-            f"{named.name} embeds images by a Conv3d, which failed here: {answer.error}",
+            f"{named.name} embeds images with a Conv3d, which failed here: {answer.error}",
             means="its first image will fail too; MIOpen computes Conv3d, and aborts on several GPUs and releases",
             fix=fix,
             link=CONV3D,
@@ -204,7 +206,7 @@ def _rope(facts: Facts) -> Iterator[Finding]:
         f"with use_kernels=True, transformers {facts.transformers.version} uses aiter-rope v{pinned}",
         means="it applies the first row's positions to all rows: batches whose first row is padded are wrong, "
         "without an error",
-        fix="load without use_kernels=True (hf_rocm has a rotary kernel of its own); `hf-rocm verify MODEL` shows it",
+        fix="load without use_kernels=True (hf_rocm has its own rotary kernel); `hf-rocm verify MODEL` shows it",
         link=ROPE,
     )
 
@@ -253,11 +255,11 @@ def hub_is_on(facts: Facts) -> bool:
 
 
 RULES = (
-    Rule("graphs", "a GPU and a ROCm whose graph replays return wrong results", GRAPH_FAULTS[0].link, _graphs),
+    Rule("graphs", "a GPU and a ROCm release whose graph replays return wrong results", GRAPH_FAULTS[0].link, _graphs),
     Rule("mapped-copies", "slow copies from mapped files", next(iter(STALLING_KERNELS.values())), _mapped_copies),
     Rule("bitsandbytes", "wrong 4-bit GEMMs of bitsandbytes", FOUR_BIT, _four_bit),
     Rule("patch-embedding", "a named model whose images go through MIOpen's Conv3d", CONV3D, _conv3d),
-    Rule("backward", "a slower backward of SDPA (gfx950, ROCm 10)", BACKWARD, _backward),
+    Rule("backward", "a slower backward kernel of SDPA (gfx950, ROCm 10)", BACKWARD, _backward),
     Rule("hub-rope", "a hub kernel that rotates all rows by the first row's positions", ROPE, _rope),
     Rule("hub-flash", "flash attention from the hub without sinks", SINKS, _sinks),
     Rule("padded-rows", "a named model in float16, whose padded rows may become NaN", PADDED_ROWS, _padded_rows),

@@ -79,7 +79,7 @@ def _on_gpu(facts: Facts, named: ModelFacts, needed: int) -> Iterator[Finding]:
     else:
         yield problem(
             "model-memory",
-            f"{_size(sum(free))} is free on the GPUs, and {_size(needed + RUNTIME)} is needed",
+            f"{_size(sum(free))} is free on the GPUs, but {_size(needed + RUNTIME)} is needed",
             means="it does not fit there in this form",
             fix='quantize="fp8" or "int8" in hf_rocm.from_pretrained halves it; or free memory (rocm-smi --showpids)',
         )

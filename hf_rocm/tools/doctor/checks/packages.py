@@ -13,13 +13,13 @@ from hf_rocm.tools.doctor.report import Finding, ok, warning
 NVIDIA_ONLY = {
     "transformer-engine": ("its kernels are for CUDA", "pip uninstall transformer-engine; AMD has its own build"),
     "xformers": ("builds from PyPI are for CUDA", "pip uninstall xformers; SDPA replaces it"),
-    "tensorrt": ("it runs NVIDIA's engines only", "MIGraphX is AMD's"),
+    "tensorrt": ("it runs NVIDIA's engines only", "MIGraphX is AMD's counterpart"),
     "tensorrt-llm": ("it runs NVIDIA's engines only", "vLLM and SGLang have ROCm builds"),
     "cupy-cuda12x": ("it is built for CUDA", "pip uninstall cupy-cuda12x; CuPy has ROCm builds"),
     "cupy-cuda11x": ("it is built for CUDA", "pip uninstall cupy-cuda11x; CuPy has ROCm builds"),
     "jax-cuda12-plugin": ("it looks for CUDA", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt; ROCm has plugins too"),
     "deep-ep": ("it needs NVSHMEM", "leave expert parallelism to RCCL"),
-    "nvidia-dali-cuda120": ("it is built for CUDA", "rocAL is AMD's"),
+    "nvidia-dali-cuda120": ("it is built for CUDA", "rocAL is AMD's counterpart"),
 }
 MANAGEMENT = ("pynvml", "nvidia-ml-py")
 BITSANDBYTES_ROCM = Version("0.50")

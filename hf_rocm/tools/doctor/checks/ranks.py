@@ -63,14 +63,14 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     if together.isdecimal() and int(together) > count:
         yield problem(
             "several",
-            f"{together} ranks on this machine, and each sees {seen}",
+            f"{together} ranks on this machine, but each sees only {seen}",
             means="several would use one GPU, which RCCL refuses (Duplicate GPU detected)",
             fix=f"torchrun --nproc-per-node {count} …" + (f", or unset {_names(hidden)}" if hidden else ""),
         )
     elif local.isdecimal() and int(local) >= count:
         yield problem(
             "several",
-            f"LOCAL_RANK={local}, and this process sees {seen}",
+            f"LOCAL_RANK={local}, but this process sees only {seen}",
             means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
             fix=f"unset {_names(hidden)}; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0"
             if hidden
@@ -110,7 +110,7 @@ def _matches(interface: str, wanted: str) -> bool:
 
 
 def _elsewhere(facts: Facts) -> Iterator[Finding]:
-    """Check that the host name resolves to this host, since gloo would offer other hosts its loopback address."""
+    """Check that the host name resolves to this host, since gloo would otherwise give others its loopback address."""
     here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
     several = here.isdecimal() and int(here) < int(everywhere)
     if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):

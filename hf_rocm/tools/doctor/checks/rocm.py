@@ -8,7 +8,7 @@ from hf_rocm.tools.doctor import rocminfo
 from hf_rocm.tools.doctor.facts import Facts, short, version
 from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
 
-# The oldest ROCm for which PyTorch 2.6 was built, the oldest release of PyTorch that hf_rocm supports.
+# The oldest ROCm for which PyTorch 2.6 was built. hf_rocm supports no older release of PyTorch.
 OLDEST = "6.1"
 
 
@@ -32,7 +32,7 @@ def _version(facts: Facts) -> Finding:
     if here.release < version(OLDEST).release:  # type: ignore[union-attr]
         return problem(
             "rocm",
-            f"ROCm {here} is older than those for which supported releases of PyTorch were built ({OLDEST})",
+            f"ROCm {here} is older than {OLDEST}, the oldest release for which a supported PyTorch was built",
             means="kernels that are compiled here (aiter, Triton) do not match the libraries of torch",
             fix=f"install a newer ROCm (AMD's guide: rocm.docs.amd.com){_like(facts)}",
         )
@@ -79,7 +79,7 @@ def _tools(facts: Facts) -> Finding:
     if not missing:
         return ok("tools", "rocminfo, hipconfig and hipcc are installed")
     if not facts.aiter.found.amd:
-        return ok("tools", f"no {', '.join(missing)}: aiter would need them, torch does not")
+        return ok("tools", f"no {', '.join(missing)}: needed by aiter, not by torch")
     return problem(
         "tools",
         f"{', '.join(missing)} not found on PATH or in /opt/rocm/bin",

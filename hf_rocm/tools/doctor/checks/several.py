@@ -1,7 +1,7 @@
-"""Several GPUs: whether they reach each other, whether torch has RCCL, and whether the ranks' variables are valid.
+"""Several GPUs: peer access between them, torch's RCCL, and the ranks' variables.
 
-The checks come from RCCL's warnings at startup, which it logs only with NCCL_DEBUG=WARN, and from what RCCL's and
-NCCL's documentation recommends for the variables.
+The checks are based on RCCL's warnings at startup, which it logs only with NCCL_DEBUG=WARN, and on the
+recommendations for the variables in RCCL's and NCCL's documentation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     if not collectives:
         yield warning(
             "several",
-            f"{count} GPUs, and this torch has no RCCL",
+            f"{count} GPUs, but this torch has no RCCL",
             means="tensor parallelism and data parallel training cannot use them",
             fix="install a torch with RCCL (the wheels of pytorch.org have it)",
         )
@@ -67,7 +67,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
             + fine,
         )
     elif collectives:
-        yield ok("several", "; ".join([f"{count} GPUs reach each other", f"RCCL {collectives}", *there]))
+        yield ok("several", "; ".join([f"{count} GPUs can read each other's memory", f"RCCL {collectives}", *there]))
     if facts.container and facts.shared_memory is not None and facts.shared_memory < GIB:
         yield warning(
             "several",
@@ -123,21 +123,21 @@ def _host(facts: Facts, count: int) -> Iterator[Finding]:
     if host.numa_balancing:
         yield warning(
             "several",
-            "the kernel moves memory between the CPUs' nodes (kernel.numa_balancing is on)",
-            means="GPUs wait while pages that they share move; RCCL warns about this when it starts",
+            "the kernel moves memory between NUMA nodes (kernel.numa_balancing is on)",
+            means="GPUs wait while shared pages are moved; RCCL warns about this when it starts",
             fix="sudo sysctl kernel.numa_balancing=0",
         )
     if host.iommu is not None and "pt" not in host.iommu.split(",") and "cray" not in facts.system.release:
         yield warning(
             "several",
-            f"{count} GPUs, and the kernel was started without iommu=pt",
+            f"{count} GPUs, but the kernel was started without iommu=pt",
             means="RCCL warns that transfers may become unstable or hang",
             fix="add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX), then reboot",
         )
     if host.networks and host.locked is not None and host.locked < LOCKED:
         yield warning(
             "several",
-            f"{', '.join(host.networks)}, and a process may lock {host.locked / 2**10:.0f} KiB of memory",
+            f"{', '.join(host.networks)}, but a process may lock only {host.locked / 2**10:.0f} KiB of memory",
             means="InfiniBand and RoCE need locked memory; transfers between machines fail to start",
             fix="ulimit -l unlimited (in a container: --ulimit memlock=-1)",
         )

@@ -83,7 +83,7 @@ def _at_work(facts: Facts) -> Iterator[Finding]:
     if answer.error and not blamed(facts):
         yield problem(
             "torch-gpu",
-            f"torch failed at {answer.stage}: {answer.error}",
+            f"torch failed during {answer.stage}: {answer.error}",
             means="models will fail in the same way; facts that depend on it are missing below",
             fix="AMD_LOG_LEVEL=3 python -c 'import torch; torch.ones(1).cuda()' shows what the runtime did last",
         )

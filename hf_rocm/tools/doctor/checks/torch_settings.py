@@ -90,6 +90,6 @@ def _slow(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "slow-switches",
             ", ".join(f"{name}={facts.set(name)}" for name in slow),
-            means="; ".join(slow.values()) + ": for debugging, or a work-around that costs speed",
+            means="; ".join(slow.values()) + ": for debugging, or a workaround that costs speed",
             fix=f"unset {' '.join(slow)}",
         )

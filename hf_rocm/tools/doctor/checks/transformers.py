@@ -72,7 +72,7 @@ def _overlays(facts: Facts) -> Finding:
             "overlays",
             f"{number(bad, 'installed overlay')} on files that were changed later",
             means="those models stay stock, and their overlays cannot be uninstalled",
-            fix="hf-rocm status   # names them and what to do",
+            fix="hf-rocm status   # lists them, and the next step",
         )
     if foreign := _count(states, lambda installed, match: installed == "foreign"):
         return problem(
@@ -127,7 +127,8 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         "kernels",
         f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
         means="kernels from the hub are off: use_kernels=True and flash attention from the hub fail or do nothing, "
-        "FP8 checkpoints in blocks can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs none",
+        "block-wise FP8 checkpoints can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs "
+        "no hub kernels",
         fix=f"pip install '{wanted}' (or pip uninstall kernels)",
         link=KERNELS,
     )

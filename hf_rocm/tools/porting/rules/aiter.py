@@ -13,7 +13,7 @@ UNKNOWN = Rule(
     Severity.PROBLEM,
     "no release of amd-aiter from 0.1.1 to 0.1.20 has this name: AttributeError, or the unrelated asyncio package "
     "that PyPI calls aiter",
-    "see aiter's own modules; hf_rocm.ops calls the right one for the installed release",
+    "see aiter's own modules; hf_rocm.ops calls the right function for the installed release",
 )
 VARIABLE = Rule(
     "unknown-aiter-variable",
@@ -89,7 +89,7 @@ def positional_arguments(module: Module) -> Iterator[Place]:
         if tensors is None or not name.startswith(("aiter.", "torch.ops.aiter.")):
             continue
         if len(node.args) > tensors and not any(isinstance(argument, ast.Starred) for argument in node.args):
-            yield Place(POSITIONAL, node.lineno, f"{name} with {len(node.args)} arguments by position")
+            yield Place(POSITIONAL, node.lineno, f"{name} with {len(node.args)} positional arguments")
 
 
 def expected_import_error(module: Module) -> Iterator[Place]:

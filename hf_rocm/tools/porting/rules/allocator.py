@@ -13,7 +13,7 @@ SPLIT = Rule(
     Severity.WARNING,
     "max_split_size_mb keeps memory in pieces that graphs and fused weights can't use, and together with "
     "expandable_segments the allocator refuses to start on some builds",
-    "leave it out, or use hf_rocm.setup_environment(); `hf-rocm doctor` tries what is set",
+    "leave it out, or use hf_rocm.setup_environment(); `hf-rocm doctor` tests the setting",
 )
 BOTH = Rule(
     "allocator-conflict",

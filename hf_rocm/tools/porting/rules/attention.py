@@ -13,15 +13,15 @@ from hf_rocm.tools.porting.module import Module
 CALL = Rule(
     "flash-attn-call",
     Severity.WARNING,
-    "flash-attn's own package is a CUDA build unless ROCm's was compiled, and nothing here tests which",
+    "the flash-attn package is a CUDA build unless it was compiled for ROCm, and this code doesn't test which it is",
     "aiter.flash_attn_func (bottom-right causal too), torch's scaled_dot_product_attention, or "
     "attn_implementation='sdpa'",
 )
 EXPANDED = Rule(
     "expanded-key-value",
     Severity.WARNING,
-    "key and value heads are copied once for each query head before attention: the memory traffic that grouped heads "
-    "are meant to save, at every decode step",
+    "key and value heads are copied once for each query head before attention: every decode step has the memory "
+    "traffic that grouped heads are meant to avoid",
     "pass them as they are, with enable_gqa=True; aiter's and hf_rocm's attention take grouped heads too",
 )
 

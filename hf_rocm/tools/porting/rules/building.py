@@ -14,8 +14,8 @@ from hf_rocm.tools.porting.rules import allocator, native
 FLAG = Rule(
     "nvcc-flag",
     Severity.PROBLEM,
-    "only nvcc takes this flag: hipcc rejects it",
-    "pass it only where torch.version.hip is None; PyTorch's extension builder adds --offload-arch by itself",
+    "only nvcc accepts this flag: hipcc rejects it",
+    "pass it only where torch.version.hip is None; PyTorch's extension builder adds --offload-arch automatically",
 )
 ARCHITECTURES = Rule(
     "cuda-arch-list",
@@ -33,7 +33,7 @@ CMAKE = Rule(
     "cmake-cuda",
     Severity.WARNING,
     "CMake's CUDA support requires nvcc",
-    "enable_language(HIP) and find_package(hip), where the user chose ROCm",
+    "enable_language(HIP) and find_package(hip), if the user selects ROCm",
 )
 
 _FLAG = re.compile(

@@ -11,20 +11,20 @@ from hf_rocm.tools.porting.module import Module
 MODE = Rule(
     "compile-mode",
     Severity.WARNING,
-    "this mode records graphs through inductor's trees; reports on ROCm range from a speed-up to wrong results",
-    "mode='default' (hf_rocm.compile sets the safe ones), and measure before using another",
+    "this mode records graphs through inductor's graph trees; reports on ROCm range from a speed-up to wrong results",
+    "mode='default', or hf_rocm.compile, whose settings are safe; measure before you use another mode",
 )
 SETTING = Rule(
     "inductor-setting",
     Severity.WARNING,
-    "inductor's graph recording and memory planning are the settings that guides switch off on ROCm",
+    "guides for ROCm recommend disabling inductor's graph recording and memory planning",
     "set it only if torch.version.hip is None, or let hf_rocm.compile set it",
 )
 CAPTURE = Rule(
     "random-state-in-capture",
     Severity.PROBLEM,
     "reading or setting the generator's state while a graph is recorded raises an error, or is not repeated by replays",
-    "read it before the capture, and give the graph the generator with graph.register_generator_state(…)",
+    "read it before the capture, and register the generator with graph.register_generator_state(…)",
 )
 
 _MODES = ("reduce-overhead", "max-autotune")

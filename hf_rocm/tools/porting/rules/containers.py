@@ -15,7 +15,7 @@ IMAGE = Rule(
     "nvidia-base-image",
     Severity.PROBLEM,
     "the image contains CUDA and CUDA builds of its packages, which an AMD GPU can't run",
-    "rocm/pytorch:latest, rocm/dev-ubuntu-24.04 or another image by AMD (hub.docker.com/u/rocm)",
+    "rocm/pytorch:latest, rocm/dev-ubuntu-24.04 or another image from AMD (hub.docker.com/u/rocm)",
 )
 
 _IMAGE = re.compile(

@@ -12,13 +12,13 @@ CAPABILITY = Rule(
     "cuda-capability",
     Severity.WARNING,
     "on ROCm these are the numbers of the gfx target, (9, 0) on MI200 and (9, 4) on MI300X: a test for 8 or 9 passes, "
-    "and what follows may be for NVIDIA's Ampere or Hopper",
+    "and the code after it may be for NVIDIA's Ampere or Hopper",
     "test torch.version.hip first, then get_device_properties(…).gcnArchName",
 )
 VERSION = Rule(
     "cuda-version",
     Severity.WARNING,
-    "torch.version.cuda is None on ROCm: the test is false, and comparing it or calling a method of it raises an error",
+    "torch.version.cuda is None on ROCm: the test is false, and comparing it or calling its methods raises an error",
     "torch.cuda.is_available() for a GPU, torch.version.hip for ROCm and its release",
 )
 NVML = Rule(
@@ -50,7 +50,7 @@ def capabilities(module: Module) -> Iterator[Place]:
         elif isinstance(node, ast.Compare) and _names_architecture(node):
             calls = [value for value in node.comparators if isinstance(value, ast.Call)]
             if any(_ends(module, call.func, ("get_arch_list",)) for call in calls):
-                yield Place(CAPABILITY, node.lineno, "get_arch_list() has gfx targets on ROCm")
+                yield Place(CAPABILITY, node.lineno, "get_arch_list() returns gfx targets on ROCm")
 
 
 def versions(module: Module) -> Iterator[Place]:

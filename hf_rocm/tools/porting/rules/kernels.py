@@ -32,14 +32,14 @@ WARPS = Rule(
     "triton-num-warps",
     Severity.PROBLEM,
     "on CDNA a warp has 64 lanes, so more than 16 warps exceed the limit of 1024 threads per workgroup",
-    "num_warps of 16 or fewer, or half of it where torch.version.hip is set",
+    "num_warps of 16 or fewer, or half as many warps if torch.version.hip is set",
 )
 FP8 = Rule(
     "fp8-type",
     Severity.WARNING,
     "MI300X (gfx942) computes with the FNUZ types of FP8, with another exponent bias and a maximum of 240 in E4M3; the "
     "OCP types are for gfx950, gfx12 and NVIDIA",
-    "choose float8_e4m3fnuz or float8_e4m3fn by torch.cuda.get_device_properties(0).gcnArchName",
+    "choose float8_e4m3fnuz or float8_e4m3fn based on torch.cuda.get_device_properties(0).gcnArchName",
 )
 
 _FP8 = {"float8_e4m3fn", "float8_e5m2", "float8e4nv"}

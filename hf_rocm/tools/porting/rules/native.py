@@ -38,7 +38,7 @@ LANES = Rule(
 MACRO = Rule(
     "cuda-arch-macro",
     Severity.WARNING,
-    "HIP's compiler does not define this macro: without a warning, it compiles the code for older GPUs, or none",
+    "HIP's compiler does not define this macro: it silently compiles the code for older GPUs, or none",
     "add a condition on __HIP_DEVICE_COMPILE__, __gfx942__ or a similar macro",
 )
 OBJECT = Rule(
@@ -51,7 +51,7 @@ FP8 = Rule(
     "fp8-type-native",
     Severity.WARNING,
     "HIP has its own FP8 types: FNUZ on gfx942 with another exponent bias, OCP on gfx950 and gfx12",
-    "__hip_fp8_e4m3_fnuz or __hip_fp8_e4m3, by the target",
+    "__hip_fp8_e4m3_fnuz or __hip_fp8_e4m3, depending on the target",
 )
 
 SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".inl", ".ipp", ".tpp")

@@ -17,7 +17,7 @@ CUDA_PIN = Rule(
     "cuda-pin",
     Severity.PROBLEM,
     "pip installs a CUDA build of PyTorch in place of the ROCm build",
-    "require torch without a local version, and let the user's index decide (https://download.pytorch.org/whl/rocm…)",
+    "require torch without a local version, and let the user select the index (https://download.pytorch.org/whl/rocm…)",
 )
 PACKAGE = Rule(
     "nvidia-only-requirement",
@@ -132,7 +132,7 @@ class _Sources:
                     self._always.add(str(source.get("index")))
 
     def only_in_an_extra(self, line: str) -> bool:
-        """Return whether uv only uses the index in this line for extras or groups."""
+        """Return whether uv uses the index in this line only for extras or groups."""
         urls = {url for part in _QUOTED.finditer(line) for url in part.groups() if url}
         indexes = [index for url in urls for index in self._indexes.get(url, ())]
         if not indexes or not all(index.get("explicit") for index in indexes):

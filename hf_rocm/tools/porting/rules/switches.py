@@ -11,8 +11,8 @@ from hf_rocm.tools.porting.module import Module
 TF32 = Rule(
     "tf32-flag",
     Severity.NOTE,
-    "TF32 is a format of NVIDIA's; on ROCm the flag does nothing, or switches hipBLASLt's XF32 on for gfx942 alone, so "
-    "that results differ between machines",
+    "TF32 is an NVIDIA format; on ROCm the flag has no effect, or enables hipBLASLt's XF32 on gfx942 only, so that "
+    "results differ between machines",
     "set it only if torch.version.hip is None (as hf_rocm.setup_environment() does)",
 )
 BENCHMARK = Rule(
@@ -24,8 +24,8 @@ BENCHMARK = Rule(
 DISABLED = Rule(
     "cudnn-disabled",
     Severity.WARNING,
-    "the flag switches MIOpen off on ROCm: convolutions fall back to PyTorch's slow native kernels",
-    "set it where torch.version.hip is None",
+    "the flag disables MIOpen on ROCm: convolutions fall back to PyTorch's slow native kernels",
+    "set it only if torch.version.hip is None",
 )
 
 _FLAGS = {

@@ -51,7 +51,7 @@ def test_a_model_that_does_not_load_is_an_error_with_the_last_lines(monkeypatch,
     monkeypatch.setitem(server.CODE, "stock", "print('OSError: no such model')\nsys.exit(3)")
     with pytest.raises(ServeError) as error, start(tmp_path / "server"):
         pytest.fail("it started")
-    assert error.value.message == "the server of stock ended with exit code 3 while it loaded the model"
+    assert error.value.message == "the stock server ended with exit code 3 while it loaded the model"
     assert error.value.facts == {"last lines": "OSError: no such model"}
 
 
@@ -76,7 +76,7 @@ def test_a_killed_server_names_the_signal(stubs, tmp_path):
         running.process.kill()
         running.process.wait()
         running.check("during the traffic")
-    assert error.value.message == "the server of stock was killed by signal 9 (SIGKILL) during the traffic"
+    assert error.value.message == "the stock server was killed by signal 9 (SIGKILL) during the traffic"
 
 
 def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpr
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_every_kernel_is_among_the_builds(name):
     module = modules()[name]
-    assert entries(module), "the module contains no kernel"
-    assert entries(module) == built(module)
+    assert entries(module) == built(module)  # both are empty for a module of parts of kernels
 
 
 LARGEST_SHARE = 0.05  # share of unreached instructions in all compiled variants that ran
@@ -32,7 +31,7 @@ def test_instructions_are_reached(request):
 
 def test_every_kernel_was_executed(request):
     executed = suite.record().kernels()
-    wanted = {name: entries(module) for name, module in modules().items()}
+    wanted = {name: entries(module) for name, module in modules().items() if module.BUILDS}
     if request.config.getoption("--machine-code-share") in ("few", "sample"):  # one kernel per module is enough
         missing = [name for name, kernels in wanted.items() if not kernels & executed]
     else:

@@ -139,8 +139,8 @@ def chunk_kernel(
         known = there[:, None] & (dim < KEY_DIM)[None, :]
         query = load_parts(mixed, plane, at + dim[None, :], known, PARTS)
         key = load_parts(mixed + GROUPS * KEY_DIM, plane, at + dim[None, :], known, PARTS)
-        keys += times(key, turned(key))
-        queries += times(query, turned(key))
+        keys += times(key, turned(key), PARTS)
+        queries += times(query, turned(key), PARTS)
         whole = total_of(key)
         key_square += tl.sum(whole * whole, 1)
         whole = total_of(query)
@@ -162,7 +162,8 @@ def chunk_kernel(
     below = row[:, None] > row[None, :]
     lower = row[:, None] >= row[None, :]
     # sums of the gates after token j up to token i: differences of running sums would lose digits
-    log_fade = times((tl.where(lower, 1.0, 0.0).to(tl.bfloat16),), split(tl.where(below, gate[:, None], 0.0), 3))
+    ones = tl.where(lower, 1.0, 0.0).to(tl.bfloat16)
+    log_fade = times((ones,), split(tl.where(below, gate[:, None], 0.0), 3), 1)
     fade = tl.where(lower, tl.exp(log_fade), 0.0)
     fade_from_start = tl.exp(tl.sum(tl.where(lower, gate[None, :], 0.0), 1))
     fade_to_end = tl.exp(tl.sum(tl.where(row[:, None] < row[None, :], gate[None, :], 0.0), 1))
@@ -230,18 +231,18 @@ def recurrence_kernel(
     for chunk in range(chunks):
         left = length - chunk * CHUNK
         pair = load_parts(queries, plane, at_both, (both % CHUNK < left)[:, None] & is_key, PARTS)
-        read = times(pair, split(memory, 3)) * tl.load(terms + both)[:, None]
+        read = times(pair, split(memory, 3), PARTS) * tl.load(terms + both)[:, None]
         result, read = tl.split(tl.permute(tl.reshape(read, (2, CHUNK, BLOCK_VALUE)), (1, 2, 0)))
         inside = (row < left)[:, None] & is_value
         value = load_parts(values, plane, row[:, None] * channels + column[None, :], inside, PARTS)
-        value = times(load_parts(solved, CHUNK * CHUNK, square, None, 3), split(total_of(value) - read, 3))
-        result += times(load_parts(within, CHUNK * CHUNK, square, None, 3), split(value, 3))
+        value = times(load_parts(solved, CHUNK * CHUNK, square, None, 3), split(total_of(value) - read, 3), 3)
+        result += times(load_parts(within, CHUNK * CHUNK, square, None, 3), split(value, 3), 3)
         at = row[:, None] * (heads * VALUE_DIM) + column[None, :]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
         known, at = (row < left)[:, None] & is_key, row[:, None] * channels + dim[None, :]
         key = load_parts(queries + GROUPS * KEY_DIM, plane, at, known, PARTS)
         memory *= tl.load(terms + 4 * CHUNK - 1)
-        memory += times(turned(key), split(value * tl.load(terms + 2 * CHUNK + row)[:, None], 3))
+        memory += times(turned(key), split(value * tl.load(terms + 2 * CHUNK + row)[:, None], 3), PARTS)
         queries += CHUNK * channels
         values += CHUNK * channels
         out += CHUNK * heads * VALUE_DIM

@@ -25,20 +25,22 @@ def inverted(below, row, LEVELS: tl.constexpr):
         block = index >> level
         pair = (block % 2 == 1) & ((row[None, :] >> level) == block - 1)
         parts = split(inverse, 3)
-        inverse -= times(parts, split(times(split(tl.where(pair, below, 0.0), 3), parts), 3))
+        inverse -= times(parts, split(times(split(tl.where(pair, below, 0.0), 3), parts, 3), 3), 3)
     return inverse
 
 
 @triton.jit
-def times(a, b):
+def times(a, b, PARTS: tl.constexpr):
     """The product of two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
 
-    Products of two small parts are left out: they are below the last bit of fp32.
+    Products of two small parts are left out: they are below the last bit of fp32. PARTS: the number of parts of `a`.
+    Without it, Triton would compile (1 part, 3 parts) and (2 parts, 2 parts) into one function: the names of compiled
+    functions contain the types of all parts, but not to which argument they belong.
     """
     total = tl.dot(a[0], b[0])
-    if len(a) + len(b) > 2:
+    if PARTS + len(b) > 2:
         rest = tl.zeros_like(total)
-        for i in tl.static_range(len(a)):
+        for i in tl.static_range(PARTS):
             for j in tl.static_range(len(b)):
                 if i + j == 1 or i + j == 2:
                     rest = tl.dot(a[i], b[j], rest)

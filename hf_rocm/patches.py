@@ -203,7 +203,8 @@ def replaced() -> list[Change]:
 def original(owner: Any, name: str) -> Any:
     """Return the owner's value without hf_rocm's changes, or ABSENT. A wrapper from other code is returned as is."""
     entries = owner if isinstance(owner, dict) else vars(owner)
-    return _beneath(entries.get(name, ABSENT), (id(owner), name))
+    with _lock:
+        return _beneath(entries.get(name, ABSENT), (id(owner), name))
 
 
 def sweep() -> None:

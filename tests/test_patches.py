@@ -238,6 +238,37 @@ def test_concurrent_changes_of_one_attribute(owner):
     assert not wrong and vars(owner)["own"] is stock and patches.on(owner) == []
 
 
+def test_the_original_is_read_while_other_threads_undo_changes(owner):
+    changes = [Change(owner, f"method_{number}", lambda change: change.original) for number in range(300)]
+    for change in changes:
+        setattr(owner, change.name, labelled(change.name))
+    failed, done = [], threading.Event()
+
+    def read():
+        try:
+            while not done.is_set():
+                patches.original(owner, "own")
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for change in changes:
+            user = User()
+            patches.apply(change, user=user)
+            patches.release(user)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not failed
+
+
 def test_nothing_is_printed_at_exit():
     program = (
         "from hf_rocm import patches\n"

@@ -120,7 +120,7 @@ def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) 
     reason = None if dropout is None else dropout_reason(dropout)
     if reason is not None:
         return f"part of a sum: {reason}"
-    if is_pytorchs(output) or is_pytorchs(residual):
+    if is_pytorchs(output) or residual.__class__ not in _PLAIN:
         return "called under autocast or by a tool that transforms the call"
     if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
         return "the two terms of the sum before it differ in dtype, shape or device"

@@ -69,7 +69,7 @@ class Step:
             if not torch.equal(mask, resident_mask.tensor):
                 raise Unlike("the attention mask is not that of a sequence with left padding")
         clock = self.residents.clocks.get("position_ids")
-        if ids.shape[1] > 1 and clock is not None and not torch.equal(positions, clock):
+        if positions is not None and clock is not None and ids.shape[1] > 1 and not torch.equal(positions, clock):
             raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None

@@ -90,7 +90,7 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
         ({"top": 33}, "33 of 64"),
         ({"top": 0}, "can't be chosen"),
         ({"biased": True, "scores": routing_torch.CHOSEN}, "no bias to logits"),
-        ({"groups": 8, "scores": routing_torch.CHOSEN}, "scores of all experts"),
+        ({"groups": 8, "scores": routing_torch.CHOSEN}, "softmax or sigmoid scores"),
         ({"groups": 7}, "groups of 64 experts can't be chosen"),
         ({"groups": 8, "chosen_groups": 9}, "9 of 8 groups"),
         ({"groups": 3, "experts": 48}, "powers of two"),

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 WHAT, CHECKPOINT, EXTRA = sys.argv[1:]
@@ -27,6 +28,14 @@ import hf_rocm  # noqa: E402
 from hf_rocm.distributed import facts  # noqa: E402
 
 transformers.logging.set_verbosity_error()
+
+
+def report(kind, error, _):
+    """Write the error at once, because the ranks share stderr and Python writes a traceback in pieces."""
+    os.write(2, "".join(traceback.format_exception_only(kind, error)).encode())
+
+
+sys.excepthook = report
 
 
 def die(*arguments, **options):

@@ -169,7 +169,7 @@ REFUSALS = [
         quantized.refuses,
         SPEC,
         {"format": FP8},
-        "aiter's GEMMs on gfx942 support torch.float8_e4m3fnuz, not torch.float8_e4m3fn",
+        "aiter has no GEMM for torch.float8_e4m3fn on gfx942; it supports torch.float8_e4m3fnuz",
     ),
     (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
     (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
@@ -203,9 +203,9 @@ def test_refusals(recorded_as, refuses, spec, changes, sentence):
 def test_the_fp8_type_must_match_the_arch(recorded_as):
     recorded_as(NEWEST, "gfx90a")
     old, new = (Device("cuda", rocm=True, arch=arch) for arch in ("gfx90a", "gfx950"))
-    assert quantized.refuses(SPEC, old) == "aiter's GEMMs on gfx90a support no fp8 dtype, not torch.float8_e4m3fnuz"
+    assert quantized.refuses(SPEC, old) == "aiter has no GEMM for torch.float8_e4m3fnuz on gfx90a"
     assert quantized.refuses(SPEC._replace(format=INT8), old) is None
     assert quantized.refuses(SPEC._replace(format=FP8), new) is None
     reason = quantized.refuses(SPEC, new)
-    assert reason == "aiter's GEMMs on gfx950 support torch.float8_e4m3fn, not torch.float8_e4m3fnuz"
+    assert reason == "aiter has no GEMM for torch.float8_e4m3fnuz on gfx950; it supports torch.float8_e4m3fn"
     assert "aiter needs an AMD GPU" in str(quantized.refuses(SPEC, Device("cpu", rocm=False)))

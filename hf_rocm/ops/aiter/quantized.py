@@ -61,7 +61,8 @@ def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
         return f"gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got {spec.dtype} and {spec.bias_dtype}"
     native = fp8_of(device)
     if spec.format != INT8 and spec.format != native:
-        return f"aiter's GEMMs on {device.arch} support {native or 'no fp8 dtype'}, not {spec.format}"
+        supported = f"; it supports {native}" if native else ""
+        return f"aiter has no GEMM for {spec.format} on {device.arch}{supported}"
     return None
 
 

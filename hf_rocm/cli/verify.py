@@ -23,7 +23,7 @@ Config = Annotated[
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help=f"Random weights instead of a MODEL: a config.json, or one of {', '.join(_TINY)}.",
+        help=f"Use random weights instead of MODEL. CONFIG: a config.json, or one of {', '.join(_TINY)}.",
         autocompletion=lambda: list(_TINY),
     ),
 ]
@@ -47,7 +47,7 @@ def verify(
     device: DeviceName = None,
     force: Force = False,
     everything: Annotated[
-        bool, typer.Option("--all", "-v", help="Also show every layer, the end results, and what ran.")
+        bool, typer.Option("--all", "-v", help="Also show every layer, the end results, and the kernels that ran.")
     ] = False,
     json: Json = False,
 ) -> None:

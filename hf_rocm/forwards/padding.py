@@ -23,9 +23,9 @@ from hf_rocm import features, options
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.generation.step import Unrecordable
 
-# Up to `_LONG` tokens, lengths are padded to multiples of the first number, and above to multiples of the second. GEMMs
-# and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the work for short
-# rows. 12 buckets cover 512 tokens.
+# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer ones to multiples of the
+# second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the
+# work for short rows. 12 buckets cover 512 tokens.
 _STEPS = (32, 64)
 _LONG = 256
 
@@ -107,7 +107,7 @@ def refuses_model(model: Any) -> str | None:
     if getattr(config, "chunk_size_feed_forward", 0):
         return "its feed-forward layers process their input in chunks"
     if config._attn_implementation not in ("sdpa", "eager"):
-        return f"attention of {config._attn_implementation!r} may treat masked tokens differently"
+        return f"the attention implementation {config._attn_implementation!r} may treat masked tokens differently"
     return features.refuses(feature)
 
 

@@ -65,7 +65,7 @@ class RecordedForward(Recorded):
         super().__init__(recorder, inputs, tensors, outputs.tensors)
         self._weights = weights
         self._build = outputs.build
-        self.cuts: Sequence[tuple[int, ...]] | None = None  # of a padded call; see `padding.Padded.cuts`
+        self.cuts: Sequence[tuple[int, ...]] | None = None  # the cuts of a padded call; see `padding.Padded.cuts`
         self._last: Any = None  # the stream of the last replay
 
     def copies(self, inputs: Sequence[Tensor], padded: Padded | None = None) -> list[Tensor]:

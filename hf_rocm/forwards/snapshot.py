@@ -21,7 +21,7 @@ from hf_rocm.generation.watch import watches_of
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
 _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
-# Attributes in which hf_rocm and transformers store notes.
+# Attributes on which no recorded forward depends: notes of hf_rocm and transformers, and the rest of `nn.Module`'s own.
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
@@ -64,7 +64,7 @@ class Snapshot:
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
         self._forms = self._described()
-        self._guards: dict[bool, Any] = {}  # by whether inference mode was enabled, on which they depend
+        self._guards: dict[bool, Any] = {}  # by inference mode, on which guards depend
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
         """Add the contents of a container, including nested containers and configs."""

@@ -62,7 +62,7 @@ class State:
     def __init__(self, model: Any) -> None:
         self.name = type(model).__name__
         self.required: bool = model.__dict__[SETTINGS]["required"]
-        self.device: torch.device = model.device  # of the current snapshot
+        self.device: torch.device = model.device  # the device of the current snapshot
         self.lock = threading.RLock()
         self.disabled: str | None = None  # why recording has stopped
         self.recorded = 0

@@ -59,7 +59,7 @@ class Layer:
         return capacity if self.window is None else min(capacity, self.window + SLACK)
 
     def kept(self, tokens: int, drafts: int) -> int:
-        """The number of the last `tokens` tokens that later queries may see, if up to `drafts` of them are dropped."""
+        """How many of the last `tokens` tokens later queries may see, if up to `drafts` of them are dropped."""
         return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:

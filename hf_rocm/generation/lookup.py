@@ -56,10 +56,10 @@ def _searches(change: Change) -> Callable[..., Any]:
         if self not in searches:
             searches[self] = _on_host(self)
         tokens = input_ids.cpu()
-        found, logits = change.call_of(searches[self])(tokens, *args, **kwargs)
-        if found is tokens:
+        extended, logits = change.call_of(searches[self])(tokens, *args, **kwargs)
+        if extended is tokens:
             return input_ids, logits
-        drafts = found[:, tokens.shape[1] :].to(input_ids.device, non_blocking=True)
+        drafts = extended[:, tokens.shape[1] :].to(input_ids.device, non_blocking=True)
         return torch.cat((input_ids, drafts), dim=1), logits
 
     return get_candidates

@@ -37,7 +37,7 @@ class Part(NamedTuple):
     forward: object  # an instance forward that changes nothing, or None
     hooks: tuple[object, ...]
     weight: int  # address
-    nbytes: int  # of the weight
+    nbytes: int  # the size of the weight
     bias: int | None  # address
 
     def layer(self, module: Module) -> Any:
@@ -54,7 +54,7 @@ class WeightGroup:
     order = 50  # if several kinds fit, the lowest is used; `restore` uses the same order
     only_in_overlays = False  # only an overlay's forward uses it
 
-    names: tuple[str, ...] = ()  # of the layers
+    names: tuple[str, ...] = ()  # the names of the layers
     sizes: tuple[int, ...] = ()  # N_1, N_2, …
     parts: tuple[Part, ...] = ()
     plain = False

@@ -37,15 +37,15 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     `save_pretrained` writes in its own format.
     """
     require_module(model, "save_quantized")
-    found, all_of_them = layers(model), replacements(model)
+    linears, all_of_them = layers(model), replacements(model)
     if not all_of_them:
         raise OptionError("this model is not quantised", hint='hf_rocm.quantize(model, "int4") quantises it')
-    if any(isinstance(layer, EncodedLinear) for _, layer in found):
+    if any(isinstance(layer, EncodedLinear) for _, layer in linears):
         raise OptionError(
             "this model was loaded from a quantised checkpoint",
             hint="model.save_pretrained writes it in the checkpoint's own format",
         )
-    if len(found) < len(all_of_them):
+    if len(linears) < len(all_of_them):
         raise OptionError(
             "stock transformers reads no format that has both experts and other layers in MXFP4",
             hint='model.save_pretrained writes an ordinary checkpoint; quantize(..., exclude=["experts"]) leaves the '
@@ -54,18 +54,18 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise OptionError(f"{type(model).__name__} has no save_pretrained", hint="pass the transformers model itself")
-    with patches.applied(*_as_checkpoint(model, found)):
+    with patches.applied(*_as_checkpoint(model, linears)):
         save(folder, **arguments)
 
 
-def _as_checkpoint(model: Any, found: list[tuple[str, QuantizedLinear]]) -> Iterator[Change]:
+def _as_checkpoint(model: Any, linears: list[tuple[str, QuantizedLinear]]) -> Iterator[Change]:
     """The changes that give the model the layers and settings of a model that was loaded from such a checkpoint."""
     others = [path for path, module in model.named_modules() if isinstance(module, Linear)]
-    given = _scheme(found[0][1], others)
+    given = _scheme(linears[0][1], others)
     format = parse(given)
     assert isinstance(format, LinearFormat)
     config = StoredConfig(given, format, given["quant_method"])
-    for path, layer in found:
+    for path, layer in linears:
         parent, _, name = path.rpartition(".")
         yield Entry(model.get_submodule(parent)._modules, name, _instead(_stored(layer, format)))
     yield Entry(model.__dict__, "hf_quantizer", lambda _: StoredQuantizer(config))

@@ -35,7 +35,7 @@ from hf_rocm.ops.triton import linear as triton
 FEW = 16
 ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of a fused GEMM
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # the activations of fused GEMMs
 BEFORE = ("user", "aiter")  # the tiers before triton
 
 

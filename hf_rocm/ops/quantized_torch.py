@@ -103,7 +103,7 @@ def _scaled(product: Tensor, row_scale: Tensor, call: QuantizedCall) -> Tensor:
 
 
 def _rounds(spec: QuantizedSpec) -> str | None:
-    return None if spec.round_input else "it multiplies rounded rows, and this call doesn't round x"
+    return None if spec.round_input else "8-bit GEMMs need x rounded to 8 bits, and this call doesn't round it"
 
 
 def dequantized_refuses(spec: QuantizedSpec, device: Device) -> str | None:
@@ -114,7 +114,7 @@ def fp8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if _rounds(spec) is not None:
         return _rounds(spec)
     if spec.format == INT8:
-        return "_scaled_mm is for fp8"
+        return "_scaled_mm supports only fp8"
     if not hasattr(torch, "_scaled_mm"):
         return f"PyTorch {torch.__version__} has no _scaled_mm"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -103,16 +103,16 @@ class Bitsandbytes(FourBitFormat):
         def map_check(values: Sequence[Any]) -> str | None:
             return None if tuple(values) == CODES[self.code] else f"numbers that differ from those of {self.code}"
 
-        found = {
+        tensors = {
             "weight": Expected((torch.uint8,), ((-(-n * k // 2), 1),)),
             _ABSMAX: Expected((torch.uint8 if self.double else torch.float32,), ((count,),)),
             _MAP: Expected((torch.float32,), ((len(CODES[self.code]),),), check=map_check),
             self._state: Expected((torch.uint8,), (), check=state_check),
         }
         if self.double:
-            found[_NESTED_ABSMAX] = Expected((torch.float32,), ((-(-count // PER_FACTOR),),))
-            found[_NESTED_MAP] = Expected((torch.float32,), ((256,),))
-        return found
+            tensors[_NESTED_ABSMAX] = Expected((torch.float32,), ((-(-count // PER_FACTOR),),))
+            tensors[_NESTED_MAP] = Expected((torch.float32,), ((256,),))
+        return tensors
 
     def joins(self, first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
         # the rows of every layer must begin with a new factor of the scales

@@ -123,7 +123,7 @@ class Mxfp4Packed(FourBitFormat):
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
         if k % BLOCK:
-            raise Unsupported(f"the {k} inputs of a layer are not a multiple of {BLOCK}")
+            raise Unsupported(f"the number of inputs of a layer, {k}, is not a multiple of {BLOCK}")
         return {
             "weight_packed": Expected((MXFP4,), ((n, k // 2),)),
             "weight_scale": Expected((MXFP4,), ((n, k // BLOCK),)),

@@ -62,7 +62,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
-        """An unwritten weight with n rows, and with the device and the K of `weight`."""
+        """An uninitialised weight with n rows, and with the device and the K of `weight`."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:

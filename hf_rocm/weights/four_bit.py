@@ -65,7 +65,7 @@ class FourBitWeight(QuantizedWeight):
     @classmethod
     def refuses(cls, weight: Tensor, format: int) -> str | None:
         k = weight.shape[1]
-        return None if k % format == 0 else f"its {k} inputs are not a multiple of the group size {format}"
+        return None if k % format == 0 else f"its number of inputs, {k}, is not a multiple of the group size {format}"
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: int, bias: Tensor | None) -> FourBitWeight:

@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The requirements on a layer's tensor. shapes: () for any. check: returns an error for wrong values, or None."""
+    """The requirements for a layer's tensor. shapes: () for any. check: returns an error for wrong values, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -84,7 +84,7 @@ class LinearFormat(StoredFormat):
     """A format of linear layers [N, K] whose `bulk` tensors are replaced with an encoded weight."""
 
     def refuses(self, n: int, k: int) -> str | None:
-        """Why the weight [N, K] can't be encoded for hf_rocm's kernels, so that calls dequantise it, or None."""
+        """Why the weight [N, K] can't be encoded for hf_rocm's kernels, or None. Calls dequantise such a weight."""
         if n % _MULTIPLE or k % _MULTIPLE:
             return f"its sizes {n} × {k} are not multiples of {_MULTIPLE}"
         return None
@@ -94,7 +94,7 @@ class LinearFormat(StoredFormat):
         return all(first[name].dtype == other[name].dtype for name in self.bulk if name in first)
 
     def empty(self, n: int, k: int, layers: Sequence[Tensors], bias: Tensor | None) -> QuantizedWeight:
-        """An unwritten encoded weight with n rows, for layers with these tensors."""
+        """An uninitialised encoded weight with n rows, for layers with these tensors."""
         raise NotImplementedError
 
     def put(self, weight: QuantizedWeight, start: int, tensors: Tensors) -> None:
@@ -112,9 +112,9 @@ class LinearFormat(StoredFormat):
 
 @dataclass(frozen=True)
 class EightBitFormat(LinearFormat):
-    """`weight`: [N, K] int8 or fp8; the scale has the name `marker`.
+    """`weight`: [N, K] int8 or fp8; `marker` is the name of the scale.
 
-    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: whether no GEMM rounds x, as with blocks.
+    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: whether x is never rounded, as with blocks.
     """
 
     bulk = ("weight",)
@@ -174,7 +174,7 @@ def _blocks(n: int, k: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FourBitFormat(LinearFormat):
-    """4-bit integers with one scale per group of `group` numbers of a row, or per row if `group` is -1."""
+    """4-bit integers with one scale per group of `group` numbers in a row, or per row if `group` is -1."""
 
     scales: ClassVar[str]  # the name of the scales
     zero_points: ClassVar[str]  # the name of the zero points, which may be absent
@@ -216,17 +216,17 @@ class FourBitFormat(LinearFormat):
         raise NotImplementedError
 
     def to_rows(self, scales: Tensor, k: int) -> Tensor:
-        """The scales of a weight [N, K] as [N, groups]."""
+        """The scales of a weight [N, K] as [N, groups], from the layer's tensor."""
         return scales
 
     def from_rows(self, scales: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of `to_rows`."""
         return scales
 
     def refuses(self, n: int, k: int) -> str | None:
         group = k if self.group == -1 else self.group
         if k % group:
-            return f"its {k} inputs are not a multiple of the group size {group}"
+            return f"its number of inputs, {k}, is not a multiple of the group size {group}"
         return super().refuses(n, k)
 
     def joins(self, first: Tensors, other: Tensors) -> bool:
@@ -294,7 +294,7 @@ def unpack(words: Tensor, shifts: Sequence[int]) -> Tensor:
 
 
 def pack(numbers: Tensor, shifts: Sequence[int]) -> Tensor:
-    """The inverse."""
+    """The inverse of `unpack`."""
     words = numbers[..., 0] << shifts[0]
     for index, shift in enumerate(shifts[1:], 1):
         words |= numbers[..., index] << shift
@@ -340,5 +340,5 @@ def stored_format(method: str) -> Callable[[ParserT], ParserT]:
 
 
 def parsers() -> dict[str, Parser]:
-    """The parsers of all imported files, by `quant_method`."""
+    """The parsers of all imported modules, by `quant_method`."""
     return dict(_parsers)

@@ -65,7 +65,7 @@ class _Reader:
         defaults = arguments.defaults[: max(0, len(kept) + 1 - required)]
         if arguments.kwarg is None or arguments.vararg is not None:
             raise Unknown(f"def forward({ast.unparse(arguments)})")
-        self.found = Attention(cls.name, kept, defaults, cache)
+        self.attention = Attention(cls.name, kept, defaults, cache)
         self.cls, self.forward, self.x = cls, forward, names[0]
         self.values: dict[str, object] = {self.x: "x"}
         self.texts: dict[str, str] = {}  # shapes and sizes, by variable name
@@ -76,9 +76,10 @@ class _Reader:
                 self._statement(statement)
             except (Unknown, KeyError, ValueError, AttributeError, TypeError) as error:
                 raise Unknown(ast.unparse(statement).splitlines()[0]) from error
-        if not self.found.parts or not self.found.output or (self.found.rope_if and not self.found.rope):
+        complete = self.attention.parts and self.attention.output
+        if not complete or (self.attention.rope_if and not self.attention.rope):
             raise Unknown("no call of the attention interface")
-        return self.found
+        return self.attention
 
     def _statement(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -109,7 +110,7 @@ class _Reader:
             query, key, cos, sin = given
             if not (self._heads(query) and self._heads(key)) or (cos, sin) != ("cos", "sin") or value.keywords:
                 raise Unknown
-            self.found.rope = value.func.id
+            self.attention.rope = value.func.id
             self.values.update({names[0]: query, names[1]: key})
         elif isinstance(value, ast.Call) and text.endswith(".chunk(3, dim=-1)"):
             joined = self._value(value.func.value)  # type: ignore[attr-defined]
@@ -166,14 +167,14 @@ class _Reader:
     def _child(self, name: str, value: object) -> object:
         if value == "x":
             return Part(name)
-        if value == "output" and not self.found.output:
-            self.found.output = name
+        if value == "output" and not self.attention.output:
+            self.attention.output = name
             return "output"
         if not isinstance(value, Part) or "norm" not in name or value.flat_norm or value.head_norm:
             raise Unknown
         if value.scale:  # a norm cancels a factor
             raise Unknown
-        if self.found.rope:  # `layers.heads` applies norms before the rotation
+        if self.attention.rope:  # `layers.heads` applies norms before the rotation
             raise Unknown
         return replace(value, head_norm=name) if value.head_dim else replace(value, flat_norm=name)
 
@@ -189,10 +190,10 @@ class _Reader:
 
     def _condition(self, statement: ast.If) -> None:
         test = ast.unparse(statement.test)
-        if test == f"{self.found.cache} is not None" and not statement.orelse:
+        if test == f"{self.attention.cache} is not None" and not statement.orelse:
             *before, update = statement.body
             call = update.value if isinstance(update, ast.Assign) else None
-            if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"{self.found.cache}.update":
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != f"{self.attention.cache}.update":
                 raise Unknown
             if any("cache_kwargs" not in ast.unparse(earlier) for earlier in before):
                 raise Unknown
@@ -201,7 +202,7 @@ class _Reader:
         elif not statement.orelse and "rotary" in ast.unparse(statement.body[-1]):
             for inner in statement.body:
                 self._statement(inner)
-            self.found.rope_if = self._inlined(statement.test)
+            self.attention.rope_if = self._inlined(statement.test)
         elif not statement.orelse and self._made_under(test):
             for inner in statement.body:
                 name = inner.targets[0].id  # type: ignore[attr-defined]
@@ -228,19 +229,19 @@ class _Reader:
         parts = tuple(self._value(argument) for argument in value.args[1:4])
         if not all(self._heads(part) for part in parts) or ast.unparse(value.args[4]) != "attention_mask":
             raise Unknown
-        self.found.parts = parts  # type: ignore[assignment]
+        self.attention.parts = parts  # type: ignore[assignment]
         query, *others = parts
         if any(part.scale for part in others):  # type: ignore[attr-defined]
             raise Unknown
         for keyword in value.keywords:
             text = self._inlined(keyword.value)
             if keyword.arg in TERMS:
-                self.found.terms[TERMS[keyword.arg]] = text
+                self.attention.terms[TERMS[keyword.arg]] = text
             elif keyword.arg == "scaling":
-                self.found.scale = text
+                self.attention.scale = text
             elif keyword.arg == "dropout":
                 options = ast.walk(keyword.value)
-                self.found.dropout = next(
+                self.attention.dropout = next(
                     ast.unparse(option)
                     for option in options
                     if isinstance(option, ast.Attribute) and "dropout" in option.attr
@@ -249,15 +250,15 @@ class _Reader:
                 raise Unknown
 
         if query.scale is not None:  # type: ignore[attr-defined]
-            if self.found.scale != "1.0":
+            if self.attention.scale != "1.0":
                 raise Unknown
-            self.found.scale = query.scale  # type: ignore[attr-defined]
+            self.attention.scale = query.scale  # type: ignore[attr-defined]
 
     def _dropout(self, node: ast.Call) -> object:
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         if self._value(node.args[0]) != "output" or given.get("training") != "self.training" or "p" not in given:
             raise Unknown
-        self.found.output_dropout = given["p"]
+        self.attention.output_dropout = given["p"]
         return "output"
 
     def _return(self, statement: ast.Return) -> None:

@@ -165,23 +165,28 @@ REFUSALS = [
         {"bias_dtype": FP16},
         "gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got ",
     ),
-    (quantized.refuses, SPEC, {"format": FP8}, "gfx942 multiplies torch.float8_e4m3fnuz, not torch.float8_e4m3fn"),
+    (
+        quantized.refuses,
+        SPEC,
+        {"format": FP8},
+        "aiter has no GEMM for torch.float8_e4m3fn on gfx942; it supports torch.float8_e4m3fnuz",
+    ),
     (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
     (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
     (quantized.refuses, SPEC, {"n": 250}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 250 × 512"),
     (quantized.shuffled_refuses, SPEC, {}, "gemm_a8w8_bpreshuffle reads shuffled weights"),
-    (quantized.shuffled_refuses, SHUFFLED, {"format": INT8}, "gemm_a8w8_bpreshuffle is for fp8"),
+    (quantized.shuffled_refuses, SHUFFLED, {"format": INT8}, "gemm_a8w8_bpreshuffle supports only fp8"),
     (
         quantized.shuffled_refuses,
         SHUFFLED,
         {"n": 128},
-        "gemm_a8w8_bpreshuffle needs multiples of 256 and K ≥ 512",
+        "gemm_a8w8_bpreshuffle needs N and K to be multiples of 256 and K ≥ 512",
     ),
     (
         quantized.shuffled_refuses,
         SHUFFLED,
         {"k": 256},
-        "gemm_a8w8_bpreshuffle needs multiples of 256 and K ≥ 512",
+        "gemm_a8w8_bpreshuffle needs N and K to be multiples of 256 and K ≥ 512",
     ),
 ]
 
@@ -198,8 +203,9 @@ def test_refusals(recorded_as, refuses, spec, changes, sentence):
 def test_the_fp8_type_must_match_the_arch(recorded_as):
     recorded_as(NEWEST, "gfx90a")
     old, new = (Device("cuda", rocm=True, arch=arch) for arch in ("gfx90a", "gfx950"))
-    assert quantized.refuses(SPEC, old) == "gfx90a multiplies no fp8, not torch.float8_e4m3fnuz"
+    assert quantized.refuses(SPEC, old) == "aiter has no GEMM for torch.float8_e4m3fnuz on gfx90a"
     assert quantized.refuses(SPEC._replace(format=INT8), old) is None
     assert quantized.refuses(SPEC._replace(format=FP8), new) is None
-    assert quantized.refuses(SPEC, new) == "gfx950 multiplies torch.float8_e4m3fn, not torch.float8_e4m3fnuz"
+    reason = quantized.refuses(SPEC, new)
+    assert reason == "aiter has no GEMM for torch.float8_e4m3fnuz on gfx950; it supports torch.float8_e4m3fn"
     assert "aiter needs an AMD GPU" in str(quantized.refuses(SPEC, Device("cpu", rocm=False)))

@@ -140,7 +140,7 @@ CASES = [
     (decode.refuses, DECODING, {"starts": True}, "mha_fwd can't skip the first keys of a row"),
     (decode.refuses, DECODING, {"window": 8}, "mha_fwd can't skip the first keys of a row"),
     # Radeon
-    (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels come first"),
+    (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels are used instead"),
     (triton.refuses, ATTENTION, {"softcap": True}, "aiter's Triton attention has no softcap", NEWEST, "gfx1201"),
     (
         triton.refuses,

@@ -31,7 +31,7 @@ def test_kernels_numbers_and_memory():
     with options.override(tiers={"linear": "eager"}):
         eager = logits(model)
     left = model.__dict__[quantizing.REPORT]["left"]
-    assert left["model.layers.0.mlp.down_proj"] == "its 80 inputs are not a multiple of the group size 32"
+    assert left["model.layers.0.mlp.down_proj"] == "its number of inputs, 80, is not a multiple of the group size 32"
     for path, layer in quantizing.layers(model):
         weight = stock.get_submodule(path).weight.detach()
         exact, nearest = rounded(weight)[2], layer.weight.double()

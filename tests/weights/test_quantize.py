@@ -342,8 +342,8 @@ class TestFourBits:
         with options.override(tiers={"linear": "eager"}):
             eager = logits(model)
         assert_as_good_as_eager(actual, eager, logits(model.double()))
-        left = model.__dict__[quantizing.REPORT]["left"]
-        assert left["model.layers.0.mlp.down_proj"] == f"its 80 inputs are not a multiple of the group size {group}"
+        reason = model.__dict__[quantizing.REPORT]["left"]["model.layers.0.mlp.down_proj"]
+        assert reason == f"its number of inputs, 80, is not a multiple of the group size {group}"
         for path, layer in quantizing.layers(model):
             weight = stock.get_submodule(path).weight
             scale = layer.quantized.scale[layer.start : layer.start + layer.out_features]

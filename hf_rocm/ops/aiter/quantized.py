@@ -1,4 +1,4 @@
-"""8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for weights in its own order.
+"""8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for shuffled weights.
 
 PyTorch quantises the rows of x: aiter's own kernel divides by the largest magnitude, so a row of zeros becomes NaN, and
 it ignores NaN when it computes that magnitude.
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
-# Its tiles have up to 256 rows and are not padded. Only a few rarely used kernels support K below 512.
+# The tiles of `gemm_a8w8_bpreshuffle` have up to 256 rows and are not padded. Only a few of its kernels, which are
+# rarely used, support K below 512.
 TILE, SHORTEST = 256, 512
 
 
@@ -43,9 +44,10 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if not spec.shuffled:
         return "gemm_a8w8_bpreshuffle reads shuffled weights, and this one is in its plain order"
     if spec.format == INT8:
-        return "gemm_a8w8_bpreshuffle is for fp8"
+        return "gemm_a8w8_bpreshuffle supports only fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:
-        return f"gemm_a8w8_bpreshuffle needs multiples of {TILE} and K ≥ {SHORTEST}, got {spec.n} × {spec.k}"
+        needs = f"N and K to be multiples of {TILE} and K ≥ {SHORTEST}"
+        return f"gemm_a8w8_bpreshuffle needs {needs}, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8_bpreshuffle"))
 
 
@@ -54,12 +56,13 @@ def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.round_input:
-        return "aiter multiplies rounded rows, and this call doesn't round x"
+        return "aiter's GEMMs need x rounded to 8 bits, and this call doesn't round it"
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.bias_dtype not in (None, spec.dtype):
         return f"gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got {spec.dtype} and {spec.bias_dtype}"
     native = fp8_of(device)
     if spec.format != INT8 and spec.format != native:
-        return f"{device.arch} multiplies {native or 'no fp8'}, not {spec.format}"
+        supported = f"; it supports {native}" if native else ""
+        return f"aiter has no GEMM for {spec.format} on {device.arch}{supported}"
     return None
 
 

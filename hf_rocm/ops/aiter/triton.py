@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
 
-# Among these GPUs, aiter has a table of tiles only for gfx1151, and raises an error for the others. Compiled for
-# gfx1151 by Triton 3.6, the tile in that table spills 127 registers at head dim 128. This one spills none, and takes 8
-# KiB of the 64 KiB of LDS.
+# Among Radeon GPUs, aiter has a table of tiles only for gfx1151, and raises an error for the others. Compiled for
+# gfx1151 by Triton 3.6, the tile in that table spills 127 registers at head dim 128. This one spills none, and uses
+# 8 KiB of the 64 KiB of LDS.
 _TILE = {
     "BLOCK_M": 32,
     "BLOCK_N": 16,
@@ -34,7 +34,7 @@ _TILE = {
     "num_ctas": 1,
     "num_stages": 1,
 }
-_TABLED = ("gfx1151",)  # aiter has tiles for their gradients too
+_TABLED = ("gfx1151",)  # the Radeon GPUs for which aiter has tiles, including those of the gradients
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -42,7 +42,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if device.arch not in detect.RADEON:
-        return f"on {device.arch} aiter's compiled kernels come first"
+        return f"on {device.arch} aiter's compiled kernels are used instead"
     reason = dense_limits(spec)
     if reason is not None:
         return reason

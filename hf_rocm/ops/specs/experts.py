@@ -23,7 +23,7 @@ class ExpertsSpec(NamedTuple):
     transposed: bool
     interleaved: bool
     weigh_input: bool
-    contiguous: bool  # both weights
+    contiguous: bool  # whether both weights are contiguous
     pairs: int  # the first of `moe.BOUNDS` that T · k does not exceed, as in decoding, or `moe.MANY`
     traced: bool
     grad: bool

@@ -18,7 +18,7 @@ class LinearSpec(NamedTuple):
     n: int
     k: int
     bias_dtype: torch.dtype | None
-    contiguous: bool  # the weight
+    contiguous: bool  # whether the weight is contiguous
     grad: bool
     rows: int = MANY  # M rounded up to a power of two, or MANY
 
@@ -36,7 +36,7 @@ class FusedLinearSpec(NamedTuple):
     n: int
     k: int
     bias_dtype: torch.dtype | None
-    contiguous: bool  # the weight
+    contiguous: bool  # whether the weight is contiguous
     norm_dtype: torch.dtype | None
     one_plus: bool
     activation: str | None

@@ -98,6 +98,6 @@ class RopeIntoCacheSpec(NamedTuple):
     counted: bool  # the position is a counter, which is advanced
     one: bool  # a single token
     once: bool  # cos and sin contain each angle once
-    norm_dtype: torch.dtype | None  # of the norms' weights
+    norm_dtype: torch.dtype | None  # the dtype of the norms' weights
     one_plus: bool
     grad: bool

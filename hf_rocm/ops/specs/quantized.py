@@ -18,8 +18,8 @@ _AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
 class QuantizedSpec(NamedTuple):
     """The specification of `quantized_linear`. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
 
-    dtype: torch.dtype  # of x
-    format: torch.dtype  # of the weight
+    dtype: torch.dtype  # the dtype of x
+    format: torch.dtype  # the dtype of the weight
     device: torch.device
     n: int
     k: int

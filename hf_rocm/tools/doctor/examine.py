@@ -39,6 +39,6 @@ def summary(facts: Facts) -> dict[str, str]:
         "ROCm": facts.rocm.version or "not installed",
         "torch": facts.torch.version or "not installed",
         "transformers": facts.transformers.version or "not installed",
-        "aiter": facts.aiter.found.sentence,
+        "aiter": facts.aiter.package.sentence,
     }
     return {label: value.strip() for label, value in parts.items()}

@@ -64,7 +64,7 @@ class Aiter:
     """The aiter installation. installed: when its package was written. rows: the number of tuned rows by architecture,
     such as `gfx942`. answer: the outcome of importing it in a child process, None if that was not tried."""
 
-    found: AiterFacts
+    package: AiterFacts
     cache: JitCache | None = None
     installed: float = 0.0
     torch_installed: float = 0.0

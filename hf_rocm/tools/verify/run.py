@@ -47,20 +47,21 @@ def verify(
     save_golden: str | PathLike[str] | None = None,
     progress: Progress = lambda what: None,
 ) -> Verification:
-    """Compare stock with hf_rocm in this model, on its device and in its dtype.
+    """Compare hf_rocm with stock on this model, on the model's device and in its dtype.
 
     model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
-    text, at least 64; random tokens by default. quick: use fewer tokens and skip saving. train: compare gradients too.
-    force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to record. progress: a function
-    that is called with the name of each check. Returns a `Verification`. Raises `VerifyError` if there is nothing to
-    verify, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`.
+    text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
+    compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
+    record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
+    `VerifyError` if there is nothing to verify, `GoldenError` if a file can't be used, and `OptionError` if model is
+    not a `torch.nn.Module`.
     """
     require_module(model, "verify")
     require_switches(force=force)
     began = time.monotonic()
     subject = Subject(model)
-    found_prepared = model.__dict__.get(REPORT)
-    forced = bool(force or options.force_requested() or (found_prepared or {}).get("forced"))
+    earlier_report = model.__dict__.get(REPORT)
+    forced = bool(force or options.force_requested() or (earlier_report or {}).get("forced"))
     if not is_rocm() and not forced:
         raise VerifyError(
             "there is nothing to verify: this PyTorch is not a ROCm build, and without ROCm hf_rocm changes nothing",
@@ -70,9 +71,9 @@ def verify(
     if save_golden is not None:
         gold.check(Path(save_golden))
     recorded = None if golden is None else gold.load(Path(golden), subject)  # errors are raised before any check runs
-    with _as_it_came(model, found_prepared):
+    with _restoring(model, earlier_report):
         before = fingerprint(model)
-        if found_prepared is None:
+        if earlier_report is None:
             progress("preparing")
             prepare(model, force=force)
         _check_served(subject)
@@ -146,7 +147,7 @@ def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
     if len(ids) < 64 or ids.dtype != torch.long or not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise VerifyError(
             "ids must be at least 64 integer tokens of this model's vocabulary",
-            facts={"found": f"{len(ids)} of {ids.dtype}", "vocabulary": size},
+            facts={"found": f"{len(ids)} tokens of dtype {ids.dtype}", "vocabulary": size},
         )
     return ids
 
@@ -174,7 +175,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None]:
+def _restoring(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None]:
     """Restore the model's state, prepared or stock, after the block, even after an error."""
     from hf_rocm.loading.prepare import restore
 
@@ -198,7 +199,7 @@ def _as_it_came(model: nn.Module, report: dict[str, Any] | None) -> Iterator[Non
 
 
 def _served_by(free: Run) -> dict[str, str]:
-    """Return operation → the tiers and kernels that served it, with their numbers of calls."""
+    """Return operation → the tiers and kernels that served it, with the number of calls of each."""
     counts: dict[str, dict[str, int]] = {}
     for route in free.routes:
         kernels = counts.setdefault(route.operation, {})

@@ -46,9 +46,9 @@ def dequantize_four(
     out,  # [N, K]
     k_words,  # K / 8
     GROUP: tl.constexpr,  # numbers that share a scale
-    STEP: tl.constexpr,  # 1; 0: a row has one scale
+    STEP: tl.constexpr,  # 0 if each row has one scale, else 1
     RUN: tl.constexpr,  # the length of a run
-    BLOCKS: tl.constexpr,  # of 8 runs
+    BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
 ):
     row = tl.program_id(0).to(tl.int64)
     block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]

@@ -133,7 +133,7 @@ def _added_up(
     k,
     there,
     k_size,
-    stride,  # of the weight along K
+    stride,  # the stride of the weight along K
     scale,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,

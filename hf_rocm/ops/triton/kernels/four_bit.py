@@ -38,14 +38,14 @@ def four_bit_vector(
     n_size,
     k_words,  # K / 8; its divisibility determines the alignment of the addresses
     pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; for a constant, compilers use more instructions
-    ACTIVATION: tl.constexpr,  # of the gate, or None
+    ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers that share a scale
-    STEP: tl.constexpr,  # 1; 0: a row has one scale
+    STEP: tl.constexpr,  # 0 if each row has one scale, else 1
     RUN: tl.constexpr,  # the length of a run
     BYTES: tl.constexpr,  # whether the GPU converts any byte of a register to a float in one instruction, as AMD's do
     BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of 8 runs
+    BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
 ):
     """BLOCK_N columns of the result for one row, by multiplying and adding up."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -55,7 +55,7 @@ def four_bit_vector(
     within = tl.arange(0, RUN)[None, None, :]
     x += block * (8 * RUN) + within
     words = weight + rows * k_words + block * RUN + within
-    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    count = k_words // (GROUP // 8) if STEP else 1  # scales per row
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)

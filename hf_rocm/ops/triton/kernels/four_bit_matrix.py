@@ -53,7 +53,7 @@ def four_bit_rows(
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += columns + block * (8 * RUN) + down
     words = weight + rows * k_words + block * RUN + across
-    count = k_words // (GROUP // 8) if STEP else 1  # of a row's scales
+    count = k_words // (GROUP // 8) if STEP else 1  # scales per row
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums

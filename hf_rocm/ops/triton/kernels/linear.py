@@ -26,7 +26,7 @@ def matrix_vector(
     m_size,
     n_size,
     k_size,
-    ACTIVATION: tl.constexpr,  # of the gate, or None
+    ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: each row has one
     BLOCK_N: tl.constexpr,

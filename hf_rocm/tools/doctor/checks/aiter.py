@@ -19,7 +19,7 @@ MINUTE, HOUR = 60.0, 3600.0  # an installation writes its files within a minute,
 
 def aiter(facts: Facts) -> Iterator[Finding]:
     here = facts.aiter
-    if here.found.path is None:
+    if here.package.path is None:
         if any(gfx in INSTINCT for gfx in facts.gpus):
             yield warning(
                 "aiter",
@@ -30,10 +30,10 @@ def aiter(facts: Facts) -> Iterator[Finding]:
         elif any(gfx in RADEON for gfx in facts.gpus):
             yield ok("aiter", "not installed; its support for Radeon is experimental (some HIP and Triton kernels)")
         return
-    if not here.found.amd:
+    if not here.package.amd:
         yield problem(
             "aiter",
-            f"the package `aiter` here ({here.found.version or 'version unknown'}) is an unrelated asyncio helper, "
+            f"the package `aiter` here ({here.package.version or 'version unknown'}) is an unrelated asyncio helper, "
             f"not AMD's aiter",
             means="AMD's package is amd-aiter; this one hides it, so none of AMD's kernels are used",
             fix="pip uninstall -y aiter && pip install amd-aiter",
@@ -47,7 +47,7 @@ def aiter(facts: Facts) -> Iterator[Finding]:
 
 
 def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
-    version, name = facts.version_of("amd-aiter"), f"amd-aiter {here.found.version or '(version unknown)'}"
+    version, name = facts.version_of("amd-aiter"), f"amd-aiter {here.package.version or '(version unknown)'}"
     radeon = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx in RADEON]
     unserved = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx not in INSTINCT + RADEON]
     if radeon and version is not None and version < RADEON_SINCE:

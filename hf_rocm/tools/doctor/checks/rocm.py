@@ -78,7 +78,7 @@ def _tools(facts: Facts) -> Finding:
     missing = [name for name, there in facts.rocm.tools.items() if not there]
     if not missing:
         return ok("tools", "rocminfo, hipconfig and hipcc are installed")
-    if not facts.aiter.found.amd:
+    if not facts.aiter.package.amd:
         return ok("tools", f"no {', '.join(missing)}: needed by aiter, not by torch")
     return problem(
         "tools",

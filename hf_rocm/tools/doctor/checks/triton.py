@@ -16,7 +16,7 @@ NEWEST_FOR_AITER = Version("3.6")  # the newest release with which all of aiter 
 
 
 def triton(facts: Facts) -> Iterator[Finding]:
-    if not facts.amd and not facts.aiter.found.amd:
+    if not facts.amd and not facts.aiter.package.amd:
         return
     here = [name for name in NAMES if facts.packages.get(name)]
     if not here:
@@ -49,7 +49,7 @@ def _version(facts: Facts, name: str) -> Finding:
             means="hf_rocm's own kernels need a newer one; PyTorch's kernels run instead",
             fix="use a newer torch, which includes a newer Triton",
         )
-    if version is not None and version.release[:2] > NEWEST_FOR_AITER.release and facts.aiter.found.amd:
+    if version is not None and version.release[:2] > NEWEST_FOR_AITER.release and facts.aiter.package.amd:
         return warning(
             "triton",
             f"{name} {version} is newer than {NEWEST_FOR_AITER}, the newest release with which all of aiter can be "

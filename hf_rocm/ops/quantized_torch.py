@@ -1,6 +1,6 @@
 """The implementations of `quantized_linear` in PyTorch.
 
-The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits in every call, or the
+The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits on every call, or the
 GEMM with a dequantised weight. The eager tier multiplies the dequantised numbers.
 """
 

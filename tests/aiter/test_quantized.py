@@ -165,12 +165,12 @@ REFUSALS = [
         {"bias_dtype": FP16},
         "gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got ",
     ),
-    (quantized.refuses, SPEC, {"format": FP8}, "gfx942 multiplies torch.float8_e4m3fnuz, not torch.float8_e4m3fn"),
-    (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
+    (quantized.refuses, SPEC, {"format": FP8}, "gfx942 supports torch.float8_e4m3fnuz, not torch.float8_e4m3fn"),
+    (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in plain order"),
     (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
     (quantized.refuses, SPEC, {"n": 250}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 250 × 512"),
     (quantized.shuffled_refuses, SPEC, {}, "gemm_a8w8_bpreshuffle reads shuffled weights"),
-    (quantized.shuffled_refuses, SHUFFLED, {"format": INT8}, "gemm_a8w8_bpreshuffle is for fp8"),
+    (quantized.shuffled_refuses, SHUFFLED, {"format": INT8}, "gemm_a8w8_bpreshuffle supports only fp8"),
     (
         quantized.shuffled_refuses,
         SHUFFLED,
@@ -198,8 +198,8 @@ def test_refusals(recorded_as, refuses, spec, changes, sentence):
 def test_the_fp8_type_must_match_the_arch(recorded_as):
     recorded_as(NEWEST, "gfx90a")
     old, new = (Device("cuda", rocm=True, arch=arch) for arch in ("gfx90a", "gfx950"))
-    assert quantized.refuses(SPEC, old) == "gfx90a multiplies no fp8, not torch.float8_e4m3fnuz"
+    assert quantized.refuses(SPEC, old) == "gfx90a supports only int8, not torch.float8_e4m3fnuz"
     assert quantized.refuses(SPEC._replace(format=INT8), old) is None
     assert quantized.refuses(SPEC._replace(format=FP8), new) is None
-    assert quantized.refuses(SPEC, new) == "gfx950 multiplies torch.float8_e4m3fn, not torch.float8_e4m3fnuz"
+    assert quantized.refuses(SPEC, new) == "gfx950 supports torch.float8_e4m3fn, not torch.float8_e4m3fnuz"
     assert "aiter needs an AMD GPU" in str(quantized.refuses(SPEC, Device("cpu", rocm=False)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_rocm.device import Device
     from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
-# Its tiles have up to 256 rows and are not padded. Only a few rarely used kernels support K below 512.
+# The tiles of gemm_a8w8_bpreshuffle have up to 256 rows and are not padded. Few of its kernels support K < 512.
 TILE, SHORTEST = 256, 512
 
 
@@ -30,7 +30,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.shuffled:
-        return "gemm_a8w8 reads weights in their plain order, and this one is shuffled"
+        return "gemm_a8w8 reads weights in plain order, and this weight is shuffled"
     if spec.k % 16 or spec.n % 8:
         return f"gemm_a8w8 needs K to be a multiple of 16 and N of 8, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8"))
@@ -41,9 +41,9 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.shuffled:
-        return "gemm_a8w8_bpreshuffle reads shuffled weights, and this one is in its plain order"
+        return "gemm_a8w8_bpreshuffle reads shuffled weights, and this weight is in plain order"
     if spec.format == INT8:
-        return "gemm_a8w8_bpreshuffle is for fp8"
+        return "gemm_a8w8_bpreshuffle supports only fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:
         return f"gemm_a8w8_bpreshuffle needs multiples of {TILE} and K ≥ {SHORTEST}, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8_bpreshuffle"))
@@ -59,7 +59,7 @@ def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
         return f"gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got {spec.dtype} and {spec.bias_dtype}"
     native = fp8_of(device)
     if spec.format != INT8 and spec.format != native:
-        return f"{device.arch} multiplies {native or 'no fp8'}, not {spec.format}"
+        return f"{device.arch} supports {native or 'only int8'}, not {spec.format}"
     return None
 
 
@@ -69,7 +69,7 @@ def linear(call: QuantizedCall) -> Tensor:
 
 
 def shuffled_linear(call: QuantizedCall) -> Tensor:
-    """The same for a shuffled weight."""
+    """See `hf_rocm.ops.quantized_linear`; the weight is shuffled."""
     return _multiplied(_traced_shuffled, call)
 
 

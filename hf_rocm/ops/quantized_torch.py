@@ -114,7 +114,7 @@ def fp8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if _rounds(spec) is not None:
         return _rounds(spec)
     if spec.format == INT8:
-        return "_scaled_mm is for fp8"
+        return "_scaled_mm supports only fp8"
     if not hasattr(torch, "_scaled_mm"):
         return f"PyTorch {torch.__version__} has no _scaled_mm"
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):

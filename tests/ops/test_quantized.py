@@ -283,7 +283,7 @@ PLAIN, AFTER, WHOLE = (
 @pytest.mark.parametrize(
     ("refuses", "changes", "sentence"),
     [
-        (PLAIN, {"format": INT8}, "_scaled_mm is for fp8"),
+        (PLAIN, {"format": INT8}, "_scaled_mm supports only fp8"),
         (PLAIN, {"dtype": torch.float16}, "with a scale for each row, _scaled_mm returns bf16, not torch.float16"),
         (PLAIN, {"n": 40}, "on a GPU, _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
         (AFTER, {"dtype": torch.float32}, "on a GPU, _scaled_mm accumulates with fewer bits than fp32"),

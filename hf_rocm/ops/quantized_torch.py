@@ -140,7 +140,7 @@ def int8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if _rounds(spec) is not None:
         return _rounds(spec)
     if spec.format != INT8:
-        return "_int_mm is for int8"
+        return "_int_mm supports only int8"
     if not hasattr(torch, "_int_mm"):
         return f"PyTorch {torch.__version__} has no _int_mm"
     if spec.dtype == torch.float64:

@@ -25,7 +25,7 @@ def seconds(environment: Mapping[str, str], name: str, *, default: float, larges
     except ValueError:
         value = -1.0
     if not 0 < value <= largest:
-        allowed = "a positive number of seconds" + ("" if largest == math.inf else f", {largest:g} at most")
+        allowed = "a positive number of seconds" + ("" if largest == math.inf else f", at most {largest:g}")
         raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
     return value
 

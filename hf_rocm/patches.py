@@ -38,7 +38,7 @@ _log = logging.getLogger("hf_rocm")
 class Change:
     """A change of one attribute of a class or a module. For entries of a mapping see `Entry`.
 
-    make: called once with the change, returns the replacement. The replacement reads `change.live` in every call and
+    make: called once with the change, returns the replacement. The replacement reads `change.live` on every call and
     calls `change.original` (see `call_of`) if it is false. The executor keeps `original` up to date: it is the value
     below the replacement, which may be another change's replacement.
     key: changes of one attribute with the same key are one change. The second is not applied; its user joins the first.

@@ -1,4 +1,4 @@
-"""A recorded forward: it follows the path of an uncaptured one, is replayed for other inputs, and is compared."""
+"""Recorded forwards: they follow the path of uncaptured forwards, and their replays are compared with these."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 class RecordedForward(Recorded):
-    """A recorded forward; see `Recorded`. run: runs the forward on given inputs. observed: such a run."""
+    """A recorded forward; see `Recorded`. run: runs the forward on given inputs. observed: an uncaptured run."""
 
     def __init__(
         self, recorder: Recorder, inputs: Inputs, run: Run, observed: Observed, weights: Sequence[Tensor]

@@ -46,7 +46,7 @@ class Branch:
     """A value that the forward reads on the host: the program that computes it, and the next step for every result.
 
     latest, repeated: used for the first value only. latest: the recording of the last call, or None. repeated: whether
-    the call before used the same recording, and all values are booleans.
+    the previous call used the same recording, and all values are booleans.
     """
 
     def __init__(self, program: Program) -> None:
@@ -145,7 +145,7 @@ class State:
         self._keep([*same[1 - _SNAPSHOTS :], snapshot])
         self.unsettled += 1
         if self.unsettled > _UNSETTLED:
-            self.disabled = "the model changes in every call"
+            self.disabled = "the model changes on every call"
             self.clear()
         return snapshot
 

@@ -25,8 +25,8 @@ def random_state_in_capture() -> Iterator[None]:
     recorded kernels draw from the generator that the graph advances itself. Where PyTorch allows the read
     (pytorch#162505), and outside a recording, nothing changes.
 
-    Steps that seed or rewind the generator on purpose, such as a checkpoint with dropout, are not supported. The change
-    applies to all threads until the outermost block ends.
+    Steps that seed or rewind the generator on purpose, such as activation checkpointing with dropout, are not
+    supported. The change applies to all threads until the outermost block ends.
     """
     if not torch.cuda.is_available():
         yield

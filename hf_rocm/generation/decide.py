@@ -86,12 +86,12 @@ def refuses_model(model: Any) -> str | None:
 def refuses_ranks(model: Any) -> str | None:
     """Why the ranks that this model is sharded over can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # runs in every call of generate: skip the rest if there are no ranks
+        return None  # runs on every call of generate: skip the rest if there are no ranks
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
         return "its layers are split across ranks (pipeline parallelism)"
     if any(hasattr(type(module), "_get_fsdp_state") for module in model.modules()):
-        return "FSDP2 gathers its weights from other ranks in every call, and these ranks need not make the same calls"
+        return "FSDP2 gathers its weights from other ranks on every call, and these ranks need not make the same calls"
     meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
     if any(mesh.ndim > 1 for mesh in meshes) or (meshes and mesh_of(model) is None):
         return "its weights are DTensors on a device mesh that transformers' tensor parallelism did not create"

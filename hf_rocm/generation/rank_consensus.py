@@ -1,7 +1,7 @@
 """Decisions about recorded steps, made jointly by all ranks that share a model's layers.
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
-uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, once in every call
+uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, once per call
 of `generate` and whenever a step is recorded or compared. A replayed step needs no such reduction.
 """
 

@@ -51,7 +51,7 @@ def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, re
 
 
 def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The same step, with logits that transformers may keep and write to."""
+    """Return this step with logits that transformers may keep and write to."""
 
     def verify(**arguments: Any) -> Any:
         outputs = step(**arguments)

@@ -66,7 +66,7 @@ def last_watches_of(model: nn.Module) -> Watches:
 
 
 def _classes(model: nn.Module) -> frozenset[type]:
-    """The classes of all modules. `Module.modules` takes eight times as long, and this runs in every call."""
+    """The classes of all modules. `Module.modules` takes eight times as long, and this runs on every call."""
     classes: set[type] = set()
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [model]

@@ -1,6 +1,6 @@
 """The layers of encoders: LayerNorm with the residual sum before it, as one operation.
 
-Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So its module is examined in every call: if it, or
+Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So its module is examined on every call: if it, or
 the dropout before the sum, would do more than PyTorch's own forward, both are called as stock calls them.
 """
 

@@ -148,7 +148,7 @@ def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTI
 def looks_up(caller: type, key: str, name: str) -> bool:
     """Return whether the stock file of this class finds the activation that `ops` calls `name` under ACT2FN[key].
 
-    For forwards that look up their activation in every call.
+    For forwards that look up their activation on every call.
     """
     registry = vars(sys.modules[caller.__module__]).get("ACT2FN")
     entry = dict.get(registry, key) if isinstance(registry, dict) else None

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 class WeightGroup:
     """The protocol of a kind of group, with defaults. Class methods concern a module, other methods a group.
 
-    A group that depends on addresses lists them as `parts`, and `live` compares them in every call. `plain`: the result
+    A group that depends on addresses lists them as `parts`, and `live` compares them on every call. `plain`: the result
     is x Wᵀ + bias with the attributes `weight` [N_1 + N_2 + …, K] and `bias` [N_1 + …], without any other condition.
     """
 

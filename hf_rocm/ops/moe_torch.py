@@ -151,7 +151,7 @@ def gathered(call: ExpertsCall) -> Tensor:
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
-    """The same order as `grouped`, with one GEMM for each chosen expert and one synchronisation with the host."""
+    """Use the order of `grouped`, with one GEMM for each chosen expert and one synchronisation with the host."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1
@@ -191,7 +191,7 @@ def _gate(h: Tensor, form: Form) -> Tensor:
 
 
 def _gate_at_once(h: Tensor, form: Form) -> Tensor:
-    """The same, in one kernel if there is one."""
+    """Like `_gate`, in one kernel if there is one."""
     if is_compiling() or not one_kernel(h, activation=form.activation, interleaved=form.interleaved):
         return _gate(h, form)
     return act_and_mul(h, activation=form.activation, interleaved=form.interleaved, limit=form.limit, alpha=form.alpha)

@@ -148,7 +148,7 @@ def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, s
 
 
 def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
-    """The same for M rows. spec: the specification without rounding."""
+    """Like `keeps_input`, for M rows. spec: the specification without rounding."""
     if _tier(spec) != "triton":
         return False
     if spec.rows != MANY:

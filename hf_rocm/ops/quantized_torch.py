@@ -1,6 +1,6 @@
 """The implementations of `quantized_linear` in PyTorch.
 
-The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits in every call, or the
+The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits on every call, or the
 GEMM with a dequantised weight. The eager tier multiplies the dequantised numbers.
 """
 
@@ -140,7 +140,7 @@ def int8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if _rounds(spec) is not None:
         return _rounds(spec)
     if spec.format != INT8:
-        return "_int_mm is for int8"
+        return "_int_mm supports only int8"
     if not hasattr(torch, "_int_mm"):
         return f"PyTorch {torch.__version__} has no _int_mm"
     if spec.dtype == torch.float64:

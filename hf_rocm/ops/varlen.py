@@ -83,7 +83,9 @@ def varlen_attention(
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
-    length. Sequences may be empty; queries after the last one get zeros. The other arguments are those of `attention`.
+    length. Sequences may be empty; the output is zero for queries after the last one. The other arguments are
+    those of `attention`.
+
     Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] fp32: the natural logarithm of the
     sum of the exponentials of a query's scores and its sink, −inf for a query without either. It is needed to
     combine the results of attention to different parts of the keys.
@@ -131,7 +133,7 @@ def kernel_serves(spec: VarlenSpec) -> bool:
 
 
 def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-    """Call this attention for one sequence after another, which reads the lengths on the host.
+    """Call this attention for one sequence after another. The lengths are read on the host.
 
     The log-sum-exp is computed from another GEMM of queries and keys.
     """

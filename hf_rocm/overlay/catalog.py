@@ -121,7 +121,7 @@ class Catalog:
         return None
 
     def releases(self, model: str) -> list[str]:
-        """All releases whose digests of the model are recorded, oldest first."""
+        """All releases for which the model's digests are recorded, oldest first."""
         records = (directory.manifest.records.get(model) for directory in self.directories)
         return sorted({release for record in records if record for release in record.releases()}, key=Version)
 
@@ -210,7 +210,7 @@ def _directories(root: Path) -> Iterator[Directory]:
 @cache
 def _within(release: str, requires: str) -> bool:
     try:
-        # nightlies and local builds are allowed, because the content decides and not the version string
+        # nightlies and local builds are allowed, because the content, not the version string, decides
         return Version(release) in SpecifierSet(requires, prereleases=True)
     except InvalidVersion:
         return False

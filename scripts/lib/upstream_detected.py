@@ -52,7 +52,7 @@ def count(fault: str, model: str, results: Mapping[str, Result]) -> Detected:
 
 
 def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> list[Detected]:
-    """The same for hf_rocm's tests that compare a model's forward passes with stock's."""
+    """Like `detect`, for hf_rocm's tests that compare a model's forward passes with stock's."""
     rows = []
     for fault in FAULTS:
         log = scratch / "parity.jsonl"

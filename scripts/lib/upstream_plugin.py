@@ -1,7 +1,7 @@
 """The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
 
-It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, a file with
-one JSON line at the start and one at the end of each test, so that a test that crashes the process can be
+It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, the file
+to which a JSON line is written when a test starts and when it ends, so that a test that crashes the process can be
 identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays must or must not be active.
 """
 

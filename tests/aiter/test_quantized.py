@@ -171,7 +171,7 @@ REFUSALS = [
         {"format": FP8},
         "aiter has no GEMM for torch.float8_e4m3fn on gfx942; it supports torch.float8_e4m3fnuz",
     ),
-    (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in their plain order"),
+    (quantized.refuses, SPEC, {"shuffled": True}, "gemm_a8w8 reads weights in plain order"),
     (quantized.refuses, SPEC, {"k": 520}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 256 × 520"),
     (quantized.refuses, SPEC, {"n": 250}, "gemm_a8w8 needs K to be a multiple of 16 and N of 8, got 250 × 512"),
     (quantized.shuffled_refuses, SPEC, {}, "gemm_a8w8_bpreshuffle reads shuffled weights"),

@@ -61,7 +61,7 @@ CASES = [
     (MHA, ATTENTION, {**DECODE, "sinks": True}, "mha_fwd regroups single queries without regrouping the sinks"),
     (MHA, ATTENTION, {"sinks": True}, f"mha_fwd of amd-aiter {WHEEL} has no argument `sink_ptr`", WHEEL),
     (MHA, ATTENTION, {}, f"amd-aiter {OLD} has no mha_fwd", OLD),
-    (LSE, ATTENTION, {}, "it serves calls with sinks only"),
+    (LSE, ATTENTION, {}, "it serves only calls with sinks"),
     # flash_attn_func
     (FLASH, ATTENTION, {"softcap": True}, "flash_attn_func has no softcap"),
     (
@@ -91,7 +91,7 @@ CASES = [
         "gfx90a",
     ),
     # flash_attn_varlen_func
-    (DENSE, ATTENTION, {}, "flash_attn_varlen_func is used for a softcap only: without one, packing takes extra time"),
+    (DENSE, ATTENTION, {}, "flash_attn_varlen_func is used only with a softcap: without one, packing takes extra time"),
     (
         DENSE,
         ATTENTION,
@@ -126,7 +126,7 @@ CASES = [
         "gfx90a",
     ),
     (PACKED, VARLEN, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
-    (PACKED, VARLEN, {"lse": True}, "our call of flash_attn_varlen_func does not return the log-sum-exp"),
+    (PACKED, VARLEN, {"lse": True}, "our call to flash_attn_varlen_func does not return the log-sum-exp"),
     # mha_fwd with lengths
     (decode.refuses, DECODING, {"grad": True}, "mha_fwd has no gradient"),
     (decode.refuses, DECODING, {"softcap": True}, "mha_fwd has no softcap"),
@@ -244,7 +244,7 @@ CASES = [
         "0.1.16",
     ),
     # rope
-    (rope.refuses, ROPE, {"grad": True}, "aiter's RoPE returns a wrong number of gradients"),
+    (rope.refuses, ROPE, {"grad": True}, "aiter's RoPE returns the wrong number of gradients"),
     (rope.refuses, ROPE, {"dtype": FP32}, "aiter's RoPE supports fp16 and bf16, not torch.float32"),
     (rope.refuses, ROPE, {"angle_dtype": FP32}, "aiter's RoPE needs angles of torch.bfloat16, got torch.float32"),
     (rope.refuses, ROPE, {"shared": False}, "aiter's RoPE takes only one table of angles for the whole batch"),

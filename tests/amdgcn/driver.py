@@ -89,7 +89,7 @@ class Utils:
         self.loaded: dict[bytes, Code] = {}
 
     def about_to_load(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-        """Triton's hook that runs before it loads a binary. The assembly is stored next to the binary."""
+        """A hook that Triton calls before it loads a binary. The assembly is stored next to the binary."""
         self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:
@@ -151,7 +151,7 @@ class Launcher:
             watcher(code, report, how)
 
 
-# The seed of a form's first launch. It increases with every launch, so that the wave order and the garbage differ.
+# The seed of a compiled kernel's first launch. It increases with every launch, which varies wave order and garbage.
 SEED = 0
 DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions per launch
 WATCHERS: list[Watcher] = []  # called after every launch
@@ -159,7 +159,7 @@ KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # call
 
 
 def base(place: int, turn: int, size: int, start: int) -> int:
-    """The address for the storage at this position of a launch. No 32-bit offset leads from one storage into another.
+    """The address for the storage with index `place` in a launch. No 32-bit offset leads from one storage into another.
 
     All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
     lost address bit is detected. Every other storage crosses a multiple of 2³², so that a lost carry is detected. Both
@@ -177,7 +177,7 @@ _PATTERNS = [0, *_CLEARED, *(one | other for place, one in enumerate(_CLEARED) f
 class Space:
     """The address space of one launch. tensors: the tensors of every storage, by the storage's address on the CPU.
 
-    turn: index of the launch among the launches of its form.
+    turn: the index of the launch among the launches of the same compiled kernel.
     """
 
     def __init__(self, cdna: bool, turn: int = 0) -> None:
@@ -220,7 +220,7 @@ class Space:
             strange = stored[(stored & bits[0] > bits[1]) & ~np.isin(stored & bits[0], bits[2:])]
             if strange.size:
                 raise Garbage(
-                    f"{strange.size} NaN were stored whose bits no operation produces, such as {strange[0]:#x}"
+                    f"{strange.size} NaNs with bits that no operation produces were stored, such as {strange[0]:#x}"
                 )
 
     def hide(self) -> None:

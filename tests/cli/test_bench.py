@@ -38,14 +38,14 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
     assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")
 
 
-def test_json_is_only_the_segment(capsys):
+def test_the_json_output_is_only_the_segment(capsys):
     assert main(["bench", *TINY, "--kinds", "prefill", "--sides", "stock,liger,hf_rocm", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["model"]["name"] == "small, 1 layer" and data["missing"] == {"liger": "liger-kernel is not installed"}
     assert [timing["side"] for timing in data["results"][0]["timings"]] == ["stock", "hf_rocm"]
 
 
-def test_defaults_on_a_cpu_are_quick_and_named(capsys, monkeypatch):
+def test_defaults_on_a_cpu_are_small_and_a_notice_names_what_is_left_out(capsys, monkeypatch):
     monkeypatch.setattr(
         "hf_rocm.tools.bench.run.bench", lambda subject, cases, names, **_: pytest.fail(f"{names} {cases}")
     )
@@ -71,7 +71,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     assert data["model"]["weights"] == "its own" and len(data["results"]) == 1
 
 
-def test_ops_lists_timed_implementations_and_on_request_the_others(capsys):
+def test_ops_lists_timed_implementations_and_the_refused_ones_only_on_request(capsys):
     arguments = ["--config", "small", "--device", "cpu", "--op", "rms_norm", "--rows", "2"]
     assert main(["bench", "ops", *arguments]) == 0
     captured = capsys.readouterr()

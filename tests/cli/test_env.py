@@ -76,7 +76,7 @@ def test_facts_that_an_issue_needs_are_printed(block) -> None:
     assert printed.startswith("```text\n") and printed.endswith("```\n")
 
 
-def test_it_has_the_findings_of_doctor(block) -> None:
+def test_the_report_contains_the_findings_of_doctor(block) -> None:
     text = block(name="mi300x-cuda-torch")
     assert "problem: torch: 2.11.0+cu128, built for CUDA 12.8, on a machine with an AMD GPU" in text
     assert json.loads(block("--json"))["environment"].endswith("doctor: all ok")
@@ -136,7 +136,7 @@ FORMS = (
 secrets = strategies.text(ALPHANUMERIC, min_size=12, max_size=40).filter(lambda text: not text.isdigit())
 # characters that a password in a URL may contain unquoted
 passwords = strategies.text(ALPHANUMERIC + "@/!$&*+=.~-", min_size=6, max_size=30).map(lambda text: f"Zq{text}Zq")
-# not a word of the report itself
+# names that don't occur in the report itself
 folders = strategies.text(ALPHANUMERIC + "_ .-", min_size=1, max_size=12).map(lambda text: f"Qx{text.strip()}Qx")
 
 
@@ -184,7 +184,7 @@ def test_only_the_last_part_of_a_known_path_in_a_finding_is_kept(parts: list[str
     assert cleaned == f"problem: …/{parts[-1]} is not there"
 
 
-def test_a_finding_about_a_path_with_spaces(block) -> None:
+def test_paths_with_spaces_are_shortened_in_variables_and_findings(block) -> None:
     text = block(
         variables={"HF_ROCM_CACHE": "/srv/Globex Orion/the cache/x", "TRITON_CACHE_DIR": "customers/globex/triton"}
     )

@@ -1,4 +1,4 @@
-"""Layers of a batch in pages call the selected attention as stock layers do. The rest of the layer runs in hf_rocm."""
+"""With a paged cache, layers call the selected attention as stock layers do, and hf_rocm runs the rest of the layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.coverage.routing import choosing
 from tests.releases import RELEASE
 
 pytestmark = pytest.mark.skipif(
-    RELEASE.release < (5, 9), reason="not run: batches of this release use no flash attention"
+    RELEASE.release < (5, 9), reason="not run: continuous batching in this release does not use flash attention"
 )
 
 SERVED = {

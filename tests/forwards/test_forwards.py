@@ -37,7 +37,7 @@ def test_a_shape_is_recorded_at_its_second_call(pair):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_path_depends_on_the_values_of_the_mask(mode, pair):
-    """transformers drops a mask without padding: it checks the values in every call."""
+    """transformers drops a mask without padding: it checks the values on every call."""
     prepared, stock = pair()
     with mode():
         for seed in range(18):

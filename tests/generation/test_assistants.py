@@ -290,7 +290,7 @@ def test_assistants_that_draft_uncaptured(pair, trio):
     handle = own.model.layers[0].register_forward_hook(lambda *_: None)
     for seed in range(2):
         assert torch.equal(assisted((prepared, own), repeating(seed)), generate(stock, repeating(seed), new=NEW))
-    assert known(own).turned_away == {"a replay would not run the hook of model.layers.0": 2}  # once in every call
+    assert known(own).turned_away == {"a replay would not run the hook of model.layers.0": 2}  # once per call
     handle.remove()
     assert torch.equal(assisted((prepared, own), repeating()), expected) and counted(own)[1] > 0
 

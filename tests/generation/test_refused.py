@@ -20,7 +20,7 @@ from tests.generation.conftest import counted, generate, make, prompt
 
 
 def steered(model):
-    """A hook that has a different effect in every call."""
+    """A hook that has a different effect on every call."""
     calls = iter(range(1, 10**6))
     model.model.layers[0].register_forward_hook(
         lambda module, args, output: (

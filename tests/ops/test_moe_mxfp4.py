@@ -41,7 +41,7 @@ def drawn(shape, dtype, seed=0):
 
 
 def unbiased(tensors, activation="silu"):
-    """The same call without biases, with another gate."""
+    """Returns the call without biases and with another gate."""
     return tuple(None if place in (3, 6) else tensor for place, tensor in enumerate(tensors)), {
         "activation": activation
     }

@@ -288,7 +288,7 @@ PLAIN, AFTER, WHOLE = (
         (PLAIN, {"n": 40}, "on a GPU, _scaled_mm needs N and K to be multiples of 16, got 40 × 64"),
         (AFTER, {"dtype": torch.float32}, "on a GPU, _scaled_mm accumulates with fewer bits than fp32"),
         (AFTER, {"dtype": torch.float64}, "_scaled_mm returns at most fp32, not torch.float64"),
-        (WHOLE, {}, "_int_mm is for int8"),
+        (WHOLE, {}, "_int_mm supports only int8"),
         (WHOLE, {"format": INT8, "k": 60}, "on a GPU, _int_mm needs N and K to be multiples of 8, got 64 × 60"),
         (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
     ],

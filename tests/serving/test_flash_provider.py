@@ -30,7 +30,9 @@ pytestmark = [
 ]
 served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
 
-newer = pytest.mark.skipif(RELEASE.release < (5, 19), reason="not run: batches of this release lack these settings")
+newer = pytest.mark.skipif(
+    RELEASE.release < (5, 19), reason="not run: continuous batching in this release lacks these settings"
+)
 
 KINDS = {  # models whose tokens reveal a wrong window, softcap or sink
     "llama": {},

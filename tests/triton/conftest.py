@@ -119,7 +119,7 @@ def counts() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    The interpreter patches it in every call of a device function, and builds its table of types at every use. Together
+    The interpreter patches it on every call of a device function, and builds its table of types at every use. Together
     this takes half of the suite's time.
     """
     if suite.gpu() is not None:

@@ -191,7 +191,7 @@ def test_many_pairs_are_served_if_the_tier_is_named():
         ({"weight_dtype": torch.float16}, "one dtype"),
         ({"contiguous": False}, "aren't contiguous"),
         ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
-        ({"hidden": 2**17}, "65536 columns at most"),
+        ({"hidden": 2**17}, "at most 65536 columns"),
     ],
     ids=str,
 )

@@ -235,7 +235,7 @@ def test_one_expert_at_a_time(monkeypatch):
         ({"dtype": torch.float64}, "not torch.float64"),
         ({"contiguous": False}, "aren't contiguous"),
         ({"hidden": 2**16, "intermediate": 2**14}, "2³¹ weights or more"),
-        ({"hidden": 2**17}, "65536 columns at most"),
+        ({"hidden": 2**17}, "at most 65536 columns"),
     ],
     ids=str,
 )

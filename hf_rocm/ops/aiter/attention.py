@@ -1,6 +1,6 @@
 """Dense attention through aiter's `mha_fwd` and `flash_attn_func`, with grouped heads and bottom-right alignment.
 
-Both run the same kernels. `mha_fwd` is the operator (single queries, sinks, windows); `flash_attn_func` adds the
+Both can run the same kernels. `mha_fwd` is the operator (single queries, sinks, windows); `flash_attn_func` adds the
 backward pass and the assembly kernels for gfx942 and gfx950.
 """
 
@@ -41,7 +41,7 @@ def mha_fwd_lse_refuses(spec: AttentionSpec, device: Device) -> str | None:
     """Why `mha_fwd`, with sinks applied to its output by the log-sum-exp, can't serve this call, or None."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is None and not spec.sinks:
-        return "it serves calls with sinks only"
+        return "it serves only calls with sinks"
     return reason
 
 
@@ -81,7 +81,7 @@ def limits(spec: AttentionSpec | VarlenSpec | DecodeSpec) -> str | None:
 
 
 def dense_limits(spec: AttentionSpec) -> str | None:
-    """The same for a dense call, which has more arguments."""
+    """Why none of aiter's kernels can serve a dense call, which has more arguments, or None."""
     if spec.weights:
         return "aiter's kernels don't return attention weights"
     if spec.mask is not None:
@@ -99,7 +99,7 @@ def mha_fwd(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attention
 
 
 def mha_fwd_lse(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
-    """The same with sinks."""
+    """Like `mha_fwd`, but apply the sinks to the output, by means of the log-sum-exp."""
     left, right = window_sides(terms["window"], terms["causal"])
     output: Tensor = _traced_mha_fwd_lse(
         query, key, value, terms["sinks"], terms["scale"], terms["causal"], left, right

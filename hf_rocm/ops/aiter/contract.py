@@ -26,7 +26,7 @@ def operator(name: str, gives: frozenset[str], neutral: Mapping[str, Any] | None
 
 
 def function(name: str, gives: frozenset[str], neutral: Mapping[str, Any] | None = None) -> Call | str:
-    """The same for a plain function of the package."""
+    """Like `operator`, for a plain function of the package."""
     return _bound(detect.release(), "function", name, gives, neutral or {})
 
 

@@ -27,7 +27,7 @@ STEP = 64  # the smallest tile of its kernels along H and I
 
 def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     """Why `fused_moe` can't serve weights in the plain order."""
-    return detect.unavailable(device) or "fused_moe reads shuffled weights only, and these are not shuffled"
+    return detect.unavailable(device) or "fused_moe reads only shuffled weights, and these are not shuffled"
 
 
 def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:

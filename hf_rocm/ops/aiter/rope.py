@@ -21,7 +21,7 @@ def refuses(spec: RopeSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.grad:
-        return "aiter's RoPE returns a wrong number of gradients"
+        return "aiter's RoPE returns the wrong number of gradients"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"aiter's RoPE supports fp16 and bf16, not {spec.dtype}"
     if spec.angle_dtype != spec.dtype:
@@ -65,7 +65,7 @@ def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: 
     s, r = cos.shape[1], cos.shape[2]
     kernel: Any = _kernel()
     kernel(
-        # [B, H, S, D] seen as [S, B, H, D]
+        # [B, H, S, D] viewed as [S, B, H, D]
         output_x=outputs[0].permute(2, 0, 1, 3),
         output_y=outputs[1].permute(2, 0, 1, 3),
         input_x=query.permute(2, 0, 1, 3),

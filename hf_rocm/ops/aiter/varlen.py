@@ -1,4 +1,4 @@
-"""Packed attention through aiter's `flash_attn_varlen_func`, the only function of aiter with a softcap."""
+"""Packed attention through aiter's `flash_attn_varlen_func`, the only aiter function used here that has a softcap."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # In earlier releases, calls with a softcap may run assembly kernels that ignore it.
 KEEPS_SOFTCAP = "0.1.7.post3"
+# Earlier releases may choose gfx942's assembly kernels on GPUs of other architectures.
 GATES_ASSEMBLY = "0.1.16"
 
 
@@ -31,14 +32,14 @@ def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.softcap:
-        return "flash_attn_varlen_func is used for a softcap only: without one, packing takes extra time"
+        return "flash_attn_varlen_func is used only with a softcap: without one, packing takes extra time"
     return _refuses(spec, device)
 
 
 def packed_refuses(spec: VarlenSpec, device: Device) -> str | None:
     reason = detect.unavailable(device) or limits(spec)
     if reason is None and spec.lse:
-        return "our call of flash_attn_varlen_func does not return the log-sum-exp"
+        return "our call to flash_attn_varlen_func does not return the log-sum-exp"
     return reason or _refuses(spec, device)
 
 

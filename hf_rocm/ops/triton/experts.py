@@ -27,7 +27,7 @@ NAME = "chosen_experts"
 
 PAIRS = 64  # the largest T · k for which these kernels come before the torch tier
 LARGEST = 2**31  # elements of one expert: offsets have 32 bits
-WIDEST = 2**16  # columns: the second size of a grid has 16 bits
+WIDEST = 2**16  # columns: the second dimension of a grid has 16 bits
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:
@@ -47,7 +47,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
     if 2 * spec.hidden * spec.intermediate >= LARGEST:
         return f"one expert has 2³¹ weights or more: {spec.hidden} × {2 * spec.intermediate}"
     if max(spec.hidden, spec.intermediate) > WIDEST:
-        return f"our kernels for chosen experts write {WIDEST} columns at most"
+        return f"our kernels for chosen experts write at most {WIDEST} columns"
     return None
 
 
@@ -59,7 +59,7 @@ def _gain(spec: ExpertsSpec) -> str | None:
 
 
 def experts(call: ExpertsCall) -> Tensor:
-    """See `hf_rocm.ops.experts`. Rounds like separate layers, but the sum over a token's experts only once."""
+    """See `hf_rocm.ops.experts`. Rounds where separate layers do, but rounds the sum over a token's experts once."""
     *tensors, form = call
     result: Tensor = _traced(*tensors, *form)
     return result

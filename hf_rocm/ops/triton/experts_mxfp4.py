@@ -49,7 +49,7 @@ def refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if not 0 < spec.pairs <= PAIRS:
         return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"
     if max(spec.hidden, spec.intermediate) > WIDEST:
-        return f"our kernels for chosen experts write {WIDEST} columns at most"
+        return f"our kernels for chosen experts write at most {WIDEST} columns"
     return None
 
 
@@ -160,5 +160,5 @@ def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """The same bytes as words of 8 numbers. A tensor from a file may be unaligned; it is then copied."""
+    """The bytes of the blocks as words of 8 numbers. A tensor from a file may be unaligned; it is then copied."""
     return (blocks if blocks.storage_offset() % 4 == 0 else blocks.clone()).view(torch.int32)

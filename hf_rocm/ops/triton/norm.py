@@ -27,7 +27,7 @@ def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:
 
 
 def layer_refuses(spec: LayerNormSpec, device: Device) -> str | None:
-    """The same for the LayerNorm of a residual sum."""
+    """Why the kernel can't serve the LayerNorm of a residual sum, or None."""
     return _limits(spec, one_dtype=True) or detect.unavailable(device)
 
 

@@ -47,13 +47,13 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.bias_dtype not in (None, spec.dtype):
         return f"our kernels need one dtype, got {spec.dtype} and a bias of {spec.bias_dtype}"
     if spec.shuffled:
-        return "our kernels read weights in their plain order, and this one is shuffled"
+        return "our kernels read weights in plain order, and this weight is shuffled"
     if spec.n < linear.FEWEST or spec.k < linear.FEWEST:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
         return f"with 4 bits, K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
     if spec.code is not None and spec.rows != 1 and spec.group > _LONGEST_CODED:
-        return f"for several rows, groups of {spec.code} may have {_LONGEST_CODED} numbers at most, got {spec.group}"
+        return f"for several rows, groups of {spec.code} may have at most {_LONGEST_CODED} numbers, got {spec.group}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
     if more and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
         return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"
@@ -74,7 +74,7 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.dtype not in linear.DTYPES:  # fp32 GEMMs of the BLAS library differ by more than the check allows
         return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
-        return "our kernels read weights in their plain order, and this one is shuffled"
+        return "our kernels read weights in plain order, and this weight is shuffled"
     return _format_refuses(spec, device)
 
 

@@ -24,7 +24,7 @@ class Descriptor(MachineError):
 
 
 class Garbage(MachineError):
-    """A NaN was stored whose bits no operation produces. It comes from an uninitialised register or a wrong
+    """A NaN with bits that no operation produces was stored. It comes from an uninitialised register or a wrong
     constant."""
 
 

@@ -133,7 +133,7 @@ def _trailing(value: np.ndarray) -> np.ndarray:
 
 
 def _transcendental(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Compute a function in float64 and round it once. Subnormal arguments and results are flushed."""
+    """Return a function that computes in float64 and rounds once. Subnormal arguments and results are flushed."""
     return lambda a: floats.flush32(function(_wide(floats.flush32(a))).astype(f32))
 
 

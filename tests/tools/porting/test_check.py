@@ -132,7 +132,7 @@ def test_a_notebook_is_read_by_cell(tmp_path):
     cells = [
         {"cell_type": "code", "source": ["from numba import cuda\n", "x = 1\n"]},
         {"cell_type": "markdown", "source": ["import pynvml"]},
-        {"cell_type": "code", "source": ["this is not Python"]},
+        {"cell_type": "code", "source": ["this is no Python"]},
         {"cell_type": "code", "source": "%%bash\necho 1\nnvidia-smi"},
         {"cell_type": "code", "source": ["if x:\n", "    !pip install numpy \\\n", "      pynvml\n", "y = 'ä'"]},
         {"cell_type": "code", "source": ["%%time\n", "import cupy"]},

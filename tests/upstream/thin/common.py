@@ -66,7 +66,7 @@ class EncoderTest(ModelTesterMixin):
 
 
 class CausalTest(EncoderTest, GenerationTesterMixin):
-    """The same for a decoder. The mixin requires generation tests, which are empty here."""
+    """ModelTesterMixin on a decoder. The mixin requires generation tests, which are empty here."""
 
     heads = ("MODEL_FOR_CAUSAL_LM",)
 
@@ -84,7 +84,7 @@ class EncoderDecoderTester(Tester):
 
 
 class EncoderDecoderTest(CausalTest):
-    """The same for a text encoder-decoder."""
+    """ModelTesterMixin on a text encoder-decoder."""
 
     heads = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",)
     model_tester_class = EncoderDecoderTester

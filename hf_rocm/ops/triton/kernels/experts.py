@@ -38,7 +38,7 @@ def chosen_gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one pair: the rows of their gates and ups as one matrix, [gates | ups] or alternating."""
+    """BLOCK_N columns of one pair. Gate rows and up rows of the weight are read together and separated afterwards."""
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK_N
     dtype: tl.constexpr = out.dtype.element_ty
@@ -139,7 +139,7 @@ def _added_up(
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x · weight in fp32, piece by piece along K."""
+    """Add the elementwise products of x and weight to sums, one block of K at a time, in fp32."""
     for start in tl.range(0, k_size, BLOCK_K):
         inside = k < k_size - start
         part = piece(weight + start * stride, inside & there, EVEN)

@@ -35,7 +35,7 @@ def four_bit_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The same GEMM with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
+    """The GEMM of `four_bit_vector` with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
     Warps that share columns split K: they process SPLITS blocks of 8 runs at a time.
     """
@@ -191,7 +191,7 @@ def _group(
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """The same for the runs with one scale."""
+    """Add the products of the runs that share one scale."""
     dtype: tl.constexpr = x.dtype.element_ty
     part = tl.zeros_like(sums)
     if code is not None:

@@ -87,7 +87,7 @@ def few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
+    """`matrix_vector` for more rows, with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
     Warps that share columns split K into SPLITS parts.
     """

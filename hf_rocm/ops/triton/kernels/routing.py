@@ -80,7 +80,7 @@ def _score(values, highest, total, SCORES: tl.constexpr):
 
 @triton.jit
 def _packed(values, expert, BLOCK: tl.constexpr):
-    """In the order of torch.topk on a GPU: NaN is the largest, and -0 is below 0."""
+    """Pack values and experts into integers in the order of torch.topk on a GPU: NaN is largest, and -0 is below 0."""
     bits = values.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(values == values, ordered, 0x7FFFFFFF)

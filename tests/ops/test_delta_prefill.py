@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hf_rocm import ops, options
 from tests.ops.test_delta import DTYPES
-from tests.tolerance import assert_as_good_as_eager
+from tests.tolerance import assert_as_good_as_eager, assert_run_as_good_as_eager
 
 SIZES = {
     "one token": {"length": 1},
@@ -85,13 +85,31 @@ def in_tier(tier, inputs, keywords):
 
 
 def check(serve, inputs, keywords):
-    """Output and state must be within the tolerance of single steps, and the convolution's state exact."""
+    """Output and state must be within the tolerance of single steps, and the convolution's state exact.
+
+    A prompt in chunks rounds in other places than single steps, which are accurate by chance for some inputs. Then the
+    error may also be that of inputs with one rounding error.
+    """
     actual = serve(*inputs, **keywords)
     steps = in_tier("eager", inputs, keywords)
-    exact = in_tier("eager", *converted(inputs, keywords, torch.float64))
-    for one, its, right in zip(actual, steps, exact, strict=True):
-        assert_as_good_as_eager(one, its, right)
+    wide = converted(inputs, keywords, torch.float64)
+    exact = in_tier("eager", *wide)
+    for place, name in enumerate(("output", "convolution", "state")):
+        eps = torch.finfo(steps[place].dtype).eps
+        runs = ({name: in_tier("eager", *rounded(*wide, eps, seed))[place]} for seed in range(3))
+        parts = ({name: results[place]} for results in (actual, steps, exact))
+        assert_run_as_good_as_eager(*parts, rounded=runs)
     assert torch.equal(actual[1], steps[1])
+
+
+def rounded(inputs, keywords, eps, seed):
+    """The inputs with a random relative error of up to half of eps."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def off(x):
+        return x * (1 + (torch.rand(x.shape, generator=generator, dtype=x.dtype) - 0.5) * eps)
+
+    return [off(x) for x in inputs], {name: value if name == "eps" else off(value) for name, value in keywords.items()}
 
 
 def chunked(*inputs, **keywords):

@@ -38,7 +38,7 @@ _log = logging.getLogger("hf_rocm")
 class Change:
     """A change of one attribute of a class or a module. For entries of a mapping see `Entry`.
 
-    make: called once with the change, returns the replacement. The replacement reads `change.live` on every call and
+    make: called once with the change; returns the replacement. The replacement reads `change.live` on every call and
     calls `change.original` (see `call_of`) if it is false. The executor keeps `original` up to date: it is the value
     below the replacement, which may be another change's replacement.
     key: changes of one attribute with the same key are one change. The second is not applied; its user joins the first.
@@ -112,7 +112,7 @@ class _User:
 _lock = threading.RLock()
 _users: dict[int, _User] = {}
 _live: dict[tuple[int, Hashable], list[Change]] = {}  # by place, in the order in which they were applied
-_undone: WeakSet[Change] = WeakSet()  # changes that their replacements keep alive
+_undone: WeakSet[Change] = WeakSet()  # undone changes that something still references, such as their replacements
 
 
 def apply(*changes: Change, user: Any) -> None:
@@ -132,7 +132,7 @@ def apply(*changes: Change, user: Any) -> None:
                 if not change.live:
                     _put(change)
                     applied.append(change)
-                elif change.current() is change.original:  # other code removed it
+                elif change.current() is change.original:  # other code removed the replacement
                     change.write(change.replacement)
         except BaseException:
             for change in reversed(applied):
@@ -216,8 +216,8 @@ def sweep() -> None:
 def exchange(owner: Any, name: str, expected: Any, replacement: Any) -> bool:
     """Replace one value of a single object (an entry of an instance's `__dict__`, the contents of a closure cell).
 
-    Nothing is recorded, because copies of the object contain the value: the value itself must reference what it
-    replaced. The inverse is the same call with `expected` and `replacement` swapped. Either may be ABSENT.
+    Nothing is recorded, because copies of the object also contain the new value: the new value itself must reference
+    the old one. The inverse is the same call with `expected` and `replacement` swapped. Either may be ABSENT.
     Returns False, and changes nothing, if the current value is not `expected`.
     """
     with _lock:

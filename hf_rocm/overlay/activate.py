@@ -31,8 +31,8 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
     models: names of model folders such as `llama`; without any, all models with an overlay for this release.
     everywhere: True serves every instance of the stock classes, as an installed overlay does, and does nothing without
     ROCm unless `HF_ROCM_FORCE=1` is set. False serves only prepared models, on any machine.
-    Binds all or none. Returns the bound models, sorted. Raises `DigestMismatch` or `OverlayError`; a name without an
-    overlay raises `OverlayError` on every machine.
+    Checks all files before it binds any class. Returns the bound models, sorted. Raises `DigestMismatch` or
+    `OverlayError`; a name without an overlay raises `OverlayError` on every machine.
     """
     idle = everywhere and not (options.force_requested() or _rocm())
     if idle and not models:
@@ -51,8 +51,9 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
 
 
 def deactivate(*models: str) -> list[str]:
-    """Restore the forwards of the stock classes of these models (without any: of all). Returns the unbound models.
+    """Restore the forwards of the stock classes of these models, or of all models if none is named.
 
+    Returns the unbound models.
     Raises `OverlayError`, without changing anything, if a name is not that of a model with an overlay.
     """
     with _lock:
@@ -102,7 +103,7 @@ def _execute(overlay: Overlay) -> ModuleType:
         return module
     importlib.import_module(overlay.module)
     module = ModuleType(name, f"The overlay {overlay.id}, active in memory.")
-    module.__file__ = str(overlay.path)  # tracebacks and inspect read the lines there
+    module.__file__ = str(overlay.path)  # tracebacks and inspect read the source lines from this file
     module.__dict__["__hf_rocm_activation__"] = overlay.id
     sys.modules[name] = module
     try:

@@ -35,7 +35,7 @@ class Finding(str, Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file that differs from the record. shared: it is a symbolic link or has other hard links, as in a cache."""
+    """One file that differs from the record. shared: whether it is a symbolic link or has other hard links."""
 
     path: Path
     finding: Finding

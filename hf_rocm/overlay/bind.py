@@ -29,7 +29,7 @@ ON = "on"  # the overlay for inputs on any device: the mode with force
 # A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
 MODE = "_hf_rocm_mode"
 
-# Prefixes of modules in which overlay text runs: its stock module, or a separate module after `activate`.
+# Prefixes of the names of modules in which overlay text runs: stock modules, and the modules that `activate` creates.
 _OVERLAYS = ("transformers.models.", "hf_rocm._active.")
 
 # Packages whose decorators stock forwards may have.
@@ -64,7 +64,7 @@ class Binding:
         experts: tuple[str, ...] = (),
         old_name: bool = False,
     ) -> None:
-        """old_name: whether only stock names the cache `past_key_value`, as before transformers 4.56."""
+        """old_name: whether stock, unlike the replacement, calls the cache `past_key_value` (transformers < 4.56)."""
         self.cls, self.stock, self.replacement = cls, stock, replacement
         self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
         self.layer: object = None  # the declared layer, if the replacement is its forward
@@ -76,7 +76,7 @@ class Binding:
 
         dependencies = of_function(stock, cls)
         self.registries = dependencies.registries
-        self.methods = dependencies.methods  # methods that stock calls, and that an instance may override
+        self.methods = dependencies.methods  # methods that stock calls and that an instance may override
         self.watch = Watch(dependencies.references) if dependencies.references else None
         self.change = Change(cls, "forward", partial(_dispatcher, self))
         self.dispatcher: Forward = self.change.replacement
@@ -87,7 +87,7 @@ class Binding:
 
     @property
     def bound(self) -> bool:
-        """Whether the class is bound, which lasts until `unbind`, even below another library's wrapper."""
+        """Whether the class is bound. It stays bound until `unbind`, even if another library wraps its forward."""
         return self.change.live
 
     @property
@@ -148,7 +148,7 @@ def replaces(cls: type, *, fuses: tuple[str, ...] = (), experts: tuple[str, ...]
     cache is passed under the function's name; pass it to stock by position.
     """
 
-    home = sys._getframe(1).f_globals  # the text's namespace, even if its function is wrapped
+    home = sys._getframe(1).f_globals  # the overlay's namespace, even if the decorated function is wrapped
 
     def bind(function: Forward) -> Forward:
         bind_to(cls, function, home=home, fuses=fuses, experts=experts)
@@ -166,7 +166,10 @@ def bind_to(
     experts: tuple[str, ...] = (),
     layer: object = None,
 ) -> None:
-    """Bind a function of a text with the namespace `home`; see `replaces`. layer: the function's declared layer."""
+    """Bind a function of the overlay with the namespace `home`; see `replaces`.
+
+    layer: the declared layer, if the function is its forward.
+    """
     if home["__name__"].startswith(_OVERLAYS) and not _stock(cls):
         # a forward that another library or the user set takes precedence
         waiting[cls] = home, partial(bind_to, cls, function, home=home, fuses=fuses, experts=experts, layer=layer)
@@ -199,8 +202,8 @@ def _parameters(function: Forward) -> tuple[str, ...]:
 def _stock(cls: type) -> bool:
     """Whether a class and its current forward are transformers' own.
 
-    The name may refer to another library's class, as with apex's norm in some files, and libraries set their own
-    forward on a stock class. `__globals__` identifies a wrapper: functools.wraps hides its `__module__`.
+    A stock name may refer to another library's class, as with apex's norm in some files, and libraries may set their
+    own forward on a stock class. `__globals__` identifies a wrapper, because functools.wraps hides its `__module__`.
     """
     forward = cls.__dict__.get("forward")
     written = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
@@ -265,7 +268,7 @@ def bind_waiting() -> None:
 
 
 def refused(cls: type) -> str | None:
-    """Return why all instances of a class with an overlay run stock now, as a sentence, or None."""
+    """Return the reason if all instances of a class with an overlay currently run stock, else None."""
     if cls in waiting:
         from hf_rocm.overlay.replacements import origin
 
@@ -277,7 +280,7 @@ def refused(cls: type) -> str | None:
 
 
 def unbind(cls: type) -> str | None:
-    """Restore a class's stock forward. Returns why the class attribute was left unchanged, or None."""
+    """Restore a class's stock forward. Returns the reason if the class attribute was left unchanged, else None."""
     binding = _bindings.get(cls)
     if binding is None or not binding.bound:
         return None
@@ -308,7 +311,7 @@ def bindings() -> Iterator[Binding]:
 
 
 def binding_of(module: object) -> Binding | None:
-    """The binding that could serve this instance in any mode."""
+    """The current binding of this instance's class, whatever its mode; None if the class is not bound."""
     binding = _bindings.get(type(module))
     return binding if binding is not None and binding.change.live else None
 

@@ -79,7 +79,7 @@ def render(stock: bytes, *, overlay: str, version: str, text: str) -> bytes:
 
 
 def refuses(stock: bytes, text: str) -> str | None:
-    """Return why this text can't be appended to this file, or None."""
+    """Return the reason if this text can't be appended to this file, else None."""
     if has_block(stock):
         return "the file already has a block"
     if has_block(text.encode()):

@@ -12,8 +12,8 @@ from hf_rocm.overlay.disk import Disk
 def compiled_forms(source: Path, disk: Disk) -> list[Path]:
     """Return the existing `.pyc` files of a source file: for all interpreters and optimisation levels, and legacy ones.
 
-    Timestamps are not sufficient: Python runs a pyc with an unchecked hash regardless of its source, and considers a
-    pyc up to date if its source has the same size and mtime in seconds.
+    Comparing timestamps would not be sufficient: Python runs a pyc with an unchecked hash regardless of its source, and
+    considers a pyc up to date if its source has the same size and mtime in seconds.
     """
     # PYTHONPYCACHEPREFIX moves the folder, and another process may run without it
     folders = {source.parent / "__pycache__", Path(importlib.util.cache_from_source(str(source))).parent}

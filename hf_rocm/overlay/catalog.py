@@ -1,4 +1,4 @@
-"""The overlays of this release of hf-rocm, and which one serves a model in a release of transformers."""
+"""The overlays of this release of hf-rocm, and the selection of one for a model and a release of transformers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Directory:
         return files
 
     def overlay(self, model: str) -> Overlay | None:
-        """The overlay of a model, or None if its digests are not recorded and nothing could be checked."""
+        """The overlay of a model, or None if no digests are recorded for it, so that its file could not be checked."""
         record = self.manifest.records.get(model)
         if record is None:
             return None
@@ -113,7 +113,7 @@ class Catalog:
         return None
 
     def leaves_out(self, model: str, release: str) -> str | None:
-        """Why the newest directory with the model excludes a release within its range, or None."""
+        """Return the reason if the model excludes this release, which its directory covers; else None."""
         for directory in reversed(self.directories):
             if model in directory.files and directory.covers(release):
                 limit = directory.manifest.limits.get(model)

@@ -44,7 +44,7 @@ def install(
     skip_changed: bool = False,
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
-    """Append the overlays of these models (without any: all that this release has).
+    """Append the overlays of these models, or all overlays for this release if no model is named.
 
     skip_changed: skip models whose file was changed upstream or edited, instead of refusing. A file whose block
     was edited is refused in any case.
@@ -88,7 +88,7 @@ def uninstall(
     dry_run: bool = False,
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
-    """Remove the overlays of these models (without any: every block). Returns and raises as `install` does."""
+    """Remove the overlays of these models, or every block if none is named. Returns and raises as `install` does."""
     catalog = catalog or catalogs.load(checked=False)  # uninstalling works even if hf-rocm's files were changed
     installation = locate(transformers_path)
     check_writable(installation)
@@ -100,7 +100,7 @@ def uninstall(
 
 
 class Status(NamedTuple):
-    """The transformers installation, the state of its files, and the models without one."""
+    """The transformers installation, the states of its files, and the models that were left out."""
 
     installation: Installation
     states: list[FileState]
@@ -111,7 +111,7 @@ class Status(NamedTuple):
 def status(
     models: Iterable[str] = (), *, transformers_path: Path | str | None = None, catalog: Catalog | None = None
 ) -> Status:
-    """Examine the files of these models (without any: all that this release has). Writes nothing."""
+    """Examine the files of these models, or all files with an overlay or a block if none is named. Writes nothing."""
     catalog = catalog or catalogs.load()
     installation = locate(transformers_path)
     states = survey(installation, catalog, models)

@@ -27,7 +27,7 @@ def binds(cls: type, layer: Layer) -> None:
 def binds_first(module: str, **layers: Layer) -> None:
     """Bind a class whose name differs between releases: the first of these names that exists in the stock module.
 
-    Write the module as a literal, because the digests of a text's dependencies are derived from it. Raises
+    Pass the module as a literal, because the names of an overlay's dependencies are derived from it. Raises
     `ImportError` if the module has none of the names.
     """
     space = vars(sys.modules[module])

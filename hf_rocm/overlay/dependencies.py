@@ -1,8 +1,8 @@
 """The dependencies of a function of transformers: functions called through namespaces, classes and registries.
 
-They are derived from its bytecode. A kernel that serves a class skips the calls of the stock forward: functions of the
-model's file and of torch, methods of the class, and entries of a registry. If one of them was replaced (see
-`replacements`), the stock forward has to run, because it calls the replacement.
+They are derived from the function's bytecode. A kernel that serves a class skips the calls of the stock forward:
+functions of the model's file and of torch, methods of the class, and entries of a registry. If one of them was replaced
+(see `replacements`), the stock forward has to run, because it calls the replacement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_rocm.patches import ABSENT
 # Packages whose functions count as stock.
 OWN = frozenset(("transformers", "torch", "kernels", "hf_rocm"))
 
-# The function for `eager` in transformers' model files, which is the default value of registries.
+# The function in transformers' model files that is called for `eager`, and by default if a registry is not used.
 _EAGER = "eager_attention_forward"
 
 
@@ -70,7 +70,7 @@ class Registry(NamedTuple):
 
     @property
     def chosen_by(self) -> str:
-        """A part of the names of the config values that select an entry; empty for any name."""
+        """A substring of the names of the config attributes that select an entry; empty if any attribute may do so."""
         kind = type(self.mapping).__name__
         return "attn_implementation" if "Attention" in kind else "experts_implementation" if "Experts" in kind else ""
 
@@ -79,7 +79,7 @@ class Registry(NamedTuple):
 
     def references(self, key: str) -> tuple[Reference, ...]:
         """The dependencies of a call with this key: the entry, and the references of its function."""
-        if key not in self.keys():  # up to 4.57 the name `eager` isn't looked up
+        if key not in self.keys():  # up to transformers 4.57, `eager` is not looked up in the registry
             return self.default
         place = self.entry(key)
         function = place.beneath()
@@ -87,7 +87,7 @@ class Registry(NamedTuple):
 
 
 class Dependencies(NamedTuple):
-    """The references of a function. methods: the attributes of its class, which an instance may override."""
+    """The references of a function. methods: names that it reads from its class and that an instance may override."""
 
     references: tuple[Reference, ...]
     registries: tuple[Registry, ...]
@@ -95,7 +95,7 @@ class Dependencies(NamedTuple):
 
 
 def of_class(cls: type) -> Dependencies:
-    """The forward of a class without hf_rocm's changes, and its dependencies."""
+    """The dependencies of a class's forward without hf_rocm's changes; the first reference is the forward itself."""
     own = Reference(cls, "forward")
     forward = own.beneath()
     derived = of_function(forward, cls)
@@ -156,7 +156,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
 
 
 def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
-    """A method of a class without hf_rocm's changes, and its references. called: a class whose methods it may call."""
+    """A method of a class without hf_rocm's changes, and its references. called: a class whose methods it calls."""
     own = Reference(cls, name)
     yield own
     function = own.beneath()
@@ -237,7 +237,7 @@ def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """A method or property of a class that PyTorch's modules do not define, or None if there is none."""
+    """The reference to a method or property that the class defines and `nn.Module` does not, or None."""
     if name == "forward":
         return None
     for parent in cls.__mro__:

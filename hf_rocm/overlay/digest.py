@@ -1,4 +1,4 @@
-"""The canonical digest of a definition in Python source code: at top level, or a method of a class.
+"""The canonical digest of a definition in Python source code, at top level or in a class.
 
 Releases of transformers are compared by the code of their definitions, not by their version numbers. A digest ignores
 layout, comments, docstrings and annotations, and is the same on every Python from 3.10 on (unlike `ast.dump`).
@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-EITHER = "|"  # separates the names of one definition in different releases
+EITHER = "|"  # separates the names that a definition has in different releases
 _LENGTH = 16  # hex characters
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the digest of every name, None for names that the module does not bind.
+    """Return the digest of every name, or None for a name that the module does not bind.
 
     A name may be a function, a class, an assignment or an import at top level, or an attribute of a class
     (`GenerationMixin._sample`). For a name that is bound more than once, or under `if` or `try`, the digest covers all
@@ -99,7 +99,7 @@ def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
 
 
 def _canonical(value: object) -> Iterator[str]:
-    """Yield the pieces of a text that is equal for equal trees: fields by name, without empty and ignored ones."""
+    """Yield the pieces of a text that is equal for equal trees. Empty and ignored fields are omitted."""
     if isinstance(value, ast.AST):
         yield f"({type(value).__name__}"
         for name, child in ast.iter_fields(value):
@@ -124,7 +124,7 @@ def _canonical(value: object) -> Iterator[str]:
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string with adjacent literals joined: some releases of Python split them."""
+    """The parts of an f-string, with adjacent literals joined, because some releases of Python split them."""
     parts: list[ast.expr] = []
     for value in values:
         last = parts[-1] if parts else None

@@ -1,4 +1,4 @@
-"""The system calls of the installer, one method per call, so that a test can make any of them fail."""
+"""The file operations of the installer, one method per operation, so that a test can make any of them fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_rocm.overlay.scan import read_file
 
 
 class Disk:
-    """The real file system. Every method is one system call."""
+    """The real file system. Every method is one operation."""
 
     def read(self, path: Path) -> bytes | None:
         return read_file(path)

@@ -14,7 +14,7 @@ ROCM_DEVICE = Path("/dev/kfd")
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The installed torch. hip: the HIP version that it was built for, None for other builds. rocm: the ROCm version,
+    """The installed torch. hip: the HIP version that it was built for, or None. rocm: the ROCm version,
     which builds since 2.10 also record."""
 
     path: str | None = None

@@ -121,7 +121,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # Python identifies a source by size and mtime, and an unknown folder may have a pyc of the old one
+                # Python identifies a source by size and mtime, and an unknown folder may contain a pyc of the old one
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:
@@ -215,7 +215,7 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
             raise Interrupted(arrived[0])
 
     if threading.current_thread() is not threading.main_thread():
-        yield check  # Python delivers signals to the main thread only
+        yield check  # Python runs signal handlers only in the main thread
         return
     previous = {number: signal.signal(number, record) for number in _SIGNALS}
     try:

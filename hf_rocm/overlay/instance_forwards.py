@@ -1,4 +1,4 @@
-"""Make forwards that other libraries store on an instance call the dispatcher, even if it was bound later."""
+"""Make forwards that other libraries stored on an instance call the dispatcher, even if the class was bound later."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _is_bound(method: Any, function: bind.Forward, module: Any) -> bool:
 
 
 def enclosed_forward(forward: Any) -> Any:
-    """Return the forward that transformers' tensor parallelism has wrapped; any other forward unchanged."""
+    """Return the forward inside transformers' tensor-parallel wrapper. Returns any other forward unchanged."""
     cell = _enclosed(forward)
     return forward if cell is None else cell.cell_contents
 

@@ -1,7 +1,7 @@
 """Check that hf-rocm's own overlays are the ones from its wheel.
 
 They are compared with the package manager's record of hf-rocm. If a file is not listed, differs or is missing, other
-software changed the folder, and no overlay from it is installed. A checkout has no such record and is not checked.
+software changed the folder, and no overlay from it is used. A checkout has no such record and is not checked.
 """
 
 from __future__ import annotations

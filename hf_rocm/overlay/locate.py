@@ -1,7 +1,7 @@
 """Locate transformers without importing it, and check whether it may be patched.
 
-Any installation may be read. `check_writable` refuses everything that a package manager did not install for this
-environment only: checkouts, zips, symlinks, packages of another environment, and one of several on the path.
+Any installation may be read. Only a package that a package manager installed for this environment alone may be patched:
+`check_writable` refuses checkouts, symbolic links, packages of another environment, and one of several on the path.
 """
 
 from __future__ import annotations

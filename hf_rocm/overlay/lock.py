@@ -1,4 +1,4 @@
-"""Locks for one writer at a time: on the package's folder, and uv's own lock on its environment."""
+"""Locks that allow one writer at a time: a lock on the package's folder, and uv's own lock on the environment."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Returns True if locked, None if another process has the lock, False if the file system has no locks."""
+    """Return True if locked, None if another process has the lock, and False if the file system has no locks."""
     try:
         return files.lock(descriptor) or None
     except OSError as error:

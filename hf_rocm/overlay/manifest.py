@@ -55,7 +55,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Limit:
-    """A model's own range within its directory's, and why the other releases are excluded."""
+    """A model's own range within that of its directory, and the reason why the other releases are excluded."""
 
     transformers: str
     reason: str
@@ -121,7 +121,7 @@ def dependencies(overlay_text: str) -> list[str]:
 def _record(table: Mapping[str, Mapping[str, object]], known: list[str]) -> Record:
     names = table.get("names", {})  # an overlay that imports nothing depends on nothing
     for name in names:
-        if not _NAME.fullmatch(name):  # it becomes a path below transformers
+        if not _NAME.fullmatch(name):  # the name becomes a path below transformers
             raise TypeError(f"{name!r} is not the name of a definition in transformers")
     return Record(_seen(table["files"], known), {name: _seen(names[name], known) for name in names})
 

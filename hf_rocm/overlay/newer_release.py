@@ -14,7 +14,10 @@ from hf_rocm.overlay.state import LISTED, FileState, Installed, Match
 
 @dataclass(frozen=True)
 class Prospect:
-    """One file. go_on: whether its overlay may be used. sentence: the reason. why: the same without the file's name."""
+    """One file. go_on: whether its overlay may be used. sentence: the reason, with the file's name.
+
+    why: the reason without the file's name; empty if the overlay may not be used.
+    """
 
     model: str
     go_on: bool
@@ -54,7 +57,7 @@ class Outlook:
 
 
 def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> Outlook | None:
-    """Assess these models (without any: all). Returns None if the release is not newer than those that were checked."""
+    """Assess these models, or all if none is named. Returns None if the release is not newer than all checked ones."""
     checked = {release for overlay in _newest_overlays(catalog) for release in overlay.record.releases()}
     newest = newest_if_older(checked, installation.version)
     if newest is None:

@@ -1,6 +1,6 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
-The system does not remove it when its writer ends, so it records the host, the process and the process's start time. A
+The system does not remove the file when its writer ends, so it records the host, the process and the start time. A
 claim is ignored if its process on this host has ended, or if it is an old claim of another host.
 """
 
@@ -53,7 +53,7 @@ def _create(path: Path, text: str) -> bool:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     draft.write_text(text, encoding="utf-8")
     try:
-        os.link(draft, path)  # atomic with its content, and never replaces another claim
+        os.link(draft, path)  # creates the claim together with its content, and never replaces another one
     except FileExistsError:
         return False
     finally:
@@ -93,7 +93,7 @@ def _is_live(path: Path, text: str) -> bool:
 
 
 def _began(process: int) -> str:
-    """Return the start time of a process of this machine in clock ticks; empty if it has ended or is unknown."""
+    """Return the start time of a process on this machine in clock ticks; empty if it has ended or is unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[19]

@@ -36,7 +36,7 @@ class Watch:
         self._compile()
 
     def difference(self) -> str | None:
-        """Return what was replaced and by which package, as a sentence; None if nothing differs."""
+        """Return a sentence with the first replaced reference and the package that replaced it, or None."""
         for index, reference in enumerate(self.references):
             value = reference.beneath()
             if value is self.expected[index]:
@@ -67,9 +67,9 @@ def constant_in_traces(function: Answer) -> Answer:
 
 @constant_in_traces
 def unchanged(code: Any) -> bool:
-    """Whether a function, or a call of a class's instances, has the dependencies of the first call.
+    """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    False for a class of any package but transformers and torch.
+    False for a class of a package that is not in `OWN`.
     """
     watch = watches.get(code)
     if watch is None:
@@ -84,7 +84,7 @@ def unchanged(code: Any) -> bool:
 
 
 def replacement_among(references: Iterable[Reference], known: frozenset[str] = OWN) -> str | None:
-    """Describe the first reference to a function that is neither stock's nor hf_rocm's; return None if there is none.
+    """Describe the first reference to a function that is neither stock nor hf_rocm's; return None if there is none.
 
     known: packages whose functions are not reported. For changes of hf_rocm, the value below them is examined.
     """

@@ -16,7 +16,7 @@ from hf_rocm.overlay.state import FileState, LeftOut, examine
 
 
 def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
-    """Return the states of the named models' files, or without names, of all files with an overlay or a block.
+    """Return the states of the named models' files or, without names, of all files with an overlay or a block.
 
     Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
     transformers lacks or that has no overlay.
@@ -43,7 +43,7 @@ def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return a file's bytes, or None if it does not exist. Raises unless it is a file (reading a FIFO would block)."""
+    """Return a file's bytes, or None if it does not exist. Raises unless it is a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -62,7 +62,10 @@ def read_file(path: Path) -> bytes | None:
 
 
 def state_of(installation: Installation, catalog: Catalog, model: str, overlay: Overlay | None) -> FileState:
-    """Return the state of one model's file with respect to this overlay. Raises `OverlayError` if neither exists."""
+    """Return the state of one model's file with respect to this overlay.
+
+    Raises `OverlayError` if this transformers lacks the model, or if there is neither an overlay nor a block.
+    """
     release = installation.version
     if not isinstance(model, str) or not MODEL.fullmatch(model):  # it becomes part of a path
         raise no_overlay(installation, catalog, model)
@@ -92,7 +95,7 @@ def _file(installation: Installation, model: str) -> Path:
 
 
 def _link(file: Path) -> Path | None:
-    """The model's folder, its folder of compiled files or the file itself, whichever is a symbolic link, or None."""
+    """The first symbolic link among the model's folder, the file and its folder of compiled files, or None."""
     folder = file.parent
     return next((path for path in (folder, file, folder / "__pycache__") if path.is_symlink()), None)
 

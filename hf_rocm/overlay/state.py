@@ -24,7 +24,7 @@ class Installed(str, Enum):
     NO = "no"
     YES = "yes"
     OLD = "old"  # intact, but this release of hf-rocm would write a different one
-    FOREIGN = "foreign"  # intact and labelled as this release of hf-rocm, but the code is not that of its overlay
+    FOREIGN = "foreign"  # intact and labelled with this release of hf-rocm, but its code is not that of the overlay
     EDITED = "edited"  # the block, or the stock part above it, was changed after it was written
 
 
@@ -95,7 +95,7 @@ class FileState:
 
     @property
     def skippable(self) -> bool:
-        """Whether the file exists, does not match its overlay, and has no block that is edited or does not match."""
+        """Whether `skip_changed` may skip the file: it is outgrown, or does not match its overlay and has no block."""
         unpatched = self.installed is Installed.NO and self.data is not None
         return self.outgrown or (self.match is Match.CHANGED and unpatched)
 
@@ -110,7 +110,7 @@ class FileState:
         return render(self.stock, self.overlay)
 
     def mismatch(self) -> OverlayError | None:
-        """Return why the overlay must not be used with this file, in memory or on disk, or None if it may be used."""
+        """Return an error if the overlay must not be used with this file, in memory or on disk, else None."""
         if self.match in GOOD:
             return None
         if self.data is None:
@@ -182,7 +182,7 @@ class LeftOut:
     stock: Mapping[str, str] = field(default_factory=dict)
 
     def sentences(self, release: str) -> list[str]:
-        """Return one line about the absent models, and one line per reason. If there are many, details are omitted."""
+        """Return one line about the absent models, and one line per reason. Omits details if there are many reasons."""
         count = len(self.absent)
         what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
         absent = [f"{what} not in transformers {release}"] if count else []
@@ -234,7 +234,7 @@ def examine(
     """Determine the state of one file.
 
     recorded_sha256: the hash that the package manager recorded. find: returns a module's file. read: returns a file's
-    bytes. overlay_of: returns this release's overlay with an id.
+    bytes. overlay_of: returns the overlay with a given id.
     """
     installed, written, edited = of_block(data, overlay, overlay_of)
     stock = written.stock if written else block.stock_part(data or b"")
@@ -266,7 +266,7 @@ def of_block(
 ) -> tuple[Installed, block.Split | None, str]:
     """Return the state of the block, the parts of the file, and the reason for the state.
 
-    overlay: the expected overlay. overlay_of: returns this release's overlay with an id. A block that names this
+    overlay: the expected overlay. overlay_of: returns the overlay with a given id. A block that names this
     release must have exactly the code of that overlay, because anyone can write a block with a valid hash.
     """
     try:

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def grid(kinds: Iterable[str], batches: Iterable[int], prompts: Iterable[int], *, new: int) -> list[Case]:
-    """Return all combinations, with the decoding cases first."""
+    """Return all combinations, in the order of the kinds, then of the prompts, then of the batches."""
     lengths = list(prompts)
     return [
         Case(kind, batch, prompt, new if kind == "decode" else 0)

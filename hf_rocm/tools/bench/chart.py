@@ -171,7 +171,10 @@ _END_TO_END = "ms per token, end to end through generate"
 
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
-    """Return the scale of each panel: the longest bar of its kind, or its own if a bar would be too short to read."""
+    """Return the longest bar that the scale of each panel is based on.
+
+    Panels of one kind share the longest of their bars, unless some bars would then be too short to read.
+    """
     longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []
     for panel, own in zip(panels, longest, strict=True):

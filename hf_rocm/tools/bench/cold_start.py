@@ -102,7 +102,7 @@ def child(text: str) -> None:
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
-    """Return the seconds that each stage takes. warmup: the difference between the first generation and the third."""
+    """Return the seconds of each stage and the memory. warmup: the first generation's seconds minus the third's."""
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):

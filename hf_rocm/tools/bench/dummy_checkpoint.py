@@ -2,7 +2,7 @@
 
 Ranks that share a model load it from a checkpoint, because transformers shards a model while loading it. The matrices
 of this checkpoint are a hole in a sparse file: they are zero until each rank fills its own part. So even a large
-checkpoint is created at once.
+checkpoint is created instantly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # 5.0 ties weights only while loading, and would keep two copies as two tensors
+        model.tie_weights()  # transformers 5.0 ties weights only while loading, so there would be two tensors
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)

@@ -20,7 +20,8 @@ from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first round compiles and records, the second fills the allocator's pools
 
-# Forward passes of an encoder per warm-up round: early replays are compared with uncaptured passes more often.
+# Forward passes of an encoder per warm-up round. Early replays are compared with uncaptured passes more often than later
+# ones, and these comparisons must not be timed.
 WARM_FORWARDS = 12
 
 Progress = Callable[[str], None]
@@ -166,7 +167,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
 
 
 def _turn(side: Side, case: Case, samples: _Samples, *, warm: bool) -> str | None:
-    """Time one run. Returns the reason why it failed, or None."""
+    """Time one run. Returns the reason if it failed, else None."""
     device = side.model.device
 
     def run() -> Generated:
@@ -205,7 +206,7 @@ def _first_run(side: Side, samples: _Samples, call: Callable[[], Any]) -> tuple[
 
 
 def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the call's result, or None and a reason. hf_rocm's errors are raised, unless it ran out of memory."""
+    """Return the call's result and None, or None and a reason. An error in hf_rocm is raised unless memory ran out."""
     try:
         return call(), None
     except torch.OutOfMemoryError:

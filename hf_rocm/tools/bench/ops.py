@@ -1,4 +1,4 @@
-"""hf-rocm bench ops: check and time all implementations of an operation that this machine supports, on equal inputs.
+"""hf-rocm bench ops: check and time all implementations of an operation that this machine supports, on the same inputs.
 
 PyTorch's own GEMM and attention are timed once with every library or backend that PyTorch can use.
 """
@@ -134,7 +134,7 @@ def _candidates(operation: Operation[Any]) -> Iterator[_Candidate]:
 
 
 def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
-    """Yield PyTorch's other libraries or backends for the operation."""
+    """Yield the libraries or backends that PyTorch can use for the operation."""
     if operation == "linear":
         for name in blas_backend.LIBRARIES:
             try:

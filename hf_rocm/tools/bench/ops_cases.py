@@ -1,4 +1,4 @@
-"""The calls that `hf-rocm bench ops` times: every operation at the shapes of a model, with its bytes and FLOPs."""
+"""The calls that `hf-rocm bench ops` times: every operation at the shapes of a model, with bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ OPERATIONS = (
     "rope",
     "experts",
 )
-TOKENS = (1, 4, 8)  # tokens of a decode step, which are the rows of the experts' GEMMs
+TOKENS = (1, 4, 8)  # numbers of tokens in a decode step of the experts
 MIXTURE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
 FEW = 16  # the largest number of rows that fused linear kernels support
-ROUTING = "routing"  # measures the router's overhead instead of an operation
+ROUTING = "routing"  # selects a measurement of the router's overhead instead of an operation
 
 
 @dataclass(frozen=True)
 class OpCase:
     """One call.
 
-    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes such a set. bytes,
+    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes the tensors of such a set. bytes,
     flops: lower bounds for one call.
     """
 

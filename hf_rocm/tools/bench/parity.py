@@ -21,8 +21,8 @@ from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.generating import generate_logits
 from hf_rocm.tools.bench.variants import Side, twin
 
-TOKENS = 32768  # the most prompt tokens in a batch, so that the reference only takes seconds
-JUDGED = 16  # new tokens that are compared; the first few steps run uncaptured before one is recorded
+TOKENS = 32768  # the largest number of prompt tokens in a batch, so that the reference takes only seconds
+JUDGED = 16  # number of new tokens that are compared; includes recorded steps, which follow a few uncaptured ones
 
 
 class Parity(NamedTuple):
@@ -78,7 +78,7 @@ class Reference:
         self._last: tuple[Any, Tensor, Tensor] | None = None
 
     def judge(self, trial: Trial) -> Parity:
-        """Return the error of a side's output."""
+        """Return the error of a side's output, with the allowed error."""
         return compare(trial.actual, *self._run(trial.arguments))
 
     def _run(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,10 @@ class _Rank:
         return model
 
     def _sides(self, stock: Any) -> list[Side]:
-        """Load the stock and the prepared model over the same parameters: a copy would call stock's sharded layers."""
+        """Return the sides. The prepared model is loaded separately, and then shares the parameters of the stock model.
+
+        It is not a copy of the stock model, because a copy would call the stock model's sharded layers.
+        """
         wanted = self.question.sides
         made = {STOCK: Side(STOCK, stock)}
         if {PREPARED, UNCAPTURED} & set(wanted):

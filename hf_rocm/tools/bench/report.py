@@ -181,7 +181,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Format milliseconds with three significant digits."""
+    """Format milliseconds with about three significant digits."""
     return (
         f"{value:.0f}"
         if value >= 100

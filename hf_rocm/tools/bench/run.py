@@ -71,7 +71,7 @@ def bench(
     dtype = next(model.parameters()).dtype
     rates = machine_rates.measure(subject.device, dtype)
     run = Measurement(model, made, reference, rates, rounds, progress)
-    with options.override(graphs_memory="50%"):  # recordings must stay until the next round
+    with options.override(graphs_memory="50%"):  # recorded graphs must be kept until the next round
         results = tuple(measure(run, case) for case in cases)
     return Segment(
         segment, machine(subject.device), commit(), describe(subject, model), rates, rounds, missing, results

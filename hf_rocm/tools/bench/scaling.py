@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """Create it from the settings of a config, as in `bench`'s shapes, for identical layers with gated MLPs."""
+        """Create a decoder from the settings of a config (see `known_shapes`). All layers are alike, with gated MLPs."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads
@@ -87,7 +87,7 @@ def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool =
 def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int = 1, context: int = 0) -> float:
     """Return a lower bound in seconds of a decode step on one rank, without the exchanges.
 
-    bandwidth: that of one GPU's memory, in bytes per second.
+    bandwidth: the bandwidth of one GPU's memory, in bytes per second.
     """
     read = decoder.item * (decoder.matrices + batch * context * decoder.keys)
     return read / ranks / bandwidth
@@ -102,8 +102,9 @@ def wire_seconds(message: int, ranks: int, link: float) -> float:
 
 
 def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, nic: float) -> float:
-    """Return the same bound for several nodes: reduce-scatter within a node, all-reduce across, all-gather within.
+    """Return a lower bound in seconds of one all-reduce over several nodes.
 
+    It consists of a reduce-scatter within each node, an all-reduce across nodes and an all-gather within each node.
     nic: bytes per second of one GPU's share of the network, in each direction.
     """
     within = wire_seconds(message, per_node, link)

@@ -18,7 +18,7 @@ class Agreement(NamedTuple):
     """A comparison of two sides on the same requests.
 
     equal, total: numbers of answers. lost: the fraction of stock's text that comes after the first difference in an
-    answer. stock: this fraction for stock's own answers, alone and in a batch.
+    answer. stock: the same fraction between stock's answers to single requests and to batched ones.
     """
 
     equal: int

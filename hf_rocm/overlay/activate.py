@@ -28,7 +28,7 @@ _lock = threading.RLock()
 def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = None) -> list[str]:
     """Bind the overlays of these models in this process.
 
-    models: names of model folders such as `llama`; without any, all models with an overlay for this release.
+    models: names of model folders such as `llama`; if none is given, all models with an overlay for this release.
     everywhere: True serves every instance of the stock classes, as an installed overlay does, and does nothing without
     ROCm unless `HF_ROCM_FORCE=1` is set. False serves only prepared models, on any machine.
     Checks all files before it binds any class. Returns the bound models, sorted. Raises `DigestMismatch` or

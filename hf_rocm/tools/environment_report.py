@@ -51,7 +51,7 @@ def block(facts: Facts) -> str:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield every path in the facts. They are in findings, and patterns can't find the end of a path with a space."""
+    """Yield every path in the facts. Findings contain them, and no pattern can detect where a path with spaces ends."""
     if isinstance(value, Mapping):
         value = [*value.values(), *value]
     if isinstance(value, str):

@@ -93,7 +93,7 @@ def _stock(
 ) -> Iterator[Stock]:
     """Yield the modules without a binding, counted by class and reason, in the order of the model.
 
-    served: the model families with a bound overlay. overlays: those of the other families, or None without one.
+    served: the model families with a bound overlay. overlays: the overlay of every other family; None if it has none.
     """
     fused = {id(module._modules.get(name)) for module in groups for name in names_in(module)}
     fused |= {id(child) for module in groups for member in kinds.covered(module) for child in member.modules()}
@@ -118,7 +118,7 @@ def _stock(
 
 
 def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
-    """Return the overlays of these model families, which are not bound, for this release; None if there is none."""
+    """Return this release's overlay of each of these model families, which are not bound; None if it has none."""
     if not missing:
         return {}
     import transformers
@@ -141,7 +141,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """Return a name for a class that shares its name with another: `lora.Linear`. PyTorch's classes keep theirs."""
+    """Return a name for a class that shares its name with another: `lora.Linear`. PyTorch's stay as they are."""
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")
@@ -151,7 +151,7 @@ def _name(cls: type) -> str:
 
 
 def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay | None]) -> str:
-    """Return why a module is stock. served, overlays: as in `_stock`."""
+    """Return the reason why a module is stock. served, overlays: as in `_stock`."""
     cls = type(module)
     base = next((base for base in cls.__mro__[1:] if base in bind.bindings_by_class), None)
     if base is not None:

@@ -32,7 +32,7 @@ class Part:
     joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
     gradients: bool = False  # whether the layers run one by one, since gradients are enabled and weights require them
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
-    stock_because: str | None = None  # the function whose replacement makes the class run stock
+    stock_because: str | None = None  # the reason why the whole class runs stock, such as a replaced function
     theirs: int = 0  # instances with a forward of their own, which runs instead of hf_rocm's
 
 
@@ -58,7 +58,7 @@ class Stock:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`: `str()` in short, `details()` in full, `to_dict()` for programs (builtins only)."""
+    """The result of `explain`. `str()` returns the short text, `details()` all facts, and `to_dict()` only builtins."""
 
     model: str
     state: str
@@ -70,8 +70,8 @@ class Explanation:
     linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
     quantized: str | None = None  # which layers are quantised, and their error
     not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that stay unquantised
-    decoding: tuple[str, ...] = ()  # sentences on whether generate's steps are recorded and replayed, and why not
-    forwards: tuple[str, ...] = ()  # the same for the forward passes of encoders
+    decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
+    forwards: tuple[str, ...] = ()  # whether encoders' forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
     replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `nn.Module.forward`
 

@@ -20,8 +20,8 @@ from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first round compiles and records, the second fills the allocator's pools
 
-# Forward passes of an encoder per warm-up round. Early replays are compared with uncaptured passes more often than later
-# ones, and these comparisons must not be timed.
+# Forward passes of an encoder per warm-up round. There are several, because early replays are compared with uncaptured
+# passes more often than later ones.
 WARM_FORWARDS = 12
 
 Progress = Callable[[str], None]

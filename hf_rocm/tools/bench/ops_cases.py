@@ -34,8 +34,8 @@ ROUTING = "routing"  # selects a measurement of the router's overhead instead of
 class OpCase:
     """One call.
 
-    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes the tensors of such a set. bytes,
-    flops: lower bounds for one call.
+    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes the tensors of such a
+    set. bytes, flops: lower bounds for one call.
     """
 
     operation: str

@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """Create a decoder from the settings of a config (see `known_shapes`). All layers are alike, with gated MLPs."""
+        """Create a decoder from a config's settings (see `known_shapes`). All layers are alike and have gated MLPs."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads

@@ -19,7 +19,8 @@ from hf_rocm.tools.bench.known_shapes import shape
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
     """Create a stock model with this shape in eval mode, directly on the device and in its dtype.
 
-    layers: use this many layers instead. Raises `OptionError` if this release of transformers lacks the model.
+    layers: the number of layers, if not that of the shape. Raises `OptionError` if this release of transformers lacks
+    the model.
     """
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device(device):

@@ -1,7 +1,7 @@
 """The sides of a comparison: copies of one model that share its weights but run in different ways.
 
-Because of the shared weights, two sides differ only in the code that runs, both fit in the memory of one, and no side
-needs a new warm-up because another side moved the weights.
+Because the weights are shared, two sides differ only in the code that runs, they take the memory of one model, and no
+side needs a new warm-up because another side moved the weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ LABELS = {
     UNCAPTURED: "hf_rocm without graphs",
     PREPARED: "hf_rocm",
 }
-# torch.compile uses a static cache, as transformers does for a decode step, and mode `default` unless a label names one
+# The sides with torch.compile use a static cache, as transformers does for a compiled decode step. Their mode is
+# `default` unless the label names another one.
 DEFAULT = (STOCK, COMPILE, PREPARED)
 
-# Sides that differ only for decoding and encoders: neither transformers nor hf_rocm compiles or records a prefill.
+# Sides that differ from another side only in decoding and in encoders: neither transformers nor hf_rocm compiles or
+# records a prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
 
@@ -46,7 +48,7 @@ class Side:
     model: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    forward: Callable[..., Any] | None = None  # replaces the model's own in calls without `generate`
+    forward: Callable[..., Any] | None = None  # replaces the model's forward in calls without `generate`
 
     def __call__(self, **inputs: Any) -> Any:
         return (self.forward or self.model)(**inputs)
@@ -87,7 +89,7 @@ def _graph_note(model: Any) -> str | None:
 
 
 def _forwards_note(model: Any) -> str | None:
-    """Report the same for an encoder's forward passes."""
+    """Report whether an encoder's forward passes were replayed, and if not, the reason."""
     from hf_rocm.forwards import state
 
     known = state.known(model)

@@ -18,7 +18,7 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     kernels, are compared with exact GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
     bf16 GEMM, plus a rounding step.
     """
-    from hf_rocm.tolerance import allowed_error  # it imports torch, whose failure the child reports in another stage
+    from hf_rocm.tolerance import allowed_error  # imports torch, whose failure the child reports in another stage
 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 512, generator=generator).bfloat16().to(device)

@@ -39,7 +39,7 @@ class System:
 
 @dataclass(frozen=True)
 class Node:
-    """A file with this user's access rights. group: its name or number. modified: seconds since the epoch."""
+    """A file, and this user's access rights to it. group: its name or number. modified: seconds since the epoch."""
 
     mode: str = ""
     group: str = ""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Library:
     """A library and its counterpart.
 
-    cuda: the name of a library from NVIDIA or for NVIDIA GPUs only. rocm: its counterpart. headers: prefixes of the
-    paths that C and C++ include. packages: the Python modules that contain it. hipify: whether PyTorch's extension
+    cuda: the name of a library from NVIDIA, or of one only for NVIDIA GPUs. rocm: its counterpart. headers: prefixes of
+    the paths that C and C++ include. packages: the Python modules that contain it. hipify: whether PyTorch's extension
     builder translates its includes and calls automatically. note: the remaining differences.
     """
 
@@ -77,7 +77,7 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-# Command-line tools: NVIDIA's → AMD's counterpart.
+# Command-line tools: NVIDIA's tool → AMD's counterpart.
 TOOLS = {
     "nvidia-smi": "amd-smi, or rocm-smi",
     "nvcc": "hipcc, or PyTorch's extension builder",
@@ -90,7 +90,7 @@ TOOLS = {
     "nvidia-ctk": "nothing: pass --device=/dev/kfd --device=/dev/dri to docker",
 }  # fmt: skip
 
-# Shared objects that ctypes or dlopen load by name: NVIDIA's without the prefix `lib` and suffix → AMD's.
+# Shared objects that ctypes or dlopen load by name: NVIDIA's name without `lib` and the suffix → AMD's name.
 _OBJECTS = {
     "cudart": "libamdhip64.so", "cuda": "libamdhip64.so", "cublas": "libhipblas.so", "cublasLt": "libhipblaslt.so",
     "cudnn": "libMIOpen.so", "cufft": "libhipfft.so", "curand": "libhiprand.so", "cusparse": "libhipsparse.so",

@@ -55,7 +55,7 @@ class Module:
     names: dict[str, str] = field(default_factory=dict)  # local name → dotted name
     contexts: dict[ast.AST, Context] = field(default_factory=dict)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)  # last assigned, per function
+    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)  # last value by function and name
     _helpers: dict[str, bool] = field(default_factory=dict)  # private function → whether every call is guarded
     _words: dict[ast.AST, frozenset[str]] = field(default_factory=dict)
 

@@ -102,7 +102,7 @@ def _python(lines: list[str]) -> list[str]:
         else:
             translated.append(line)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about escapes in the cell's strings
+        warnings.simplefilter("ignore")  # do not show warnings about escapes in the cell's strings
         ast.parse("\n".join(translated))
     return translated
 

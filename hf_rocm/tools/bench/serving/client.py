@@ -116,7 +116,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """Yield the chunks of a body as they arrive, or the data read. Raises `IncompleteReadError` if it is cut off."""
+    """Yield the parts of a body. Raises `IncompleteReadError` if a body of known size is cut off."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
             yield await reader.readexactly(size)

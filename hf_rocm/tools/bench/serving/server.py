@@ -30,7 +30,7 @@ NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # packages of the extra tr
 _INSTALL = "pip install 'transformers[serving]'"
 _CLI = "transformers.cli.transformers"
 _PAUSE = 0.1
-_POLITE = 3.0  # seconds in which the server may end after SIGTERM; with continuous batching it does not
+_POLITE = 3.0  # seconds to wait for the server to end after SIGTERM; with continuous batching, it does not
 _LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
 _SERVE = f"""
 sys.argv = ["transformers", "serve", *sys.argv[2:]]
@@ -113,8 +113,8 @@ def serving(
 ) -> Iterator[Server]:
     """Start a server and wait until it listens. At the end of the block, end it and all processes that it started.
 
-    arguments: those of `transformers serve`. folder: a new folder for its log. timeout: the seconds for loading the
-    model. Raises `ServeError` if the server ends or does not listen in time.
+    arguments: the arguments of `transformers serve`. folder: a new folder for its log. timeout: the seconds for loading
+    the model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
     own = ["--host", HOST, "--port", "0"]  # they come last, so that they take precedence

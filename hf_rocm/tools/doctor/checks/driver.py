@@ -8,7 +8,7 @@ from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
 PASS_ON = "--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined --ipc=host"
-# Names of the host's groups in a container that does not map them.
+# Names under which the host's groups appear in a container that does not map them.
 NOBODY = frozenset({"nogroup", "nobody", "65534"})
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 

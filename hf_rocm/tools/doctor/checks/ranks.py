@@ -15,7 +15,7 @@ OWN = ("lo", "docker")
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on the ranks' variables; none if no launcher has set them."""
+    """Yield findings on the variables for network interfaces and, if a launcher set them, on the ranks' variables."""
     there = [name for name in NEEDED if facts.set(name)]
     if facts.system.name == "Linux":
         yield from _interfaces(facts)

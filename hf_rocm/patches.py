@@ -41,7 +41,8 @@ class Change:
     make: called once with the change; returns the replacement. The replacement reads `change.live` on every call and
     calls `change.original` (see `call_of`) if it is false. The executor keeps `original` up to date: it is the value
     below the replacement, which may be another change's replacement.
-    key: changes of one attribute with the same key are one change. The second is not applied; its user joins the first.
+    key: changes of one attribute with the same key are one change. The second is not applied; its user is added to the
+    users of the first.
     """
 
     def __init__(

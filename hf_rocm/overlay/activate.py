@@ -1,7 +1,7 @@
 """Overlays in memory: the text that the installer would append, executed as a separate module.
 
-`from_pretrained` does this where nothing is installed, as in notebooks or with read-only site-packages. The stock
-files are checked against the same digests first.
+`from_pretrained` activates overlays where none are installed, as in notebooks or with read-only site-packages. The
+stock files are checked against the same digests first.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hf_rocm.patches import Change
 
 Forward = Callable[..., Any]
 
-# The mode of a binding. A module's own mode overrides its class's.
+# The mode of a binding. A module's own mode overrides that of its class.
 OFF = "off"  # stock
 GPU = "gpu"  # the overlay for inputs on a GPU, stock for inputs on the CPU: the mode under ROCm
 ON = "on"  # the overlay for inputs on any device: the mode with force
@@ -38,7 +38,7 @@ _DECORATED_BY = ("transformers", "torch", "kernels")
 # The argument that lets a function fuse the preceding norm and the following residual sum (hf_rocm.layers).
 FUSED = "fused"
 
-# Also contains bindings that are unbound now.
+# All bindings, including those that are unbound now.
 bindings_by_class: dict[type, Binding] = {}
 _bindings = bindings_by_class
 

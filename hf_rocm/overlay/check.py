@@ -29,8 +29,8 @@ def check(
 ) -> str:
     """Raise `OverlayError` unless the overlays of these models are installed and match their files.
 
-    models: names of model folders such as `llama`; all if none is given. strict: accept only files that were verified as a
-    whole. expected: the fingerprint that `check` returned in another process. across_ranks: compare with the other
+    models: names of model folders such as `llama`; all if none is given. strict: accept only files that were verified
+    as a whole. expected: the fingerprint that `check` returned in another process. across_ranks: compare with the other
     ranks of torch.distributed, in a collective that every rank must call; by default, if a process group is
     initialised. The error names the rank and the host that differ.
     Returns the fingerprint of the installation, which is equal only for the same hf-rocm, transformers and files.

@@ -22,7 +22,7 @@ from hf_rocm.overlay.state import FileState, LeftOut
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Turn an `OSError` while reading into an `OverlayError`; errors while writing have their own messages."""
+    """Turn an `OSError` from reading into an `OverlayError`; errors from writing have their own messages."""
     try:
         yield
     except OSError as error:

@@ -136,7 +136,7 @@ def _stage(action: Action, disk: Disk) -> Path:
 def _put(action: Action, temporary: Path, disk: Disk) -> None:
     _drop_compiled(action.file, disk)
     disk.replace(temporary, action.file)
-    # again, because another process may have compiled the old text in between
+    # removed again, because another process may have compiled the old text in between
     _drop_compiled(action.file, disk)
 
 

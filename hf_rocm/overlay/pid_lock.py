@@ -17,7 +17,7 @@ from pathlib import Path
 from hf_rocm import files
 from hf_rocm.errors import OverlayError
 
-OLD = 600.0  # seconds; an installer needs a few
+OLD = 600.0  # seconds after which a claim of another host is ignored; an installer takes a few seconds
 
 
 @contextmanager

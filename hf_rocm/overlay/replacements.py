@@ -128,7 +128,7 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
         return False  # a flag, such as `Cache.is_compileable` in 4.x
     if package not in OWN:
         written = isinstance(value, (FunctionType, BuiltinFunctionType, type))
-        return not (written and package in sys.stdlib_module_names)  # imported by the file, such as functools.partial
+        return not (written and package in sys.stdlib_module_names)  # from Python's library, such as functools.partial
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False
     # a function of another model, unless the file imports it

@@ -34,7 +34,7 @@ class Match(str, Enum):
     VERIFIED = "verified"  # the same file as in a verified release
     COMPATIBLE = "compatible"  # every definition that the overlay depends on is known
     CHANGED = "changed"  # a definition differs, or the file differs from the one in its package
-    UNSUPPORTED = "unsupported"  # no overlay for this release
+    UNSUPPORTED = "unsupported"  # there is no overlay for this release
 
 
 GOOD = (Match.VERIFIED, Match.COMPATIBLE)

@@ -141,7 +141,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """Return a name for a class that shares its name with another: `lora.Linear`. PyTorch's stay as they are."""
+    """Return a unique name for a class that shares its name: `lora.Linear`. PyTorch's classes keep their names."""
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")

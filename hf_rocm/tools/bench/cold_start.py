@@ -1,7 +1,7 @@
 """The cost of a start: the time and memory of the first generation in a fresh process, with cold and warm caches.
 
 Every start runs in a separate process, since compiled code and allocated memory would affect the next one. Two
-consecutive starts share the cache folders of Triton, PyTorch and hf_rocm: the first start is cold, the second is warm.
+consecutive starts share the cache folders of Triton, PyTorch and hf_rocm: the first is cold, and the second is warm.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
 from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
 
-WARM_ROUNDS = 2  # the first round compiles and records, the second fills the allocator's pools
+WARM_ROUNDS = 2  # the first round compiles and records graphs, and the second fills the allocator's pools
 
 # Forward passes of an encoder per warm-up round. There are several, because early replays are compared with uncaptured
 # passes more often than later ones.

@@ -151,7 +151,7 @@ def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContex
 
 
 def _sets(case: OpCase, device: torch.device) -> int:
-    """Return the number of sets that exceed all caches, but at most SETS: in a model, tiny inputs are cached too."""
+    """Return the number of input sets that exceed all caches, but at most SETS: models cache tiny inputs too."""
     if device.type != "cuda":
         return 2
     return int(min(SETS, max(2, LARGE // max(case.bytes, 1) + 1)))

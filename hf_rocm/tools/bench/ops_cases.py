@@ -24,7 +24,7 @@ OPERATIONS = (
     "rope",
     "experts",
 )
-TOKENS = (1, 4, 8)  # numbers of tokens in a decode step of the experts
+TOKENS = (1, 4, 8)  # the numbers of tokens per decode step for which experts are measured
 MIXTURE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
 FEW = 16  # the largest number of rows that fused linear kernels support
 ROUTING = "routing"  # selects a measurement of the router's overhead instead of an operation
@@ -105,7 +105,7 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Yield a layer's four GEMMs with fused prologues and epilogues, for at most FEW rows, the kernels' limit."""
+    """Yield a layer's four GEMMs with fused prologues and epilogues, for at most FEW rows."""
     width = dims.heads * dims.head_dim
     products = {
         "norm, qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden, True, False),

@@ -36,7 +36,7 @@ from hf_rocm.tools.bench.roofline import floor, local
 from hf_rocm.tools.bench.run import Subject, describe
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED, Side, silence
 
-LIMIT = timedelta(minutes=30)  # the timeout of a collective operation: another rank may be compiling a kernel
+LIMIT = timedelta(minutes=30)  # the timeout of a collective operation, in which another rank may be compiling
 JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose attention scores must fit on every rank
 
 
@@ -198,7 +198,7 @@ class _Rank:
         return timings
 
     def _turn(self, side: Side, case: Case) -> Generated:
-        """Run once. All ranks begin together, and every time is that of the slowest rank."""
+        """Run one side once. All ranks begin together, and every time is that of the slowest rank."""
         self.peers.slowest(0.0)
         with torch.no_grad(), side.turn():
             if case.kind == "decode":

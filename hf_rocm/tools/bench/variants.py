@@ -42,7 +42,7 @@ DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
 @dataclass
 class Side:
-    """One side. arguments: those of `generate`. turn: a context manager that is active while this side runs."""
+    """One side. arguments: additional arguments of `generate`. turn: a context manager for the time that it runs."""
 
     name: str
     model: Any

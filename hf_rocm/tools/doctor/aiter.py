@@ -13,7 +13,7 @@ IMPORT_SECONDS = 120.0
 # The module that `import aiter` needs (its name depends on the release). Without it, the import starts a compiler.
 CORE = ("module_aiter_core", "module_aiter_enum")
 TABLES = ("bf16_tuned_gemm.csv", "tuned_gemm.csv")
-# Compute units → architecture, for tables that only have the number of compute units.
+# Compute units → architecture, for tables that contain only the number of compute units.
 UNITS = {"304": "gfx942", "80": "gfx942", "256": "gfx950"}
 
 

@@ -23,7 +23,7 @@ Progress = Callable[[str], None]
 
 
 def collect(machine: Machine, *, model: str | None = None, progress: Progress | None = None) -> Facts:
-    """Collect all facts. This takes as long as the slower of `import torch` and `import aiter`, which run in parallel.
+    """Collect all facts. `import torch` and `import aiter` take most of the time, and run in parallel.
 
     torch is not imported unless it was built for ROCm, since it could not use the GPU.
     """

@@ -1,4 +1,4 @@
-"""Doctor's findings. Every finding has one of three levels, a consequence and a fix."""
+"""Doctor's findings. Every finding has one of three levels. Warnings and problems have a consequence and a fix."""
 
 from __future__ import annotations
 

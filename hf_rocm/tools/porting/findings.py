@@ -9,7 +9,7 @@ _SHOWN = 80  # the largest number of characters of a quoted line
 
 
 class Severity(Enum):
-    """The severity on ROCm, from worst to least."""
+    """The severity on ROCm, from the most to the least severe."""
 
     PROBLEM = "problem"  # the code fails or returns wrong results
     WARNING = "warning"  # the code can fail or is slow

@@ -12,7 +12,7 @@ from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
 
 GET = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
 RADEON_SINCE = Version("0.1.19")
-# Releases whose import hides errors and then lacks functions.
+# The first and the last release whose import hides errors, so that functions can be missing.
 TRUNCATES = (Version("0.1.12"), Version("0.1.14.post1"))
 MINUTE, HOUR = 60.0, 3600.0  # an installation writes its files within a minute, and no build takes an hour
 

@@ -144,7 +144,7 @@ def _wrong(index: int, device: Mapping[str, Any]) -> Finding:
 
 
 def _flash(facts: Facts) -> Iterator[Finding]:
-    """Check SDPA's flash kernel from AOTriton, which some builds lack or only enable on request for some GPUs."""
+    """Check SDPA's flash kernel from AOTriton, which some builds lack or enable only on request for some GPUs."""
     reasons = {str(device["arch"]): device.get("flash", "") for device in facts.devices if "flash" in device}
     for gfx, reason in reasons.items():
         if not reason:

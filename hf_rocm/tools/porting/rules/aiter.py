@@ -93,7 +93,7 @@ def positional_arguments(module: Module) -> Iterator[Place]:
 
 
 def expected_import_error(module: Module) -> Iterator[Place]:
-    """Find an import of aiter in a `try` that only handles ImportError."""
+    """Find an import of aiter in a `try` that handles only ImportError."""
     for node, context in module.nodes(ast.Try):
         assert isinstance(node, ast.Try)
         imported = [line for line in node.body if isinstance(line, ast.Import | ast.ImportFrom) and _of_aiter(line)]

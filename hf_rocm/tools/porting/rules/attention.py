@@ -1,4 +1,4 @@
-"""Attention code that only works on NVIDIA GPUs, or that loses the savings of grouped-query attention."""
+"""Attention code that works only on NVIDIA GPUs, or that loses the savings of grouped-query attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMED = Rule(
 )
 
 _NAMES = {"flash_attention_2", "flash_attention_3", "flash_attention"}
-_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # only Triton or torch
+_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # use only Triton or torch
 _SDPA = "scaled_dot_product_attention"
 
 

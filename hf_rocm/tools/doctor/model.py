@@ -1,4 +1,4 @@
-"""The requirements of a named model, read from its folder or the hub's cache, without downloading or loading the model."""
+"""The requirements of a named model, read from its folder or the hub's cache, without downloading or loading it."""
 
 from __future__ import annotations
 

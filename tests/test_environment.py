@@ -18,7 +18,10 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
-    """Simulate a ROCm build of torch (another build if hip is None). Returns (result, effective settings)."""
+    """Returns a function that calls `setup_environment` with a simulated build of torch.
+
+    The function's `hip` is None for a build without ROCm. It returns (result, effective settings).
+    """
     for name in environment.ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores the settings below
         monkeypatch.delenv(name)

@@ -120,7 +120,7 @@ def test_biases_are_read_with_their_strides(layout):
 
 
 def test_it_rounds_like_separate_layers():
-    """Sums are exact in fp32, so only rounding at a different point can change the result of the loop."""
+    """Sums are exact in fp32, so results differ from a loop over experts only if the rounding points differ."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
         (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
         tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
@@ -218,7 +218,7 @@ def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
     with torch.no_grad():
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
-        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no Triton kernels there
+        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # without a Triton kernel
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW
 

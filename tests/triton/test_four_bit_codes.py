@@ -129,7 +129,7 @@ def test_dequantised(k, group, dtype, double, code):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 17, 64])
 def test_scales_that_are_powers_of_two(m, form):
-    """MXFP4, with one block of NaN."""
+    """The scales are those of MXFP4, one of which is NaN."""
     n, k = 38, 640 if suite.gpu() is None or m > 1 else 4736
     words, _ = drawn(n, k, 32)
     scale = torch.randint(118, 126, (n, k // 32), generator=torch.Generator().manual_seed(m)).to(torch.uint8)

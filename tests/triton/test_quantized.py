@@ -67,7 +67,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 
 
 def turns(k: int) -> int:
-    """An odd factor for K, for at least two blocks of columns. Only a few columns of the last block are empty."""
+    """Returns an odd factor for K that results in at least two blocks of columns, the last of which is almost full."""
     few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
     return max(few, key=lambda count: count * k % 512)
 

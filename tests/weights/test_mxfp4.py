@@ -81,7 +81,7 @@ def test_every_byte(tmp_path):
 
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 2}], ids=["some", "every"])
 def test_results_and_tokens(tmp_path, experts):
-    """The second case routes every token to every expert."""
+    """With two experts, every token is routed to every expert."""
     reference = mxfp4.write(tmp_path, **experts)
     model = prepared(tmp_path)
     with ops.recording() as routes:

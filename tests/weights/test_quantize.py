@@ -322,7 +322,7 @@ def test_quantize_in_from_pretrained(tmp_path):
 
 
 def test_an_unprepared_class_is_served_too():
-    """The model is a custom one without an overlay."""
+    """The model is an `nn.Sequential`, for which there is no overlay."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48)]), nn.Linear(48, 16)).eval()
     hf_rocm.quantize(model, "fp8", force=True)
     layer = model[0][0]

@@ -186,7 +186,7 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 @few_cases
 def test_offloading_to_disk(tmp_path, case, caplog):
-    """Before version 5, transformers offloads only parameters, and these are buffers, so stock loads the checkpoint.
+    """Before version 5, transformers can't offload buffers such as the stored tensors, so stock loads the checkpoint.
 
     With bitsandbytes, stock always loads it.
     """

@@ -1,4 +1,4 @@
-"""The contract of a group of weights, for every kind that registers itself.
+"""The contract of a group of weights, for every registered kind.
 
 A kind that consists of plain linear layers is tested as soon as its file exists. Other kinds have an entry in
 `EXAMPLES`.

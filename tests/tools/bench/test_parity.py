@@ -48,7 +48,7 @@ def test_a_rounding_error_is_not_a_mismatch(model, monkeypatch):
 
 
 def spoil(monkeypatch, by):
-    """Scale the results of the norm. This affects only hf_rocm's side, because stock does not use the router."""
+    """Scale the results of hf_rocm's norm, which stock does not call."""
     from hf_rocm.ops import pointwise, registry
 
     right = pointwise.torch_rms_norm

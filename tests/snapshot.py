@@ -61,7 +61,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
-                continue  # the compiler adds such names for modules to the globals of compiled code
+                continue  # the compiler adds modules under these names to the globals of compiled code
             if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new

@@ -23,7 +23,7 @@ def settings(monkeypatch: pytest.MonkeyPatch):
     The function's `hip` is None for a build without ROCm. It returns (result, effective settings).
     """
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the settings below
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
         monkeypatch.delenv(name)
 
     def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):

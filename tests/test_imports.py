@@ -52,7 +52,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the importing module, the line, and whether importing that module runs it."""
+    """One import: the importing module, the line, and whether it is executed when the importing module is imported."""
 
     importer: str
     imported: str
@@ -257,7 +257,7 @@ def _trees() -> list[tuple[str, ast.Module]]:
 
 @cache
 def _all_imports() -> list[Import]:
-    """The imports of the package that run, at import time or in a call."""
+    """Returns the package's imports that are executed at import time or in a call."""
     return [edge for edge in _edges(_trees()) if not edge.for_types]
 
 

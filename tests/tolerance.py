@@ -47,8 +47,8 @@ def assert_run_as_good_as_eager(
 ) -> None:
     """Apply the tolerance to all results of one run, with the largest error of any part of the eager run.
 
-    Among hundreds of parts, some are accurate by chance in the eager run. Which parts these are depends on the machine
-    and on the order of the sums. Errors are relative to the largest value of the part.
+    Among hundreds of parts, some are accurate by chance in the eager run. These parts vary with the machine and
+    with the order of the sums. Errors are relative to the largest value of the part.
 
     least: the minimum of this largest value, as a share of the run's largest value. rounded: float64 runs whose weights
     have one rounding error of eager's dtype. These show the effect of rounding independently of the order of the sums,

@@ -1,4 +1,4 @@
-"""If graphs have a known fault, continuous batching records none unless requested. Otherwise transformers decides."""
+"""If graphs have a known fault, continuous batching records none by default. Otherwise, it follows transformers."""
 
 from __future__ import annotations
 

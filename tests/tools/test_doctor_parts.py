@@ -319,7 +319,7 @@ def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path
     [
         (16 * GIB, "5.23.0", {"model": "ok", "model-memory": "ok"}),
         (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # 200 GiB in fp32
-        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # needs both GPUs
+        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # fits in two GPUs
         (500 * GIB, "5.23.0", {"model": "ok", "model-memory": "problem", "model-host": "warning"}),
         (0, "5.23.0", {"model": "problem"}),
     ],

@@ -97,7 +97,7 @@ def assert_apart(
     bias: torch.Tensor | None,
     **more: Any,
 ) -> None:
-    """Check that a NaN in every third row or scale results in NaN there, and nowhere else."""
+    """Check that NaN in every third row or scale affects only the corresponding rows or columns of the output."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
         lost = rows % 3 == first

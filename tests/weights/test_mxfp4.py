@@ -264,7 +264,7 @@ def test_a_truncated_file(tmp_path, monkeypatch):
     ids=["dequantize", "unknown", "tensor"],
 )
 def test_features_that_are_left_to_stock(tmp_path, caplog, config, more, reason):
-    """Stock dequantises such checkpoints on a CPU."""
+    """On a CPU, stock dequantises checkpoints that have these features."""
     reference = mxfp4.write(tmp_path, torch.bfloat16)
     checkpoints.edit(tmp_path, quantization_config={**mxfp4.CONFIG, **config})
     checkpoints.edit_tensors(tmp_path, lambda state: state.update(more))

@@ -31,7 +31,7 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
-FOUR_BITS = ["int4-g32", "int4-g64"]  # these models are narrower than a group of 128
+FOUR_BITS = ["int4-g32", "int4-g64"]  # the models of this file are narrower than a group of 128
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -205,7 +205,7 @@ def test_offloading_to_disk(tmp_path, case, caplog):
 
 
 def test_sizes_that_the_kernels_do_not_support(tmp_path):
-    """Such layers use their dequantised weights in the GEMM, and are listed."""
+    """Layers with unsupported sizes use their dequantised weights in the GEMM, and are listed."""
     case = checkpoints.compressed(-1)
     reference = checkpoints.write(tmp_path, case, intermediate_size=100)
     model = hf_rocm.from_pretrained(tmp_path, force=True)

@@ -144,7 +144,7 @@ EXAMPLES: dict[type[WeightGroup], Example] = {
 @pytest.fixture(params=kinds(), ids=lambda kind: kind.__name__)
 def kind(request, machine, monkeypatch):
     machine(threshold=1)
-    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter has no such kernel
+    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter lacks the kernel
     with torch.no_grad():
         yield request.param
 

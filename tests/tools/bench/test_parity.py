@@ -55,7 +55,7 @@ def spoil(monkeypatch, by):
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # a new cache
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # clears the cached choices
 
 
 def test_another_side_with_wrong_results_is_skipped(model):

@@ -24,7 +24,7 @@ Snapshot = dict[tuple[str, ...], tuple[Any, dict[Any, Any]]]
 
 
 def take() -> Snapshot:
-    """Returns path of a namespace → (owner, entries). References to all objects keep identities unique."""
+    """Returns a namespace's path → (owner, entries). References keep all objects alive, so identities are unique."""
     snapshot: Snapshot = {}
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any, int]] = [
@@ -47,7 +47,7 @@ def take() -> Snapshot:
 
 
 def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[str, tuple[Any, Any]]:
-    """The entries that were replaced, or are new and refer to hf_rocm: "path.name" → (before, now).
+    """Returns the entries that were replaced, or are new and refer to hf_rocm: "path.name" → (before, now).
 
     New entries count only if they refer to hf_rocm, because transformers and torch import, register and cache at run
     time. ignored: prefixes of modules whose caches PyTorch replaces; their entries count only if they refer to hf_rocm.
@@ -61,7 +61,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
-                continue  # the compiler adds such names for modules to the globals of compiled code
+                continue  # the compiler adds modules under these names to the globals of compiled code
             if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new
@@ -69,7 +69,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
 
 
 def references() -> Iterator[str]:
-    """All entries that refer to hf_rocm's code."""
+    """Yields all entries that refer to hf_rocm's code."""
     for path, (_, entries) in take().items():
         for name, value in entries.items():
             if is_hf_rocm(value):

@@ -41,7 +41,7 @@ def test_an_invalid_budget_is_refused_with_the_valid_forms(budget):
     [
         (94, 120, 0.5, 94),  # limited by the pages that the driver may map
         (94, 40, 0.5, 40.5),  # limited by the host's memory and the carve-out
-        (48, 48, 48, 48),  # only the carve-out
+        (48, 48, 48, 48),  # the driver reports only the carve-out
         (135, 32, 96, 128),  # the carve-out and all of the host's memory
     ],
 )

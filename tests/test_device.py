@@ -90,7 +90,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     device.describe.cache_clear()
 
 
-# sources of the first three: https://github.com/ROCm/legacy-rocm-build/issues/6004 (2026-08-09),
+# sources of the first three machines: https://github.com/ROCm/legacy-rocm-build/issues/6004 (2026-08-09),
 # https://github.com/vllm-project/vllm/pull/54776, https://github.com/pytorch/pytorch/issues/107605 (2026-04-27)
 @pytest.mark.parametrize(
     ("machine", "total", "free"),

@@ -18,9 +18,12 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch):
-    """Simulate a ROCm build of torch (another build if hip is None). Returns (result, effective settings)."""
+    """Returns a function that calls `setup_environment` with a simulated build of torch.
+
+    The function's `hip` is None for a build without ROCm. It returns (result, effective settings).
+    """
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the settings below
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
         monkeypatch.delenv(name)
 
     def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):

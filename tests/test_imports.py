@@ -22,7 +22,7 @@ SUBCLASSES = (
     "hf_rocm.generation.token_choice",
     "hf_rocm.loading.stored_quantizer",
 )
-CEILING = 400  # lines
+CEILING = 400  # maximum number of lines of a module
 
 # modules that run without a model: the import, the command line, and installed blocks
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
@@ -46,13 +46,13 @@ ORDER = (
     ("arguments", "budget", "files", "option_values", "options", "tolerance"),
     ("variables",),
     ("errors",),
-    ("hf_rocm",),  # the version
+    ("hf_rocm",),  # every module may import the version from it
 )
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the importing module, the line, and whether importing that module runs it."""
+    """One import: the importing module, the line, and whether it is executed when the importing module is imported."""
 
     importer: str
     imported: str
@@ -85,7 +85,7 @@ def test_packages_import_downwards_only() -> None:
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
-        if importer != "hf_rocm"  # it provides every public name lazily
+        if importer != "hf_rocm"  # hf_rocm itself imports every public name lazily
         for imported in targets
         if rows[_package(imported)] < rows[_package(importer)]
     }
@@ -257,14 +257,14 @@ def _trees() -> list[tuple[str, ast.Module]]:
 
 @cache
 def _all_imports() -> list[Import]:
-    """The imports of the package that run, at import time or in a call."""
+    """Returns the package's imports that are executed at import time or in a call."""
     return [edge for edge in _edges(_trees()) if not edge.for_types]
 
 
 def _edges(trees: list[tuple[str, ast.Module]]) -> list[Import]:
     modules = {name for name, _ in trees}
     result = [entry for name, tree in trees for entry in _imports(name, tree)]
-    # `from hf_rocm import options` names a module, `from hf_rocm.options import current` does not
+    # `from hf_rocm import options` names a module, but `from hf_rocm.options import current` does not
     return [edge for edge in result if edge.top != "hf_rocm" or edge.imported in modules]
 
 
@@ -304,7 +304,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def _package(module: str) -> str:
-    """The row entry of a module: the package or module directly below hf_rocm."""
+    """Returns the entry in ORDER for a module: the package or module directly below hf_rocm."""
     return _short(module).partition(".")[0]
 
 

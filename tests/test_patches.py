@@ -1,4 +1,4 @@
-"""Changes in memory are applied once and undone with their last user, in any order and under other wrappers."""
+"""Changes in memory are applied once and undone after their last user, in any order and under other wrappers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def owner():
 
 
 def labelled(label):
-    """A method that adds a label to what the original returns."""
+    """Returns a change that makes a method add a label to the original's result."""
 
     def make(change):
         def method(self):
@@ -170,7 +170,7 @@ def test_another_wrapper_around_a_change_stays_and_the_change_becomes_inert(owne
 
 
 def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
-    """If the change were applied above the wrapper, which calls it, the recursion would be infinite."""
+    """The wrapper calls the change. If the change were applied above the wrapper, the recursion would be infinite."""
     change, first, second = Change(owner, "own", labelled("a")), User(), User()
     stock = vars(owner)["own"]
     patches.apply(change, user=first)

@@ -71,7 +71,7 @@ def test_the_schema_of_an_output_has_all_types_of_items_and_one_path_for_data_ke
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command with `--json`. Returns the exit code and the parsed output."""
+    """Returns a function that runs a command with `--json`, and returns the exit code and the parsed output."""
 
     def run(*arguments: object, main: Callable[[list[str]], int] = main) -> tuple[int, Any]:
         capsys.readouterr()
@@ -83,7 +83,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def compare(recording: bool) -> Callable[..., None]:
-    """Compare the outputs of one command, pairs of `(exit code, data)`, with the recorded keys and types."""
+    """Returns a function that compares a command's outputs `(exit code, data)` with the recorded keys and types."""
 
     def compare(command: str, *outputs: tuple[int, Any]) -> None:
         shapes: dict[str, set[str]] = {"exit code": {str(code) for code, _ in outputs}}

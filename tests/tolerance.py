@@ -1,4 +1,4 @@
-"""The tolerance of all numerical tests, which is derived from the accuracy of the same dtype, never chosen.
+"""The tolerance of all numerical tests, which is derived from the error of the eager run in the same dtype.
 
 The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
 the largest value, because a result that is rounded once can't be more accurate. If sums cancel, as in a mean of values
@@ -47,10 +47,12 @@ def assert_run_as_good_as_eager(
 ) -> None:
     """Apply the tolerance to all results of one run, with the largest error of any part of the eager run.
 
-    Among hundreds of parts, some are accurate by chance in the eager run. Which parts these are depends on the machine
-    and on the order of the sums. Errors are relative to the largest value of the part; least: its minimum, as a share
-    of the run's largest value. rounded: float64 runs whose weights have one rounding error of eager's dtype. They show
-    the effect of a rounding whatever the order of the sums, and run only if the eager run is not enough.
+    Among hundreds of parts, some are accurate by chance in the eager run. These parts vary with the machine and
+    with the order of the sums. Errors are relative to the largest value of the part.
+
+    least: the minimum of this largest value, as a share of the run's largest value. rounded: float64 runs whose weights
+    have one rounding error of eager's dtype. These show the effect of rounding independently of the order of the sums,
+    and are computed only if an error exceeds the limit derived from the eager run.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

@@ -20,7 +20,7 @@ def real_memory():
 
 @pytest.fixture(autouse=True)
 def simulated_memory(request, monkeypatch):
-    """Simulate the host's memory size in releases that read only the memory of accelerators and fail without a size."""
+    """Simulate a memory size in releases that read only the memory of accelerators, and fail if there is none."""
     if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
         return
     from transformers.generation.continuous_batching import cache
@@ -30,7 +30,7 @@ def simulated_memory(request, monkeypatch):
 
 @pytest.fixture
 def page_tables_on_cpu(monkeypatch):
-    """Enable transformers' decoding over page tables, which is only used where it finds a GPU."""
+    """Enable transformers' decoding over page tables, which it uses only if it finds a GPU."""
     initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
     if not hasattr(initialization, "is_torch_xpu_available"):
         pytest.skip("not run: this release has page tables on CUDA only")
@@ -54,7 +54,7 @@ def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
-    # the servers pass all outputs of the tokenizer to the model
+    # the servers pass all outputs of the tokenizer to the model, so restrict the outputs
     names = {"model_input_names": ["input_ids", "attention_mask"]}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **names}))
     yield folder

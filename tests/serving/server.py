@@ -58,7 +58,7 @@ finally:
     os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
 """
 
-WAIT = 90  # seconds to start, answer or stop, on a busy machine
+WAIT = 90  # maximum number of seconds to start, answer or stop on a busy machine
 
 
 def missing() -> list[str]:
@@ -66,7 +66,7 @@ def missing() -> list[str]:
 
 
 def site(path: Path, *models: str) -> Path:
-    """Build a transformers with the overlays of these models. All other files are links to the installed ones."""
+    """Build a transformers package with the overlays of these models. All other files link to the installed ones."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent
@@ -90,7 +90,7 @@ def site(path: Path, *models: str) -> Path:
 
 
 def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
-    """Returns a child's environment variables. Packages in this folder are imported first."""
+    """Returns a child's environment variables. path: a folder whose packages are imported first."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
     paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
@@ -98,14 +98,14 @@ def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
 
 
 class Server:
-    """A running server. facts: what the process recorded, available once it has ended."""
+    """A running server. facts: the records of the process, available once it has ended."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.port, self.log = port, log
         self.facts: dict[str, Any] = {}
 
     def post(self, path: str, body: dict[str, Any]) -> str:
-        """Returns the text of the answer. Streamed pieces are joined."""
+        """Send a request. Returns the text of the answer; streamed pieces are joined."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -137,7 +137,10 @@ def text_of(event: dict[str, Any]) -> str:
 
 @contextmanager
 def serving(folder: Path, *arguments: str, path: Path | None = None, **environment: str) -> Iterator[Server]:
-    """Run `transformers serve` with these arguments. folder: for the log and the facts. path: the path of a `site`."""
+    """Run `transformers serve` with these arguments.
+
+    folder: where to write the log and the facts. path: the folder of a `site`, or None for the installed transformers.
+    """
     folder.mkdir()
     log, facts = folder / "log", folder / "facts.json"
     command = [sys.executable, "-c", CHILD, str(facts), "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]

@@ -1,4 +1,4 @@
-"""hf-rocm bench serve with transformers' own server, stock and with hf_rocm."""
+"""hf-rocm bench serve with transformers' own server, both stock and with hf_rocm."""
 
 from __future__ import annotations
 

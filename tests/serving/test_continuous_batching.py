@@ -1,4 +1,4 @@
-"""generate_batch: hf_rocm's layers around stock's paged attention return stock's tokens. The model is unchanged."""
+"""generate_batch: a model whose layers run in hf_rocm around stock's paged attention returns stock's tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):
         expected = batch(stock, prompts())
-    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # otherwise equality would prove little
+    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # repeated tokens would prove little
 
     with paged(prepared), ops.recording() as routes, counted() as hits:
         actual = batch(prepared, prompts())
@@ -80,14 +80,17 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_norms_are_computed_before_stocks_attention_instead_of_fused(kind, monkeypatch):
-    """With few rows on a GPU, a layer fuses the norm of its input into hf_rocm's GEMMs. Stock's don't support this."""
+    """With few rows on a GPU, a layer fuses the norm of its input into hf_rocm's GEMMs.
+
+    Stock's attention runs its own GEMMs, so the norm is computed before them.
+    """
     model = make(kind)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
     with paged(model), ops.recording() as routes:
         assert batch(model, prompts()) == expected
-    assert any(route.operation == "fused_linear" for route in routes)  # from the MLP
+    assert any(route.operation == "fused_linear" for route in routes)  # the MLP still fuses its norm
     assert not any(route.operation in ATTENTION for route in routes)
 
 
@@ -123,7 +126,7 @@ def test_batches_equal_single_prompts_and_generate_is_served_afterwards(prepared
 
 
 def test_the_first_step_waits_for_the_default_stream(monkeypatch):
-    """By then, the cache is allocated. transformers' steps run on separate streams, which would otherwise not wait."""
+    """transformers runs steps on separate streams, which would otherwise not wait until the cache is allocated."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager as manager
 
     if not hasattr(manager, "_create_batch_processor"):
@@ -139,7 +142,7 @@ def test_the_first_step_waits_for_the_default_stream(monkeypatch):
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():
-    """Continuous batching replaces eager with a paged implementation. Only some releases restore eager themselves."""
+    """Continuous batching replaces eager attention with a paged implementation. Only some releases undo this."""
     stock = make("llama", attn_implementation="eager")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = one_by_one(stock, prompts())
@@ -173,7 +176,7 @@ def test_a_batch_with_a_known_fault_of_graphs_returns_the_tokens_of_generate(sus
 
 
 def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(recorded_on_cpu):  # noqa: F811
-    """If it is still set on the model, `generate` behaves as in stock. In newer releases, that is an error."""
+    """With a paged implementation, `generate` behaves as in stock, which raises an error in newer releases."""
     stock = make("llama")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     outcomes = []
@@ -192,7 +195,7 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(re
 
 
 def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
-    """The other tests simulate a memory size. Without one, a prepared model fails like stock."""
+    """The other tests simulate a memory size. Without a memory size, a prepared model fails like stock."""
     works = memory_is_known()
     for model in (make("llama"), hf_rocm.prepare(make("llama"), force=True)):
         with paged(model), nullcontext() if works else pytest.raises(AssertionError, match="0 of 5 requests"):

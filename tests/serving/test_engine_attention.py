@@ -80,7 +80,7 @@ def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
     assert len(got) == len(wanted) == stock.config.num_hidden_layers
     for (module, tensors, mask, arguments), (_, stocks, stocks_mask, stocks_arguments) in zip(got, wanted, strict=True):
         assert type(module).__name__ == KINDS[kind] and module in set(prepared.modules())
-        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]  # keys and values unexpanded
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]  # keys aren't expanded
         assert same(mask, stocks_mask) and arguments.keys() <= stocks_arguments.keys()
         assert all(same(value, stocks_arguments[name]) for name, value in arguments.items())
         left_out = {name: stocks_arguments[name] for name in stocks_arguments.keys() - arguments.keys()}

@@ -1,4 +1,4 @@
-"""A failing request, a full cache, and requests from several threads: errors are stock's, and the model still works."""
+"""A failing request, a full cache, and requests from several threads: errors equal stock's, and the model works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
 
-WAIT = 60.0  # seconds for all answers, on a busy machine
+WAIT = 60.0  # maximum number of seconds for all answers on a busy machine
 # name → the prompt and the arguments of a request that can't be answered
 FAULTS = {
     "unknown argument": (prompts()[2], {"nonsense": 3}),

@@ -81,7 +81,7 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
         assert batch(model) == expected
     assert ran(routes) == {"varlen_attention"}
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    assert {noted(layer) for layer in layers} == {None}  # all but attention itself runs in the overlay
+    assert {noted(layer) for layer in layers} == {None}  # everything except attention itself runs in the overlay
     assert kind == "gpt_oss" or "rope" in {route.operation for route in routes}
     assert model.config._attn_implementation == own
     assert f"continuous batching runs {NAME!r}, computed by hf_rocm" in hf_rocm.explain(model).details()
@@ -91,7 +91,7 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
 @pytest.mark.parametrize("page_size", [256, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):
-    """Sliding layers have a window of 8: part of a page, or two pages, the second of which is never full."""
+    """A window of 8 keys takes part of a page of 256 keys, or two pages of 5 keys, and never fills the second one."""
     model = make(kind, **KINDS[kind])
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
@@ -108,7 +108,7 @@ def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_c
     [(8192, {}, 32), (20000, {}, 80), (131072, {}, 128), (131072, {"max_blocks_per_request": 8}, 8)],
 )
 def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu):
-    """transformers' default is 32 pages, however long the requests of a model may be."""
+    """transformers' default is 32 pages per request, even if the model supports longer requests."""
     from transformers.generation import ContinuousBatchingConfig
 
     model = hf_rocm.prepare(make("llama", max_position_embeddings=longest), force=True)
@@ -124,7 +124,7 @@ def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu
 
 @newer
 def test_explain_after_a_batch():
-    """Over flash attention the attention layers run in their overlays, and over sdpa they run their stock forward."""
+    """With flash attention, attention layers run in their overlays. With sdpa, they run their stock forward."""
     model = hf_rocm.prepare(make("llama"), force=True)
     stayed = "last call stock × 2: the call has a cache in pages (continuous batching)"
     batch(model)
@@ -244,7 +244,7 @@ def test_older_releases_stay_stock_with_the_reason():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_on_both_sides(packed):
-    """Encoders request such windows, which no operation supports."""
+    """Encoders request windows on both sides, which no operation supports."""
     query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()
     expected = torch.nn.functional.scaled_dot_product_attention(

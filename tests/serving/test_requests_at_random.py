@@ -31,8 +31,8 @@ KINDS = {
     "gemma2": {"attn_implementation": "eager", "sliding_window": 8, "tie_word_embeddings": False},
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
 }
-LONGEST = 12  # new tokens
-WAIT = 60.0  # seconds for all answers, on a busy machine
+LONGEST = 12  # maximum number of new tokens
+WAIT = 60.0  # maximum number of seconds for all answers on a busy machine
 # Pages for three or four of the requests below, so that some wait and some are interrupted while they run.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
 # Stock's batch fails if a request is forked while a single token of its prompt remains to be processed. This happens
@@ -60,7 +60,7 @@ def prepared(kind):
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten():
-    """Free the prepared models after this module's tests, because their classes stay changed as long as they exist."""
+    """Free the prepared models after this module's tests, because their classes stay changed until then."""
     yield
     prepared.cache_clear()
 
@@ -114,7 +114,7 @@ class Walk:
         return [name for name in self.asked if name not in self.cancelled and name not in self.answers]
 
     def due(self):
-        """The names of all answers that must arrive."""
+        """Returns the names of all answers that must arrive."""
         children = ["", *(f"__child#{index}" for index in range(self.forks - 1))]
         return {name + child for name in self.asked if name not in self.cancelled for child in children}
 

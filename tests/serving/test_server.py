@@ -22,7 +22,7 @@ ATTENTION = {"attention", "decode_attention", "varlen_attention"}
 PROMPTS = ("the value of", "a class is", "if")
 NEW = 8
 
-# All endpoints of the release that take text: the path and the request.
+# All endpoints of the release that take text, as (path, function that returns the request).
 CHAT = "/v1/chat/completions", lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": NEW}
 RESPONSES = "/v1/responses", lambda prompt: {"input": prompt, "max_output_tokens": NEW, "stream": True}
 COMPLETIONS = "/v1/completions", lambda prompt: {"prompt": prompt, "max_tokens": NEW}
@@ -30,7 +30,7 @@ ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPL
 
 
 def answers(server, model, endpoints=ENDPOINTS):
-    """Returns the texts of all endpoints, streamed and whole, without sampling."""
+    """Returns the greedy answers of all endpoints, both streamed and whole."""
     texts = {}
     for path, ask in endpoints:
         for stream in (False, True):
@@ -50,7 +50,8 @@ def stocks_answers(tmp_path_factory, chatty_checkpoint):
     with serving(tmp_path_factory.mktemp("stock") / "server", "--device", "cpu") as server:
         texts = answers(server, chatty_checkpoint)
     assert server.facts["routes"] == []
-    assert all(texts.values()) and len(set(texts.values())) == len(PROMPTS)  # endpoints agree, and prompts differ
+    # for every prompt, all endpoints return the same answer, and answers to different prompts differ
+    assert all(texts.values()) and len(set(texts.values())) == len(PROMPTS)
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Calls of `generate` as servers make them, streamed from a separate thread, decode with recorded steps."""
+"""Calls of `generate` that stream from a separate thread, as servers make them, decode with recorded steps."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def served(model, prompt, **arguments):
 
 
 def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  # noqa: F811
-    """`transformers serve` in 5.23 requests only tokens."""
+    """`transformers serve` in 5.23 requests only the tokens, and not the cache."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     assert [served(model, prompt) for prompt in prompts()] == expected
     state = known(model)
     recorded, replayed = state.recorded, state.replayed
-    assert 0 < recorded < len(expected)  # one per cache size
+    assert 0 < recorded < len(expected)  # one recording per cache size
     assert [served(model, prompt) for prompt in prompts()] == expected
     assert state.recorded == recorded and state.replayed > replayed + len(expected)
 

@@ -1,4 +1,4 @@
-"""Page tables for the sliding layers of batches, which transformers reads from rings without tables."""
+"""Page tables for sliding layers in batches. In stock, these layers read their keys from rings without page tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_requests_with_more_pages_than_columns(columns, over_pages, page_tables_
 
 
 def test_layers_of_gemma_3(page_tables_on_cpu):
-    """Most layers are sliding, with other rotary positions."""
+    """Sliding layers have different rotary frequencies from full layers."""
     model = make("gemma3", sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)
@@ -45,7 +45,7 @@ def test_layers_of_gemma_3(page_tables_on_cpu):
 
 
 def test_page_tables_of_sliding_layers_are_for_hf_rocms_functions_only(page_tables_on_cpu):
-    """Other kernels would write a new key behind the last one. The changes end with the prepared model."""
+    """Other kernels would write a new key behind the last one. The changes are undone when the model is restored."""
     gc.collect()
     patches.sweep()
     cache, initialization = (

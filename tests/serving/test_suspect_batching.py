@@ -1,4 +1,4 @@
-"""If graphs have a known fault, continuous batching records none unless requested. Otherwise transformers decides."""
+"""If graphs have a known fault, continuous batching records none by default. Otherwise, it follows transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def graphs_are_there(monkeypatch):
         return
     from transformers.generation import continuous_batching as package
 
-    if CONFIG is None:  # 5.0
+    if CONFIG is None:  # in 5.0
         monkeypatch.setattr(package.continuous_api, "attn_mask_is_needed", lambda config: False)
     else:
         monkeypatch.setattr(package.initialization, "get_accelerator_graph_name", lambda: "cuda")
@@ -45,7 +45,7 @@ def configs(**changes):
 
 
 def records(model, **arguments):
-    """Whether the manager of this model, which is not started, would record graphs."""
+    """Whether this model's manager would record graphs. The manager is not started."""
     manager = model.init_continuous_batching(**arguments)
     if CONFIG is None:
         return manager.use_cuda_graph

@@ -111,7 +111,7 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
-    # its version is not reported
+    # with correct results, bitsandbytes' version is not reported
     assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]
     wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)

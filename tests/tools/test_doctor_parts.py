@@ -272,7 +272,7 @@ def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) 
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line about valid variables: none is set
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no line about valid variables, as none is set
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or rename it to HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
@@ -319,7 +319,7 @@ def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path
     [
         (16 * GIB, "5.23.0", {"model": "ok", "model-memory": "ok"}),
         (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # 200 GiB in fp32
-        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # needs both GPUs
+        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # fits in two GPUs
         (500 * GIB, "5.23.0", {"model": "ok", "model-memory": "problem", "model-host": "warning"}),
         (0, "5.23.0", {"model": "problem"}),
     ],
@@ -337,8 +337,8 @@ def test_a_model_that_does_not_fit_is_reported(
     [
         (63, 64, 120, 0.5, "ok"),
         (120, 32, 120, 0.5, "problem"),  # limited by the GPU's total memory
-        (63, 64, 20, 0.5, "problem"),  # host processes use the rest
-        (63, 64, 20, 64, "ok"),  # the firmware reserves it from host memory
+        (63, 64, 20, 0.5, "problem"),  # host processes use the remaining memory
+        (63, 64, 20, 64, "ok"),  # the firmware reserves the GPU's memory
     ],
 )
 def test_a_gpu_without_dedicated_memory_has_the_available_host_memory(

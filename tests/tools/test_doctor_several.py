@@ -110,7 +110,7 @@ def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
     for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
         assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
     assert levels(several(with_host(good, iommu="force,pt"))) == ["ok"]
-    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # without such a network, no memory is locked
+    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # without an RDMA network, no memory is locked
     assert levels(several(with_host(good, locked=65536, networks=("mlx5_0",)))) == ["ok", "warning"]
     assert levels(several(with_host(good, locked=None, networks=("mlx5_0",)))) == ["ok"]
     assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]

@@ -1,8 +1,8 @@
 """Triton kernels without a GPU: in Triton's interpreter, or as simulated machine code of an AMD GPU.
 
 This is a separate suite for environments with Triton. A process either interprets all kernels or compiles them, and
-this must be decided before triton is imported. With `--machine-code gfx942`, it compiles, and `tests/amdgcn` executes
-the code.
+this must be decided before triton is imported. With `--machine-code gfx942`, the process compiles them, and
+`tests/amdgcn` executes the code.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
-    """Convert the bounds of ranges, which the interpreter stores as arrays: NumPy 2.4 does not convert them."""
+    """Convert range bounds, which the interpreter stores as arrays, to integers, because NumPy 2.4 does not."""
     if suite.gpu() is not None:
         yield
         return
@@ -119,8 +119,8 @@ def counts() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    The interpreter patches it on every call of a device function, and builds its table of types at every use. Together
-    this takes half of the suite's time.
+    The interpreter patches it on every call of a device function, and builds its table of types at every use. Together,
+    this would take half of the suite's time.
     """
     if suite.gpu() is not None:
         yield
@@ -162,7 +162,7 @@ def patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def products() -> Iterator[None]:
-    """Fix bf16 GEMMs: the interpreter multiplies their bits as integers."""
+    """Convert the inputs of bf16 GEMMs to fp32, because the interpreter would multiply their bits as integers."""
     if suite.gpu() is not None:
         yield
         return

@@ -63,7 +63,7 @@ def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, 
 
 
 def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:
-    """For machine code: NaN in some rows of x [M, K] or W [N, K] results in NaN there, and nowhere else."""
+    """For machine code: NaN in a row of x [M, K] or W [N, K] turns only that row or column of the result into NaN."""
     if suite.gpu() is None:
         return
     whole = call(x, weight)
@@ -86,7 +86,7 @@ def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     weight = (random(n, k, dtype=torch.float32, seed=1) * 40).round().clamp(-127, 127)
     half = (k - 2) // 2
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
-    middle = 2 / torch.finfo(dtype).eps  # above this, odd numbers are midway
+    middle = 2 / torch.finfo(dtype).eps  # above this value, odd integers are midway between two numbers of the dtype
     x[:, 2 * half :], weight[:, 2 * half :] = 0, 0
     x[:, -2:] = 1 - 2 * (torch.arange(rows) % 2)[:, None]
     weight[:, -2], weight[:, -1] = middle, torch.arange(n) % 64
@@ -94,7 +94,7 @@ def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def here() -> Device:
-    """The device of the tests for predicates: the CPU, or the GPU whose machine code is executed."""
+    """Returns the device with which tests call predicates: the CPU, or the GPU whose machine code is executed."""
     return describe(torch.device("cpu"))
 
 

@@ -52,7 +52,7 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape
-        for units, more in ((0, 256), (8, 2048)):  # one split, as above, or several
+        for units, more in ((0, 256), (8, 2048)):  # one split, as in the first comparison, or several
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "_units", lambda device, units=units: units)
                 decode._work.cache_clear()
@@ -270,7 +270,7 @@ def test_empty_batches_and_no_keys(monkeypatch):
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
-    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, as without keys: the same compiled variant
+    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, like the call without keys
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
     how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
@@ -329,7 +329,7 @@ def test_it_is_one_op_of_a_compiled_graph():
 
 
 def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
-    """If the kernel supports the mask, it is not read on the host."""
+    """A mask that the kernel supports is not converted to lengths, for which the host would read it."""
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths, starts = torch.tensor([90]), torch.tensor([0, 85])
     mask = seen_keys(1, 90, lengths, starts, None)

@@ -1,4 +1,4 @@
-"""8- and 4-bit weights dequantised by the Triton kernels: bitwise, and GEMMs of many rows compared with float64."""
+"""8- and 4-bit weights that the Triton kernels dequantise, compared bitwise, and their GEMMs, compared with float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_eight_bits(k, format, dtype):
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
-# K: runs of 64 down to 4 numbers, partial blocks, and more than one program writes
+# The sizes K result in runs of 64 down to 4 numbers, in partial blocks, and in several programs.
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
@@ -114,7 +114,10 @@ def test_it_compiles_into_one_graph(kind):
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
 def test_the_rows_that_are_not_rounded(format):
-    """fp8 rounds x if there are enough rows for this to be faster; int8 never does. aiter's GEMMs take precedence."""
+    """For fp8, x is rounded if it has enough rows for this to be faster. For int8, it is never rounded.
+
+    If the Triton tier is selected, x is not rounded either.
+    """
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)
     arguments = (data, scale, None, False)

@@ -94,7 +94,7 @@ def test_dtypes_of_the_routing(layout, ids_dtype, weights_dtype):
 
 
 def test_views_are_read_with_their_strides():
-    """Strided rows, an odd offset, and the first columns of a longer routing."""
+    """Strided rows, an odd offset, and the first columns of wider routing tensors."""
     (x, gate_up, down, ids, weights), _ = drawn(ODD, BF16, {})
     check((x, gate_up, down, ids, weights), {})
     expected = routed("experts", x, gate_up, down, ids, weights)
@@ -120,7 +120,7 @@ def test_biases_are_read_with_their_strides(layout):
 
 
 def test_it_rounds_like_separate_layers():
-    """Sums are exact in fp32, so only rounding at a different point can change the result of the loop."""
+    """Sums are exact in fp32, so results differ from a loop over experts only if the rounding points differ."""
     for layout in ("plain", "biases", "gpt_oss", "llama4"):
         (x, gate_up, down, ids, weights), keywords = drawn((4, 5, 1, 32, 16), BF16, LAYOUTS[layout])
         tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
@@ -214,11 +214,11 @@ def test_gradients_are_refused_when_the_tier_is_named():
 @pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
 def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
     x = torch.empty(0, dtype=BF16)
-    assert moe.most_pairs(x) == moe_torch.FEW  # with gradients
+    assert moe.most_pairs(x) == moe_torch.FEW  # gradients are enabled, so no Triton kernel is used
     with torch.no_grad():
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
-        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # no Triton kernels there
+        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # without a Triton kernel
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW
 
@@ -232,7 +232,7 @@ def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
         assert_as_good_as_eager(output, eager(call, keywords), reference(call, keywords))
     if suite.gpu() is None or len(tensors[0]) < 2:
         return
-    for first in (0, 1):  # NaN in some tokens results in NaN there, and nowhere else
+    for first in (0, 1):  # NaN in some tokens affects only the outputs of these tokens
         rows = torch.arange(len(tensors[0])) % 2 == first
         apart = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
         assert apart[rows].isnan().all() and torch.equal(apart[~rows], output[~rows])

@@ -36,7 +36,7 @@ LONGER = 20 if suite.gpu() is None else 290
 
 @pytest.fixture(autouse=True)
 def several_tiles(request, monkeypatch):
-    """In the interpreter, use tiles so small that even short sequences span several."""
+    """In the interpreter, use tiles so small that even short sequences span several tiles."""
     if suite.gpu() is None:
         monkeypatch.setattr(flash, "flash_tile", lambda dim, size, arch: FlashTile(16, 16, 4, 2))
 
@@ -135,7 +135,7 @@ def test_log_sum_exp(terms, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_queries_than_keys(causal):
-    """Causal queries before the first key see no keys, so they are zero, even with a sink."""
+    """Causal queries before the first key see no keys, so their outputs are zero, even with a sink."""
     for sinks in (False, True):
         output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
         assert (output[:16] == 0).all() == causal and (output[16:21] != 0).all()

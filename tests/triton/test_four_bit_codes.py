@@ -23,7 +23,7 @@ INT4 = SPEC._replace(format=four_bit.INT4)
 
 
 def drawn(n: int, k: int, group: int, *, double: bool = False, seed: int = 0) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Random words, and the other arguments. Adjacent factors of double quantisation differ."""
+    """Returns random words and the other arguments of the operation. Adjacent factors of double quantisation differ."""
     generator = torch.Generator().manual_seed(n + k + seed)
     words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator).int()
     shape = n, k // group
@@ -85,7 +85,7 @@ def test_norm_gate_and_residual(m, form, double):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_number_at_every_position(m, dtype, code):
-    """With one nonzero column of x, the result is the number: in fp32 for one row, rounded to x's dtype for more."""
+    """With one nonzero column of x, the result is the number in this column, rounded to the dtype of x."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
@@ -129,7 +129,7 @@ def test_dequantised(k, group, dtype, double, code):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 17, 64])
 def test_scales_that_are_powers_of_two(m, form):
-    """MXFP4, with one block of NaN."""
+    """The scales are those of MXFP4, one of which is NaN."""
     n, k = 38, 640 if suite.gpu() is None or m > 1 else 4736
     words, _ = drawn(n, k, 32)
     scale = torch.randint(118, 126, (n, k // 32), generator=torch.Generator().manual_seed(m)).to(torch.uint8)

@@ -94,7 +94,7 @@ def test_blocks_that_divide_the_sizes(m, form):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_it_rounds_like_separate_layers(form):
-    """Sums are exact in fp32, so only rounding at a different point could change the results of separate operations."""
+    """Sums are exact in fp32, so results differ from separate operations only if the rounding points differ."""
     arguments, keywords = call(2, torch.bfloat16, whole=True, **form)
     with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
         expected = composed(*flattened(*arguments, **keywords))
@@ -226,7 +226,7 @@ def call(
     n: int = 38,
     k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Arguments of fused_linear. norm: whether the norm uses 1 + w. whole: integer inputs and weights, exact sums."""
+    """Returns arguments of fused_linear. norm: whether the norm uses 1 + w; None for no norm. whole: sums are exact."""
     if m > 1 and activation is not None and (suite.arch() or "").startswith("gfx11"):
         k -= k % 16  # other values of K are refused
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5

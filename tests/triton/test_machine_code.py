@@ -14,10 +14,10 @@ pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpr
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_every_kernel_is_among_the_builds(name):
     module = modules()[name]
-    assert entries(module) == built(module)  # both are empty for a module of parts of kernels
+    assert entries(module) == built(module)  # both are empty for a module of device functions
 
 
-LARGEST_SHARE = 0.05  # share of unreached instructions in all compiled variants that ran
+LARGEST_SHARE = 0.05  # maximum share of unreached instructions in all compiled variants that ran
 
 
 def test_instructions_are_reached(request):

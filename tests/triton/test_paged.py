@@ -25,7 +25,7 @@ def several_splits(monkeypatch):
 
 
 def pages_of(lengths, page, kv_heads, dims, dtype, columns):
-    """Pages in random order, filled up to the given lengths. The rest is NaN."""
+    """Returns a page table in random order, and pages filled up to the given lengths. The rest is NaN."""
     rows = len(lengths)
     order = 1 + torch.randperm(rows * columns + 1, generator=torch.Generator().manual_seed(1))
     order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is an ordinary page
@@ -35,7 +35,7 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
         for j in range(length):
             for seed, tensor in enumerate(pages):
                 tensor[table[row, j // page], j % page] = random(*tensor.shape[2:], dtype=dtype, seed=9 * j + seed)
-        table[row, -(-(length + 1) // page) :] = -1  # not allocated
+        table[row, -(-(length + 1) // page) :] = -1  # the remaining pages are not allocated
     return table, *pages
 
 
@@ -124,7 +124,7 @@ def test_shapes(heads, dims):
 
 @pytest.mark.parametrize("terms", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
 def test_the_new_key_takes_the_place_of_another(terms):
-    """This happens in the full ring of a sliding layer. The last key of such a row is already in its pages."""
+    """This happens if the ring of a sliding layer is full. Its pages already contain keys at the new positions."""
     lengths = [33, 16, None, 63]
     check(
         [length if length is None else length - 1 for length in lengths],
@@ -142,7 +142,7 @@ def test_one_program_per_head(monkeypatch):
 
 
 def test_one_request_uses_its_own_length():
-    """Unlike in `decode_attention`, a single length is not shared by all rows."""
+    """In `decode_attention`, a single length applies to all rows. Here, it belongs to the only row."""
     check([33], page=16)
 
 

@@ -67,7 +67,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 
 
 def turns(k: int) -> int:
-    """An odd factor for K, for at least two blocks of columns. Only a few columns of the last block are empty."""
+    """Returns an odd factor for K that results in at least two blocks of columns, the last of which is almost full."""
     few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
     return max(few, key=lambda count: count * k % 512)
 
@@ -97,7 +97,7 @@ def assert_apart(
     bias: torch.Tensor | None,
     **more: Any,
 ) -> None:
-    """Check that a NaN in every third row or scale results in NaN there, and nowhere else."""
+    """Check that NaN in every third row or scale affects only the corresponding rows or columns of the output."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
         lost = rows % 3 == first

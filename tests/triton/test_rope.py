@@ -43,7 +43,7 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(actual, expected):
-    atol = 2e-6 if actual.dtype == torch.float32 else 0  # the compiler may contract a product and the sum
+    atol = 2e-6 if actual.dtype == torch.float32 else 0  # the compiler may fuse a product and a sum
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
 

@@ -76,7 +76,7 @@ def agree(module, dtype, alike=None):
     assert torch.equal(ids.gather(1, order), right.gather(1, expected_order))
     weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
     assert weights.dtype == expected.dtype
-    # the rounding step of either result
+    # one rounding step for each of the two results
     step = torch.finfo(weights.dtype).eps * expected.abs().max().item()
     assert (weights.double() - expected.double()).abs().max().item() <= 2 * step
 

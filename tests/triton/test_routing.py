@@ -75,8 +75,8 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
     assert weights[0].isnan().all() and weights[3].isnan().any()
     usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
-    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same variant, ordinary scores
-    if scores == routing_torch.SIGMOID:  # these scores are all 1 in fp32
+    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same variant with ordinary scores
+    if scores == routing_torch.SIGMOID:  # the scores of the logits below are all 1 in fp32
         ids = routed("choose_experts", torch.tensor([[17.0, 20.0, 18.0, 17.1, 30.0]]), top=3, scores=scores)[1]
         assert ids.tolist() == [[0, 1, 2]]
 

@@ -1,7 +1,7 @@
 """transformers' own ModelTesterMixin on tiny models: tests that pass with stock also pass with overlays.
 
 Both passes run once, in separate processes (scripts/lib/upstream_passes.py), with the mixin of the installed release's
-source distribution, which scripts/test fetches. Without it, these tests are skipped.
+source distribution, which scripts/test fetches. Without that distribution, these tests are skipped.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ def stock(checkpoint):
 
 @pytest.fixture
 def fresh(checkpoint):
-    """The same model, loaded by hf_rocm. Its first call fuses the weights."""
+    """The checkpoint loaded by hf_rocm. The first call of this model fuses the weights."""
     return hf_rocm.from_pretrained(checkpoint, force=True).eval()
 
 
 @pytest.fixture
 def model(fresh):
-    """The same model with fused weights."""
+    """The model of `fresh` with fused weights."""
     assert models.live(fresh) == models.GROUPS
     return fresh
 

@@ -63,7 +63,7 @@ def settled() -> int:
             is_weights = line.endswith(".safetensors")
         elif is_weights and word == "Rss:":
             mapped += int(line.split()[1]) * 1024
-        elif is_weights and word == "Anonymous:":  # RssAnon below includes these
+        elif is_weights and word == "Anonymous:":  # RssAnon below includes these pages
             mapped -= int(line.split()[1]) * 1024
     return mapped + _status("RssAnon") + _status("VmSwap")
 

@@ -102,7 +102,7 @@ def awq(group: int) -> Case:
 
 
 def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, version: str = "gptq") -> Case:
-    """by_activation: `desc_act`, with a different order for every width."""
+    """by_activation: `desc_act`, with a different column order for every width."""
 
     def write(weight: torch.Tensor) -> Layer:
         n, k = weight.shape
@@ -127,7 +127,7 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
 
 
 def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
-    """dynamic: whether the activations' scales are dynamic. None if only weights are quantised."""
+    """dynamic: whether the activations' scales are dynamic, or None if only weights are quantised."""
 
     def write(weight: torch.Tensor) -> Layer:
         wide = weight.double()

@@ -1,4 +1,4 @@
-"""4-bit bitsandbytes checkpoints: what the library writes, what is refused, and damaged files."""
+"""4-bit bitsandbytes checkpoints: the library's tensors, refused checkpoints, and damaged files."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_stacking_and_unstacking_keep_values_and_objects(bias):
         for name, parameter in mixture.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        assert len(storages) == len(parameters)  # the parameters seem to have separate storages
+        assert len(storages) == len(parameters)  # PyTorch reports separate storages
         assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
         Stacked.restore(mixture)
     assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]

@@ -34,7 +34,7 @@ pytestmark = [
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 12, 2048, 6144, 512
 LAYER = 2 * (2 * INTERMEDIATE * HIDDEN + (HIDDEN + 2 * KEYS) * HIDDEN)  # bytes of one layer's fused weights
 GROUPS = 2 * LAYERS
-SLACK = 16 * 2**20  # other memory that the process allocates meanwhile
+SLACK = 16 * 2**20  # allowance for other memory that the process allocates
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_loading_takes_at_most_a_tenth_longer(large):
             buffer[: parameter.numel()].copy_(parameter.data.view(-1))
         return time.process_time() - start
 
-    for load in (stock, prepared):  # one-time imports and checks first
+    for load in (stock, prepared):  # run imports and one-time checks first
         spent(load)
     ratios = []
     for _ in range(6):  # other processes affect some runs more than others

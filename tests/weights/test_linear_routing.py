@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 class Quantised(nn.Linear):
-    """A stand-in for a quantised layer, or any subclass."""
+    """A stand-in for a quantised layer, or for any other subclass of `nn.Linear`."""
 
 
 class Head(nn.Module):

@@ -81,7 +81,7 @@ def test_every_byte(tmp_path):
 
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 2}], ids=["some", "every"])
 def test_results_and_tokens(tmp_path, experts):
-    """The second case routes every token to every expert."""
+    """With two experts, every token is routed to every expert."""
     reference = mxfp4.write(tmp_path, **experts)
     model = prepared(tmp_path)
     with ops.recording() as routes:
@@ -264,7 +264,7 @@ def test_a_truncated_file(tmp_path, monkeypatch):
     ids=["dequantize", "unknown", "tensor"],
 )
 def test_features_that_are_left_to_stock(tmp_path, caplog, config, more, reason):
-    """Stock dequantises such checkpoints on a CPU."""
+    """On a CPU, stock dequantises checkpoints that have these features."""
     reference = mxfp4.write(tmp_path, torch.bfloat16)
     checkpoints.edit(tmp_path, quantization_config={**mxfp4.CONFIG, **config})
     checkpoints.edit_tensors(tmp_path, lambda state: state.update(more))

@@ -48,7 +48,7 @@ def test_ddp(model):
 @pytest.mark.usefixtures("group")
 def test_fsdp2(model):
     twin = models.unfused()
-    mesh = init_device_mesh("cpu", (1,))  # a GPU would be used if there is one
+    mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU if there is one
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -31,7 +31,7 @@ FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
-FOUR_BITS = ["int4-g32", "int4-g64"]  # these models are narrower than a group of 128
+FOUR_BITS = ["int4-g32", "int4-g64"]  # the models of this file are narrower than a group of 128
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -322,7 +322,7 @@ def test_quantize_in_from_pretrained(tmp_path):
 
 
 def test_an_unprepared_class_is_served_too():
-    """The model is a custom one without an overlay."""
+    """The model is an `nn.Sequential`, for which there is no overlay."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 48)]), nn.Linear(48, 16)).eval()
     hf_rocm.quantize(model, "fp8", force=True)
     layer = model[0][0]

@@ -104,7 +104,7 @@ class TestAfterwards:
             owner = name.rpartition(".")[0]
             expected = weights[owner] if owner in weights else model.get_parameter(name)
             assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
-        self.still_one_product(model, logits(model))  # saving did not change it
+        self.still_one_product(model, logits(model))  # saving did not change the model
 
     def test_biases(self):
         model = models.build(attention_bias=True)

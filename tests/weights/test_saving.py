@@ -40,7 +40,7 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     model.save_pretrained(tmp_path / "prepared", **size)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
     assert (len(files(tmp_path / "prepared")) > 2) is (shard is not None)
-    follows(model, GROUPS)  # saving did not change it
+    follows(model, GROUPS)  # saving did not change the model
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)

@@ -149,7 +149,7 @@ def test_copies_have_separate_weights(model, how):
     with torch.no_grad():
         twin.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].self_attn.q_proj.weight.mul_(3)
-    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # pickles are fused when they are called
+    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # an unpickled model is fused at its first call
     follows(twin, GROUPS)
     follows(model, GROUPS)
     assert not torch.equal(twin.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
@@ -301,7 +301,7 @@ def test_disk_offload(model, tmp_path):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_device_map_of_two_entries_is_still_fused(stock, before):
-    """With one entry, there are no hooks. With two, there is one on every layer, although nothing is moved."""
+    """With one entry, accelerate adds no hooks. With two, it adds one to every layer, although nothing is moved."""
     if before:
         hf_rocm.prepare(stock, force=True)
     accelerate.dispatch_model(stock, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)

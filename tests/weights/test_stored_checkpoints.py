@@ -186,7 +186,7 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 @few_cases
 def test_offloading_to_disk(tmp_path, case, caplog):
-    """Before version 5, transformers offloads only parameters, and these are buffers, so stock loads the checkpoint.
+    """Before version 5, transformers can't offload buffers such as the stored tensors, so stock loads the checkpoint.
 
     With bitsandbytes, stock always loads it.
     """
@@ -205,7 +205,7 @@ def test_offloading_to_disk(tmp_path, case, caplog):
 
 
 def test_sizes_that_the_kernels_do_not_support(tmp_path):
-    """Such layers use their dequantised weights in the GEMM, and are listed."""
+    """Layers with unsupported sizes use their dequantised weights in the GEMM, and are listed."""
     case = checkpoints.compressed(-1)
     reference = checkpoints.write(tmp_path, case, intermediate_size=100)
     model = hf_rocm.from_pretrained(tmp_path, force=True)

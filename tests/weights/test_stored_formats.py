@@ -155,7 +155,7 @@ def test_the_library_that_defines_the_format(case):
 
 
 def test_zero_nan_and_extreme_scales_of_blocks():
-    """Such scales affect only the rows of their block. The last block is smaller."""
+    """Zero, NaN and extreme scales affect only the rows of their block. The last block is smaller."""
     layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
     scales = layer.tensors()["weight_scale_inv"]
     scales[0], scales[1, 2], scales[2, 0] = 0, torch.nan, 2.0**90

@@ -1,4 +1,4 @@
-"""The contract of a group of weights, for every kind that registers itself.
+"""The contract of a group of weights, for every registered kind.
 
 A kind that consists of plain linear layers is tested as soon as its file exists. Other kinds have an entry in
 `EXAMPLES`.
@@ -144,7 +144,7 @@ EXAMPLES: dict[type[WeightGroup], Example] = {
 @pytest.fixture(params=kinds(), ids=lambda kind: kind.__name__)
 def kind(request, machine, monkeypatch):
     machine(threshold=1)
-    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter has no such kernel
+    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter lacks the kernel
     with torch.no_grad():
         yield request.param
 

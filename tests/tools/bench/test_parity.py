@@ -48,14 +48,14 @@ def test_a_rounding_error_is_not_a_mismatch(model, monkeypatch):
 
 
 def spoil(monkeypatch, by):
-    """Scale the results of the norm. This affects only hf_rocm's side, because stock does not use the router."""
+    """Scale the results of hf_rocm's norm, which stock does not call."""
     from hf_rocm.ops import pointwise, registry
 
     right = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # a new cache
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # clears the cached choices
 
 
 def test_another_side_with_wrong_results_is_skipped(model):

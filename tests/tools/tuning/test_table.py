@@ -1,4 +1,4 @@
-"""Reading tables: those of every release are read as written, and damaged ones are refused with the line number."""
+"""Reading tables: tables of every release are read as written, and damaged ones are refused with the line number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference runs all layers in float64, one block at a time, and leaves nothing converted."""
+"""The reference runs all layers in float64, one block at a time, and converts every block back."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from transformers.models.auto import modeling_auto
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-# The config of a causal model of any family, with more query than key heads. Names unknown to a config are dropped.
+# The config of a causal model of any family, with more query heads than key heads. Names unknown to a config are
+# dropped.
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -74,7 +75,7 @@ class CausalTest(EncoderTest, GenerationTesterMixin):
 class EncoderDecoderTester(Tester):
     is_encoder_decoder = True
     encoder_seq_length = key_length = Tester.seq_length
-    decoder_seq_length = Tester.seq_length  # the size of the labels
+    decoder_seq_length = Tester.seq_length  # the length of the labels
 
     def prepare_config_and_inputs_for_common(self):
         config, inputs = super().prepare_config_and_inputs_for_common()

@@ -1,4 +1,4 @@
-"""ModelTesterMixin on a tiny deepseek_v3: latent attention, a dense layer, then one of four experts."""
+"""ModelTesterMixin on a tiny deepseek_v3, with latent attention, a dense layer, and a layer of four experts."""
 
 import unittest
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin on a tiny gemma2: softcap, full and sliding layers."""
+"""ModelTesterMixin on a tiny gemma2, with a softcap, full layers and sliding layers."""
 
 import unittest
 

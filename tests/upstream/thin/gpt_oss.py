@@ -1,4 +1,4 @@
-"""ModelTesterMixin on a tiny gpt_oss: sinks, full and sliding layers, four experts."""
+"""ModelTesterMixin on a tiny gpt_oss, with sinks, full layers, sliding layers and four experts."""
 
 import unittest
 

@@ -12,7 +12,10 @@ from hf_rocm.tools.bench.serving import server
 
 @pytest.fixture
 def stubs(monkeypatch):
-    """Returns a function that replaces the servers of both sides with stubs. Takes `stub.main`'s arguments by side."""
+    """Returns a function that replaces the servers of both sides with stubs.
+
+    The function takes the arguments of `stub.main` for each side.
+    """
 
     def replace(stock=None, hf_rocm=None):
         for side, arguments in (("stock", stock), ("hf_rocm", hf_rocm)):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# Possible faults of a server. The process takes them as arguments.
+# Possible faults of a server. A process takes its fault as an argument.
 FAULTS = (
     "status",  # HTTP status 500
     "garbage",  # a line that is not JSON
@@ -21,7 +21,7 @@ FAULTS = (
     "error-event",
     "early",  # the stream ends without a `finish_reason`
     "cut",  # the connection is closed within a chunk
-    "short",  # one token fewer
+    "short",  # the answer has one token too few
     "silent",  # no answer
     "not-http",
     "die",  # the process ends

@@ -12,7 +12,7 @@ STOCK = ["abcd", "efgh"]
 def test_the_lost_share_is_the_text_from_the_first_difference_on():
     assert lost(STOCK, STOCK) == 0
     assert lost(STOCK, ["abXd", "efgh"]) == pytest.approx(2 / 8)
-    # the end of the first text is lost, and nothing of the second
+    # the last character of the first text is lost, and nothing of the second text
     assert lost(STOCK, ["abc", "efghij"]) == pytest.approx(1 / 8)
     assert lost(STOCK, ["", ""]) == 1 and lost(["", ""], ["a", ""]) == 0
 
@@ -26,13 +26,13 @@ def test_in_fp32_every_answer_must_be_equal():
 @pytest.mark.parametrize(
     ("answers", "batched", "wrong"),
     [
-        (["abcX", "efgh"], STOCK, False),  # 1 / 8
-        (["abcd", "Xfgh"], STOCK, False),  # 4 / 8, the limit if stock's texts agree
-        (["abcX", "Xfgh"], STOCK, True),  # 5 / 8
-        (["abcX", "Xfgh"], ["abXd", "eXgh"], False),  # stock itself loses 5 / 8
+        (["abcX", "efgh"], STOCK, False),  # loses 1 of 8 characters
+        (["abcd", "Xfgh"], STOCK, False),  # loses 4 of 8, the limit if stock's texts agree
+        (["abcX", "Xfgh"], STOCK, True),  # loses 5 of 8
+        (["abcX", "Xfgh"], ["abXd", "eXgh"], False),  # stock itself also loses 5 of 8
         (["Xbcd", "Xfgh"], STOCK, True),
-        (["Xbcd", "efXh"], ["abcd", "eXgh"], False),  # 6 / 8, twice stock's 3 / 8
-        (["Xbcd", "eXgh"], ["abcd", "eXgh"], True),  # 7 / 8
+        (["Xbcd", "efXh"], ["abcd", "eXgh"], False),  # loses 6 of 8, twice as many as stock
+        (["Xbcd", "eXgh"], ["abcd", "eXgh"], True),  # loses 7 of 8
     ],
 )
 def test_in_16_bits_the_limit_is_twice_the_share_that_stock_loses_by_batching(answers, batched, wrong):

@@ -45,11 +45,11 @@ def test_figures_are_those_computed_by_hand():
         "HTTP 500": {"count": 1, "example": "no memory"},
     }
     first, between, whole = (case["times"][name] for name in ("first", "between", "whole"))
-    assert first["median"] == pytest.approx(200)  # 100 and 300 ms
+    assert first["median"] == pytest.approx(200)  # the median of 100 and 300 ms
     assert first["p95"] == pytest.approx(290) and first["p99"] == pytest.approx(298)
-    assert between["median"] == pytest.approx(200)  # 100, 200 and 1000 ms
+    assert between["median"] == pytest.approx(200)  # the median of 100, 200 and 1000 ms
     assert between["p95"] == pytest.approx(920) and between["p99"] == pytest.approx(984)
-    assert whole["median"] == pytest.approx(900)  # 900, 1500 and 500 ms
+    assert whole["median"] == pytest.approx(900)  # the median of 900, 1500 and 500 ms
 
 
 def test_without_an_answer_there_are_no_times():

@@ -17,13 +17,13 @@ from hf_rocm.tools.bench.serving import run
 from tests.tools.bench.serving.conftest import ended
 
 FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
-# before the timed requests, every server gets 8 requests for parity (stock's first one gets 16), and 4 for warm-up
+# before the timed requests, every server gets 8 requests for parity (the first stock server gets 16), then 4 to warm up
 WARM = 4
 
 
 @pytest.fixture
 def bench(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs don't need these packages
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs need no packages
     return lambda *arguments: main(["bench", "serve", str(tiny_checkpoint), *FAST, *arguments])
 
 

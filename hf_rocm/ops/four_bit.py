@@ -66,7 +66,7 @@ _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 
 class Nested(NamedTuple):
-    """How scales [N, G] uint8 are decoded: a · code[q] + b. 256 of them, counted along the rows, share (a, b).
+    """How scales [N, G] uint8 are decoded: a · code[q] + b. Every 256 scales, counted along the rows, share (a, b).
 
     code: [256]; factors: [⌈N · G / 256⌉, 2], a and b; both fp32.
     """

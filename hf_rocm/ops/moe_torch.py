@@ -109,7 +109,7 @@ class _Order:
         return rows, row_weights
 
     def sum(self, out: Tensor, row_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Weight the outputs [S, H], restore the order of the tokens and sum: [T, H]."""
+        """Multiply the outputs [S, H] by the weights, restore the order of the tokens, and sum: [T, H]."""
         if row_weights is not None:
             out = out * row_weights[:, None]
         back = torch.empty_like(self.places)

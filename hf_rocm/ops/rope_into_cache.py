@@ -138,7 +138,10 @@ def _specification(
 def _then_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Apply this norm and rotation, then the writes of transformers' static cache. Also returns the caches."""
+    """Return a function that applies this norm and rotation, then writes as transformers' static cache does.
+
+    The function also returns the caches.
+    """
 
     def rope_into_cache(
         query: Tensor,

@@ -59,9 +59,9 @@ CODES: Mapping[str, tuple[float, ...]] = {
         )
     ),
 }
-PER_FACTOR = 256  # scales that are quantised together
+PER_FACTOR = 256  # the number of scales that are quantised together
 
-_LONGEST = 64  # numbers in a run
+_LONGEST = 64  # the maximum length of a run
 _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 

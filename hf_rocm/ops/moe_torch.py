@@ -58,8 +58,9 @@ def grouped(call: ExpertsCall) -> Tensor:
 
 
 def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """rows [S, K], sorted by expert, times the weight of their expert: [S, N]. ends [E]: where an expert's rows end.
+    """Multiply rows [S, K], sorted by expert, by the weights of their experts. ends [E]: where an expert's rows end.
 
+    Returns [S, N].
     Weights that are dequantised when they are indexed have `at_once`, the number of experts that fit into the temporary
     memory. With more experts than that, the host needs the ends, so it waits for the device.
     """

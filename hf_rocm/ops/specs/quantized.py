@@ -28,7 +28,8 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers of a row that share a scale (8 bits: also rows); 0: one scale per row
+    # the numbers of a row that share a scale; 0: each row has one scale. In 8 bits, as many rows share the scale too.
+    group: int = 0
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None

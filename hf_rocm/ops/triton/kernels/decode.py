@@ -239,7 +239,7 @@ def page_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write one head of a new key and a new value into their page. Nothing is written for rows without keys."""
+    """Write one head of a new key and a new value into their page. Tokens without a key or a page are skipped."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     i = tl.program_id(0) % queries
     h = tl.program_id(1).to(tl.int64)

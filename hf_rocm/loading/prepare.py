@@ -268,7 +268,10 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
-    """Record the forwards of models that don't generate. Returns, by name, the reason if it is not recorded."""
+    """Record the forwards of the models that don't generate.
+
+    Returns, for the name of each of them, the reason for not recording it, or None if it is recorded.
+    """
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of
 

@@ -94,7 +94,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether a call always goes to PyTorch: autocast, a function transform or tracing is on, or x is of a subclass."""
+    """Whether autocast, a function transform, tracing or a Tensor subclass sends the call to PyTorch."""
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)
@@ -104,7 +104,7 @@ def is_pytorchs(x: Tensor) -> bool:
     )
 
 
-# The flag exists since torch 2.7. is_exporting() is not used, because until 2.12 the compiler evaluates it to True.
+# The flag was added in torch 2.7. Until 2.12, the compiler evaluates is_exporting() to True, so it is not used here.
 _TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
 
 

@@ -124,7 +124,7 @@ def _limits(spec: DecodeSpec | AttentionSpec | PagedSpec, device: Device) -> str
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel is preferred, or None. If the triton tier was requested, it is not."""
+    """Why PyTorch's own kernel is preferred. None if it is not, or if the triton tier was requested."""
     restricted = spec.mask is not None or spec.window is not None or spec.softcap or spec.sinks
     if device.kind == "cpu" or device.rocm or not spec.one_query or restricted:
         return None

@@ -68,7 +68,7 @@ def _limits(spec: LinearSpec | FusedLinearSpec) -> str | None:
 
 
 def _gain(rows: int) -> str | None:
-    """Why the vendor's BLAS library is preferred, or None. If the triton tier was requested, it is not."""
+    """Why the vendor's BLAS library is preferred. None if it is not, or if the triton tier was requested."""
     if rows or options.current().tier("linear") == "triton":
         return None
     return "M > 16 is left to the vendor's BLAS library"

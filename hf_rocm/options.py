@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from hf_rocm.errors import OptionError
 from hf_rocm.option_values import flag, memory, number, seconds
 
-# In order of preference. `user`: the implementations that users register.
+# The tiers in order of preference. `user` contains the implementations that users register.
 TIERS = ("user", "aiter", "triton", "torch", "eager")
 PRESHUFFLE = ("off", "auto", "all")
 OPERATIONS = ("attention", "linear", "act_and_mul", "rms_norm", "rope", "experts")
@@ -147,7 +147,7 @@ def auto_requested() -> bool:
 
 
 def aiter_may_log() -> bool:
-    """Return whether one of aiter's own variables enables its log; otherwise only its warnings are logged."""
+    """Return whether one of aiter's own variables enables its log; otherwise, only aiter's warnings are logged."""
     return bool(os.environ.get("AITER_LOG_LEVEL")) or os.environ.get("AITER_LOG_MORE", "0") not in ("", "0")
 
 

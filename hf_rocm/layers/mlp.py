@@ -27,7 +27,7 @@ _ACTIVATIONS = {
     ("transformers.activations", "PytorchGELUTanh"): "gelu_tanh",
     ("transformers.activations", "GELUTanh"): "gelu_tanh",
 }
-# Those that stock computes in several operations, by their names in `ops.act`.
+# The activations that the stock code computes in several operations, with their names in `ops.act`.
 _FORMULAS = {
     ("transformers.activations", "QuickGELUActivation"): "quick_gelu",
     ("transformers.activations", "NewGELUActivation"): "gelu_new",
@@ -74,7 +74,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class JoinedMLP:
-    """An MLP with gate and up in one matrix of the checkpoint, `gate_up_proj`. activation: its child's name."""
+    """An MLP whose gate and up are one matrix, `gate_up_proj`. activation: the name of the activation's module."""
 
     activation: str = "activation_fn"
 
@@ -119,7 +119,7 @@ def child(module: Any, name: str) -> Any:
 
 
 def activated(joined: Tensor, function: Any) -> Tensor:
-    """Return act(gate) · up of joined [..., gate | up]. function: the activation; it is called if it has no kernel."""
+    """Return act(gate) · up for joined [..., gate | up]. function: the activation, called if no kernel computes it."""
     known = activation_of(function)
     if known is None:
         gate, up = joined.chunk(2, dim=-1)
@@ -129,15 +129,16 @@ def activated(joined: Tensor, function: Any) -> Tensor:
 
 
 def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTIVATIONS) -> str | None:
-    """Return the name of this activation module in `ops.act_and_mul`, or None if the module must be called.
+    """Return the name of this activation module in an operation, or None if the module must be called.
 
-    names: the names by module and class, those of `ops.act_and_mul` or those of another operation.
+    names: the operation's names for activations, by (module, name) of their classes; by default those of
+    `ops.act_and_mul`.
     """
     kind = type(function)
     name = names.get((kind.__module__, kind.__qualname__))
     if name is None or not isinstance(function, nn.Module):
         return None
-    # the function that transformers' GELU modules select when they are built, which may be their Python variant
+    # transformers' GELU modules select this function when they are built; it may be a variant written in Python
     act = function.__dict__.get("act")
     if act is not None and (act.func if isinstance(act, partial) else act) is not _GELU:
         return None
@@ -146,9 +147,9 @@ def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTI
 
 @constant_in_traces
 def looks_up(caller: type, key: str, name: str) -> bool:
-    """Return whether the stock file of this class finds the activation that `ops` calls `name` under ACT2FN[key].
+    """Return whether ACT2FN[key], in the stock file of this class, is the activation that `ops` calls `name`.
 
-    For forwards that look up their activation on every call.
+    Used for forwards that look up their activation on every call.
     """
     registry = vars(sys.modules[caller.__module__]).get("ACT2FN")
     entry = dict.get(registry, key) if isinstance(registry, dict) else None

@@ -3,7 +3,8 @@
 With few rows, a decoder layer calls hf_rocm's attention and MLP functions directly, with an input that is not yet
 normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
 
-`is_plain` decides the same for modules that no overlay binds, such as PyTorch's own norms and dropouts.
+For modules that no overlay binds, such as PyTorch's own norms and dropouts, `is_plain` determines whether they were
+hooked, wrapped or replaced.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class RMSNorm:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
         """x: [..., D]. Returns [..., D] as the stock forward would.
 
-        Runs the stock forward where its dtype rules matter: it promotes the result if the weight's dtype differs from
-        that of x, and a weight that is not a plain tensor (a DTensor) has its own operations.
+        Runs the stock forward if the weight is not a plain tensor (a DTensor has its own operations), and, without
+        (1 + w), if the weight's dtype differs from that of x, because the stock forward then promotes the result.
         """
         weight = module._parameters.get("weight")
         if weight is None:
@@ -70,7 +71,7 @@ class PrenormResidual:
     """The norm and the residual sum of a branch.
 
     norm: the RMS norm that is still to be applied to the branch's input, or None. residual: [B, S, K], to be added to
-    the branch's output, or None. one_kernel: whether GEMM kernels include them. added: whether the sum was computed.
+    the branch's output, or None. one_kernel: whether GEMM kernels include both. added: whether the sum was computed.
     """
 
     __slots__ = ("added", "norm", "one_kernel", "residual")
@@ -80,7 +81,7 @@ class PrenormResidual:
         self.added = residual is None
 
     def normed(self, x: Tensor) -> Tensor:
-        """Return the branch's input x normalised, as stock layers expect it."""
+        """Return x, the branch's input, normalised as stock layers expect it."""
         norm = self.norm
         return x if norm is None else ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus)
 
@@ -101,7 +102,7 @@ class PrenormResidual:
         return ops.fused_linear(x, parameters["weight"], parameters["bias"], residual=self.residual)
 
     def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a stock forward that normalises its input first, for a function that does not serve the call."""
+        """Return the stock forward, preceded by the norm, for an overlay's function that does not serve the call."""
         return partial(_normed_stock, self, stock)
 
 
@@ -142,8 +143,8 @@ def _is_plain_linear(linear: Any) -> bool:
 def is_plain(module: Any) -> bool:
     """Return whether a call of this module would only run the forward of its class, as the class's file defines it.
 
-    False if the module has hooks, its own forward or a compiled one, if hooks are registered on all modules, and if its
-    class is not `is_stock`.
+    False if the module has hooks, an instance forward or a compiled call, if hooks are registered for all modules, or
+    if the class is not stock (see `is_stock`).
     """
     own = module.__dict__
     if "forward" in own or own.get("_compiled_call_impl") is not None:
@@ -163,6 +164,6 @@ def dropout_reason(dropout: Any) -> str | None:
 
 @constant_in_traces
 def is_stock(kind: type) -> bool:
-    """`replacements.unchanged` with one Python call fewer, because every layer of an uncaptured step calls it."""
+    """Like `replacements.unchanged`, with one Python call fewer, because every layer of an uncaptured step calls it."""
     watch = watches.get(kind)
     return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

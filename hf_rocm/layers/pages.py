@@ -60,4 +60,4 @@ class Pages:
             **{name: term for name, term in terms.items() if term is not None},
             **self.arguments,
         )[0]
-        return output if output.ndim == 4 else output.unsqueeze(0)  # before 5.19 it is [T, H, D_v]
+        return output if output.ndim == 4 else output.unsqueeze(0)  # [T, H, D_v] before transformers 5.19

@@ -1,4 +1,4 @@
-"""Routers of experts: a small GEMM, then one kernel that selects the experts, where stock runs about ten."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts, where the stock router runs about ten."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GroupedRouter:
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
 
     def terms(self, module: Any) -> dict[str, Any]:
-        """Return the arguments of `ops.choose_experts` for a module that determine the implementation."""
+        """Return those arguments of `ops.choose_experts`, for a module, that determine the implementation."""
         return {
             "top": module.top_k,
             "scores": SIGMOID,
@@ -83,7 +83,7 @@ def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
         return False
     current = options.current()
     if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":
-        return False  # aiter serves large GEMMs and raises where it has no kernel
+        return False  # if aiter is required, it serves large GEMMs, and other GEMMs raise an error
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     return all(

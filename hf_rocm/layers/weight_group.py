@@ -1,7 +1,8 @@
 """The weight group of a module: the slot that contains it, and the protocol that every kind of group implements.
 
-A group multiplies by weights that belong together (fused, sharded, quantised, shuffled, stacked). The kinds are
-subclasses in `hf_rocm.weights`, one per file. Neither this module nor the other modules of `layers` import them.
+A group replaces layers whose weights belong together (fused, sharded, quantised, shuffled, stacked). The kinds are
+subclasses in `hf_rocm.weights`, one per file. The modules of `layers` don't import them, except when a module with an
+idle group needs its kind.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.nn import Module
 from hf_rocm import ops
 
 # In the module's __dict__: a `WeightGroup`, or an idle group as plain builtins: (kind, state, name, …). Copies and
-# pickles contain the latter, so that a process without hf_rocm can read them. False for a copy with plain weights.
+# pickles contain the latter, so that a process without hf_rocm can read them. It is False in a copy with plain weights.
 SLOT = "_hf_rocm_group"
 
-PENDING = "pending"  # formed in the module's next call
-MOVED = "moved"  # its weights were replaced or moved: not used until the model is prepared again
+PENDING = "pending"  # the group is formed in the module's next call
+MOVED = "moved"  # the weights were replaced or moved, so the group is not used until the model is prepared again
 
 # Checks need no lock, but changes do: two threads may make the first call of a copy at the same time.
 lock = threading.RLock()
@@ -36,9 +37,9 @@ class Part(NamedTuple):
     name: str
     forward: object  # an instance forward that changes nothing, or None
     hooks: tuple[object, ...]
-    weight: int  # address
+    weight: int  # the address of the weight
     nbytes: int  # the size of the weight
-    bias: int | None  # address
+    bias: int | None  # the address of the bias
 
     def layer(self, module: Module) -> Any:
         return (module._modules if self.owner is None else self.owner).get(self.name)
@@ -51,14 +52,14 @@ class WeightGroup:
     is x Wᵀ + bias with the attributes `weight` [N_1 + N_2 + …, K] and `bias` [N_1 + …], without any other condition.
     """
 
-    order = 50  # if several kinds fit, the lowest is used; `restore` uses the same order
-    only_in_overlays = False  # only an overlay's forward uses it
+    order = 50  # if several kinds fit, the one with the lowest order is used; `restore` follows the same order
+    only_in_overlays = False  # whether only an overlay's forward uses groups of this kind
 
     names: tuple[str, ...] = ()  # the names of the layers
     sizes: tuple[int, ...] = ()  # N_1, N_2, …
     parts: tuple[Part, ...] = ()
     plain = False
-    structured = False  # `unchanged` is part of the check
+    structured = False  # whether `unchanged` is part of the check
     weight: Any = None
     bias: Tensor | None = None
 
@@ -85,7 +86,7 @@ class WeightGroup:
 
     @classmethod
     def form(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Form the group in place. Returns None on success, else why not; the module is then unchanged."""
+        """Form the group in place. Returns None on success, else the reason; the module is then unchanged."""
         raise NotImplementedError
 
     @classmethod

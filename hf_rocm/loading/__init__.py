@@ -1,1 +1,1 @@
-"""The last steps of a load: what `from_pretrained`, `prepare` and `auto_prepare` share."""
+"""Load models and prepare them: `from_pretrained`, `prepare` and `auto_prepare`."""

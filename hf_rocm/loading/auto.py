@@ -32,7 +32,7 @@ _switch: _Switch | None = None
 
 
 class _Switch:
-    """The state of auto_prepare while it is on, and the user of its change (see `patches`)."""
+    """The state of auto_prepare while it is on. An instance is also the `user` of the change (see `patches`)."""
 
     def __init__(self, left_stock: frozenset[str], force: bool | None) -> None:
         self.left_stock = left_stock
@@ -72,7 +72,7 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     also: packages of `LEFT_STOCK`, such as `diffusers`, whose models are prepared too. force: as in `prepare`.
 
     Returns whether it is on now. Without ROCm, it does nothing unless forced, and the `hf_rocm` logger warns once.
-    `HF_ROCM_AUTO=1` does the same from an installed overlay, as soon as the module of its model is imported.
+    `HF_ROCM_AUTO=1` does the same from an installed overlay, as soon as the overlay's model file is imported.
     """
     require_bool(enabled, "auto_prepare")
     require_switches(force=force)

@@ -3,7 +3,7 @@
 transformers maps a checkpoint's files and copies each tensor from the mapping to its device. With some Linux kernels
 the driver stalls for up to a second per copy, and on GPUs that share the host's memory the mapped pages are duplicated.
 On machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into separate memory, and its
-pages of the mapping are released. The values are the same.
+pages of the mapping are released. The values don't change.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _logged: set[str] = set()
 
 
 class Machine(NamedTuple):
-    """The facts that the choice depends on. kernel: the output of `uname -r`. gpus: the architectures that the driver
-    lists.
+    """The facts that determine whether a fault is known. kernel: the output of `uname -r`. gpus: the architectures
+    that the driver lists.
     """
 
     kernel: str

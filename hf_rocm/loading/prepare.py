@@ -98,15 +98,16 @@ def prepare(
         "refused": refused,  # model: why its overlay can't be used
         "fused": joined,  # module: its layers
         "skipped": skipped,  # module: why its layers were left alone
-        "preshuffle": shuffled,  # the settings, what was shuffled or skipped and why, bytes of copies
+        "preshuffle": shuffled,  # the settings, the shuffled and skipped weights with reasons, the bytes of copies
         "graphs": _record_steps(
             model,
             before.get("graphs", {}).get("requested") if graphs is None else graphs,
             bind.ON if forced else bind.GPU,
         ),
-        "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),  # why transformers prepares its steps, or None
+        "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),  # why transformers still prepares the inputs
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
-        "patch_embeddings": {"products": products, "stock": left_stock},  # convolutions; for stock also why
+        # products: the convolutions that are computed as GEMMs; stock: the others, with the reasons
+        "patch_embeddings": {"products": products, "stock": left_stock},
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},
     }
     if quantize is not None:
@@ -215,7 +216,7 @@ def _switch_on(model: nn.Module, mode: str) -> None:
 
 
 def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Fuse the layers that the overlays name, one module at a time, so peak memory grows by one module only."""
+    """Fuse the layers that the overlays name, one module at a time, so that peak memory grows by only one module."""
     joined: dict[str, list[str]] = {}
     skipped: dict[str, str] = {}
     others = shared(model)
@@ -255,7 +256,7 @@ def _serve_flash(model: nn.Module, mode: str) -> None:
 
 
 def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str, Any]:
-    """Make `generate` use recorded decode steps. Returns the setting, and why recording is off, or None."""
+    """Make `generate` use recorded decode steps. Returns the setting, and the reason if recording is off, else None."""
     if not hasattr(model, "generate"):
         return {"requested": graphs, "off": "it does not generate"}
     from hf_rocm.generation import continuous_batching, decide, hooks
@@ -267,7 +268,10 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 
 
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
-    """Record the forwards of models that don't generate. Returns by name why a forward is not recorded, or None."""
+    """Record the forwards of the models that don't generate.
+
+    Returns, for the name of each of them, the reason for not recording it, or None if it is recorded.
+    """
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of
 
@@ -275,7 +279,7 @@ def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | N
 
 
 def _keep_inputs(model: nn.Module, mode: str) -> str | None:
-    """Make `generate` update the inputs of its steps in place. Returns why it does not, or None."""
+    """Make `generate` update the inputs of its steps in place. Returns the reason if it does not, else None."""
     if not hasattr(model, "generate"):
         return "it does not generate"
     from hf_rocm.generation import decide, inputs, plain_masks

@@ -67,7 +67,7 @@ def from_pretrained(
     another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
     them raise the same `RankError` if these differ, if one rank fails, if one has not joined after
     `HF_ROCM_RANKS_TIMEOUT` seconds, or if the attention heads can't be divided among them. Messages that all ranks
-    would log come from rank 0 only. If the model stays stock, only the log is deduplicated.
+    would log come only from rank 0. If the model stays stock, only the log is deduplicated.
 
     Returns the model, or what transformers returns (a pair with `output_loading_info=True`).
     Raises `LoadError` (an `OSError`) if the config or the weights can't be found, `OptionError` on an argument that

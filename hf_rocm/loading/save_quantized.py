@@ -32,7 +32,7 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: those of
     `save_pretrained`.
     Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
-    the same afterwards; other threads must not use it while it is saved.
+    unchanged afterwards; other threads must not use it while it is saved.
     Raises `OptionError` if the model is not quantised, or if it was loaded from a quantised checkpoint, which
     `save_pretrained` writes in its own format.
     """

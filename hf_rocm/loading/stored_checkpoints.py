@@ -22,7 +22,7 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-_loading = threading.local()  # quantizer: that of this thread's load, once it exists; active: whether a load runs
+_loading = threading.local()  # quantizer: the quantiser of this thread's load, if any; active: whether a load runs
 
 _SETTINGS = b"quantization_config"
 _ADAPTER = "adapter_config.json"  # in the folder of an adapter, whose base model is elsewhere

@@ -25,7 +25,7 @@ from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
 from hf_rocm.weights.stored_linear import StoredLayer
 
-# a model's attribute: the patterns of tensors that are not reported
+# the attribute of a model that lists patterns of tensor names that are not reported
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 
 
@@ -88,14 +88,14 @@ class StoredQuantizer(HfQuantizer):
         patches.apply(patches.Entry(model.__dict__, _IGNORED, lambda _: both), user=self)
 
     def update_unexpected_keys(self, model: Any, unexpected_keys: list[str], *prefix: str) -> list[str]:
-        """Do the same before transformers 4.57. Newer releases would load the keys that are removed here."""
+        """Before transformers 4.57, remove the tensors that are loaded later, so that they are not reported."""
         if hasattr(model, "_adjust_missing_and_unexpected_keys"):
             return unexpected_keys
         names = {later.full for later in self._later}
         return [key for key in unexpected_keys if key not in names]
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        """Load the remaining tensors. Raises `LoadError` if one was converted, which no tested release does."""
+        """Load the remaining tensors. Raises `LoadError` if transformers converted a tensor; no tested release does."""
         patches.release(self)
         for later in self._later:
             later.load()

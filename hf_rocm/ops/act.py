@@ -25,8 +25,8 @@ from hf_rocm.options import Switch
 def act(x: Tensor, *, activation: str) -> Tensor:
     """The activation of every element. x: any shape, floating. Returns a new tensor of that shape.
 
-    activation: `quick_gelu`, x · σ(1.702 x), or `gelu_new`, 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))). Hendrycks and
-    Gimpel 2016. Raises `OptionError` for any other activation.
+    activation: `quick_gelu`, x · σ(1.702 x), or `gelu_new`, 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), from
+    Hendrycks and Gimpel 2016. Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:
         raise OptionError(

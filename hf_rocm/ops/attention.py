@@ -162,9 +162,9 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
 
 
 def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
-    """Causal attention with S_q > S_k: the first S_q − S_k rows are zero, the others are a square call.
+    """Causal attention with S_q > S_k: the first S_q − S_k rows are zero, and a square call computes the others.
 
-    SDPA's GPU kernels return a mean of values for such rows. Returns [B, S_q, H, D_v].
+    For rows that see no key, SDPA's GPU kernels would return a mean of the values. Returns [B, S_q, H, D_v].
     """
     blind = query.shape[2] - key.shape[2]
     mask = terms["mask"]
@@ -194,7 +194,7 @@ def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, win
 
 
 def _stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[B, H, S_q, D] as [B, Hkv, G·S_q, D], with the mask repeated in the same way. Returns [B, S_q, H, D_v]."""
+    """Attend with queries and mask stacked by group: queries [B, Hkv, G·S_q, D]. Returns [B, S_q, H, D_v]."""
     b, h, s_q, d = query.shape
     kv_heads, s_k = key.shape[1], key.shape[2]
     groups = h // kv_heads

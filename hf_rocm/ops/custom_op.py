@@ -25,7 +25,7 @@ compiling()
 def opaque(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `function` in eager mode, and the operator `hf_rocm::<schema>` in compiled code.
 
-    fake: takes the same arguments, returns an empty result with the right shape, dtype and device.
+    fake: takes the same arguments and returns an empty result with the right shape, dtype and device.
     """
     name = schema.partition("(")[0]
     _library.define(schema)

@@ -1,7 +1,8 @@
 """gated_delta_step: one token of linear attention with the gated delta rule, from the projections to the output.
 
-Such a layer keeps a state of fixed size instead of keys and values. One token takes about forty small operations: a
-convolution with its own state, norms of query and key, a decay, the update of the state, and a gated norm.
+A linear attention layer keeps a state of fixed size instead of keys and values. One token takes about forty small
+operations: a convolution with its own state, norms of query and key, a decay, the update of the state, and a gated
+norm.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def gated_delta_step(
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """One token of every sequence through the gated delta rule (https://arxiv.org/abs/2412.06464), in place.
+    """Apply the gated delta rule (https://arxiv.org/abs/2412.06464) to one token per sequence, in place.
 
     query, key: [B, G, D_k], of G key heads. value, gate: [B, G, R, D_v]: R value heads share a key head, H = G · R in
     total. beta, decay: [B, G, R], before sigmoid and softplus. All six are outputs of the layer's projections, in one
@@ -73,7 +74,7 @@ def specification(call: DeltaCall) -> tuple[object, ...]:
 
 
 def refused_in(x: Tensor) -> str | None:
-    """Why no tier can serve x's dtype and device, for example if the user's options require aiter; None if one can."""
+    """Why no tier can serve x's dtype and device, or None. One reason is that the user's options require aiter."""
     try:
         _operation.choose((x.dtype, x.dtype, torch.float32, x.device, 128, 128, 2, 4, False))
     except TierUnavailable as error:

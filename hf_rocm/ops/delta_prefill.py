@@ -39,9 +39,9 @@ def gated_delta_prefill(
     norm_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a prompt through the gated delta rule (https://arxiv.org/abs/2412.06464), in chunks.
+    """Apply the gated delta rule (https://arxiv.org/abs/2412.06464) to the tokens of a prompt, in chunks.
 
-    query, key: [B, S, G, D_k], of G key heads. value, gate: [B, S, G, R, D_v]: R value heads share a key head, in total
+    query, key: [B, S, G, D_k], of G key heads. value, gate: [B, S, G, R, D_v]: R value heads share a key head, and
     H = G · R. beta, decay: [B, S, G, R], before sigmoid and softplus. conv_state: [B, C, K], the last inputs of the
     convolution before the prompt. state: [B, H, D_k, D_v]. Both are None at the start of a sequence, and neither is
     changed. The other arguments are those of `gated_delta_step`, and each token is computed as by `gated_delta_step`.

@@ -59,14 +59,14 @@ CODES: Mapping[str, tuple[float, ...]] = {
         )
     ),
 }
-PER_FACTOR = 256  # scales that are quantised together
+PER_FACTOR = 256  # the number of scales that are quantised together
 
-_LONGEST = 64  # numbers in a run
+_LONGEST = 64  # the maximum length of a run
 _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 
 class Nested(NamedTuple):
-    """How scales [N, G] uint8 are decoded: a · code[q] + b. 256 of them, counted along the rows, share (a, b).
+    """How scales [N, G] uint8 are decoded: a · code[q] + b. Every 256 scales, counted along the rows, share (a, b).
 
     code: [256]; factors: [⌈N · G / 256⌉, 2], a and b; both fp32.
     """

@@ -43,7 +43,7 @@ def add_layer_norm(
 
 
 def may_serve() -> bool:
-    """Whether the options allow one operation for sum and norm: not if aiter, which has none, is required."""
+    """Whether the options allow one operation for sum and norm. They don't if they require aiter, which has none."""
     current = options.current()
     return current.aiter["rms_norm"] is not Switch.REQUIRED and current.tier("rms_norm") != "aiter"
 

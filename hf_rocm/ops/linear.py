@@ -94,7 +94,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether a call always goes to PyTorch: under autocast, function transforms and tracing, and for subclasses."""
+    """Whether autocast, a function transform, tracing or a Tensor subclass sends the call to PyTorch."""
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)
@@ -104,7 +104,7 @@ def is_pytorchs(x: Tensor) -> bool:
     )
 
 
-# torch 2.7 and up. Not is_exporting(): until 2.12 the compiler evaluates it to a constant True.
+# The flag was added in torch 2.7. Until 2.12, the compiler evaluates is_exporting() to True, so it is not used here.
 _TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
 
 
@@ -128,7 +128,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def kind(spec: LinearSpec) -> LinearSpec:
-    """The number of rows is ignored, because every check includes GEMMs with few and with many rows."""
+    """The specification without the number of rows: every check includes GEMMs with few and with many rows."""
     return spec._replace(rows=MANY)
 
 
@@ -239,7 +239,7 @@ def _square(dtype: torch.dtype, device: torch.device, k: int, rows: int) -> Fuse
 def _one_by_one(
     norm: Callable[..., Tensor], multiply: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """These operations one after another, bitwise equal to separate layers."""
+    """Return a function that runs these operations one after another, bitwise equal to separate layers."""
 
     def fused_linear(
         x: Tensor,
@@ -270,8 +270,9 @@ def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
 
 
 def _parts_elsewhere(spec: FusedLinearSpec, device: Device) -> str | None:
-    """Return why one kernel must not replace the parts: the user chose the tier or kernel of a part, or aiter serves
-    the GEMM.
+    """Return why one kernel must not replace the parts, or None.
+
+    The reasons are that the user chose the tier or kernel of a part, and that aiter serves the GEMM.
     """
     parts = {"linear": True, "rms_norm": spec.norm_dtype is not None, "act_and_mul": spec.activation is not None}
     reason = chosen_elsewhere(name for name, present in parts.items() if present)
@@ -301,7 +302,7 @@ def _preferred(spec: FusedLinearSpec, device: Device) -> str | None:
 
 
 def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
-    """Run the parts one by one, if this tier serves the GEMM."""
+    """Return an implementation that runs the parts one by one if this tier serves the GEMM."""
 
     def refuses(spec: FusedLinearSpec, device: Device) -> str | None:
         return None if _preferred(spec, device) == tier else f"the {tier} tier doesn't serve the GEMM"

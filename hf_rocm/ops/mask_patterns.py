@@ -1,8 +1,8 @@
 """Recognise a padded batch from its mask, and convert it to a form for kernels without masks.
 
-transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. If the mask consists only of left padding
-with causality and a sliding window, of keys that no query sees, or of the filled part of a static cache, packed
-sequences or lengths can replace it. The mask is compared element by element, once, and only if a kernel can use the
+transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. If the mask expresses only left padding
+with causality and a sliding window, keys that no query sees, or the filled part of a static cache, packed sequences
+or lengths can replace it. The mask is compared element by element, once, and only if a kernel can use the
 result.
 """
 
@@ -38,7 +38,7 @@ def recognise(
 
     mask: [B | 1, 1, S_q, ≥ S_k], bool or additive; query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value:
     [B, Hkv, S_k, D_v]. window: the sliding window that the mask may include. softcap, sinks: whether the call uses
-    them. Reads the mask on the host once for all layers; never while compiling or capturing a graph.
+    them. Reads the mask on the host once for all layers, and never while compiling or capturing a graph.
     """
     s_q, s_k = query.shape[2], key.shape[2]
     if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
@@ -65,7 +65,7 @@ def recognise(
 
 
 def _filled(real: Tensor) -> CacheRows | None:
-    """For single queries: rows of keys that are filled from the front. real: [B, S_k]."""
+    """The lengths of rows whose keys are filled from the front, for single queries, or None. real: [B, S_k]."""
     lengths = real.sum(-1)
     places = torch.arange(real.shape[1], device=real.device)
     if bool((real == (places < lengths[:, None])).all() & (lengths > 0).all()):
@@ -74,7 +74,10 @@ def _filled(real: Tensor) -> CacheRows | None:
 
 
 def _packed(seen: Tensor, window: int | None) -> Packed | None:
-    """Left padding with causality and a window, or keys that no query sees. seen: [B, S_q, S_k]."""
+    """Packed sequences for left padding with causality and a window, or for keys that no query sees; or None.
+
+    seen: [B, S_q, S_k].
+    """
     b, s_q, s_k = seen.shape
     real = seen.any(1)  # the keys that at least one query sees
     own = real[:, s_k - s_q :]
@@ -92,7 +95,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """True where a query sees a key; None if the mask contains values other than 0 and −∞ (or the smallest number)."""
+    """True where a query sees a key; None if the mask contains values other than 0 and very large negative ones."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

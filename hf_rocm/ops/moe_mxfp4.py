@@ -125,7 +125,7 @@ class _Stacked:
 
 
 def _dequantized(experts: Callable[[ExpertsCall], Tensor], function: Dequantize) -> Callable[..., Tensor]:
-    """Experts of `moe_torch` as a function of the fields of an `Mxfp4Call`."""
+    """Convert an implementation of `moe_torch` to a function of the fields of an `Mxfp4Call`."""
 
     def run(*arguments: Any) -> Tensor:
         call = Mxfp4Call(*arguments)
@@ -160,7 +160,7 @@ def loop(call: Mxfp4Call) -> Tensor:
 
 
 def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Why experts that one kernel dequantises together can't be served by `grouped_mm`, or None."""
+    """Why one kernel can't dequantise several experts at once for `grouped_mm`, or None."""
     reason = triton.kernels_refuse(spec, device)
     if reason is not None:
         return reason

@@ -56,7 +56,7 @@ def shuffled_experts(
 
 
 def aiter_refuses(gate_up: Tensor, down: Tensor, top: int) -> str | None:
-    """Why no kernel of aiter uses shuffled copies of these weights on this device, in a sentence, or None."""
+    """Why no kernel of aiter uses shuffled copies of these weights on their device, as a sentence, or None."""
     n, k = gate_up.shape[1:]
     if gate_up.element_size() != 2 or n % ROWS or k % COLUMNS or down.shape[1] % ROWS or down.shape[2] % COLUMNS:
         return f"only 16-bit weights with N a multiple of {ROWS} and K a multiple of {COLUMNS} can be shuffled"
@@ -72,7 +72,7 @@ def aiter_refuses(gate_up: Tensor, down: Tensor, top: int) -> str | None:
 
 
 def _unshuffling(experts: Callable[[ExpertsCall], Tensor]) -> Callable[[ExpertsCall], Tensor]:
-    """Correct but slow: unshuffles the weights at every call."""
+    """Return a function that unshuffles the weights on every call: correct but slow."""
 
     def shuffled(call: ExpertsCall) -> Tensor:
         return experts(call._replace(gate_up=_plain(call.gate_up), down=_plain(call.down)))

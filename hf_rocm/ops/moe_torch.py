@@ -58,8 +58,9 @@ def grouped(call: ExpertsCall) -> Tensor:
 
 
 def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """rows [S, K], sorted by expert, times the weight of their expert: [S, N]. ends [E]: where an expert's rows end.
+    """Multiply rows [S, K], sorted by expert, by the weights of their experts. ends [E]: where an expert's rows end.
 
+    Returns [S, N].
     Weights that are dequantised when they are indexed have `at_once`, the number of experts that fit into the temporary
     memory. With more experts than that, the host needs the ends, so it waits for the device.
     """
@@ -109,7 +110,7 @@ class _Order:
         return rows, row_weights
 
     def sum(self, out: Tensor, row_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Weight the outputs [S, H], restore the order of the tokens and sum: [T, H]."""
+        """Multiply the outputs [S, H] by the weights, restore the order of the tokens, and sum: [T, H]."""
         if row_weights is not None:
             out = out * row_weights[:, None]
         back = torch.empty_like(self.places)

@@ -15,7 +15,8 @@ BLOCK = 32  # numbers that share a scale
 BYTES = BLOCK // 2
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NUMBERS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))  # of the 16 codes: a sign bit, then the magnitude
+# The numbers of the 16 codes, which consist of a sign bit and the index of a magnitude.
+NUMBERS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _SMALLEST = 0x00400000  # the bits of 2⁻¹²⁷ in fp32, which is subnormal
 _NAN = 0x7FC00000
 

@@ -64,7 +64,10 @@ def _specification(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None) -
 
 
 def _in_turn(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Apply this norm, PyTorch's sum, and the norm again. Without a second norm, the first result is empty."""
+    """Return a function that applies this norm, PyTorch's sum, and the norm again.
+
+    Without a second norm, the first result is empty.
+    """
 
     def norm_add(
         x: Tensor,

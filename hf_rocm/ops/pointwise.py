@@ -106,7 +106,7 @@ def act_and_mul(
 
     x: [..., 2d] floating. interleaved: gate and up alternate, x[..., ::2] and x[..., 1::2]. activation: `silu`,
     `gelu` (erf), `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g · σ(alpha · g) with
-    g = min(gate, limit), as in gpt-oss; limit and alpha apply to the last one only. Returns [..., d].
+    g = min(gate, limit), as in gpt-oss; limit and alpha apply only to `clamped_swiglu`. Returns [..., d].
     Shazeer 2020 (GLU variants). Raises `OptionError` for any other activation.
     """
     if activation not in ACTIVATIONS:

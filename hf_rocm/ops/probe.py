@@ -1,10 +1,10 @@
-"""First-use checks: a kernel runs a small case of the same kind, and its result is compared with the eager tier.
+"""First-use checks: a kernel runs a small call of the same kind, and the result is compared with the eager tier.
 
 A kernel may build for minutes, hang or crash, so the check runs in a child process with a time-out. Passed checks are
-remembered on disk for this GPU, its driver and these versions (`probe_cache`). A failed check disables the kernel in
-this process for calls of the same dtypes (`terms`), with one warning; calls of other dtypes have their own check.
-Processes that need the same check at the same time run it once (`probe_lock`). If the disk or the temporary folder is
-not available, the check runs without it; if no process can be started, the kernel is disabled with the reason.
+remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check disables the
+kernel in this process for calls of the same dtypes (`terms`), with one warning; calls of other dtypes have their own
+check. Processes that need the same check at the same time run it once (`probe_lock`). If the disk or the temporary
+folder is not available, the check runs without it; if no process can be started, the kernel is disabled.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ahead(device: torch.device | None = None) -> None:
     if not _first_of_machine():
         return
     if current.probe and torch.cuda.is_available() and (current.refresh or probe_cache.is_empty()):
-        with suppress(OSError, ValueError):  # such as no memory for a process: a later check reports it
+        with suppress(OSError, ValueError):  # for example too little memory for a process: a later check reports it
             probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
 
@@ -97,7 +97,7 @@ def terms(spec: Any) -> str:
 
 
 def failed(operation: str, tier: str, name: str, dtype: torch.dtype) -> str | None:
-    """Why a kernel is disabled in this process for calls without gradients on tensors of this dtype, or None.
+    """Why this process has disabled a kernel for calls without gradients on tensors of this dtype, or None.
 
     One failed check with this dtype is enough, whatever the dtypes of the other tensors were.
     """

@@ -1,8 +1,8 @@
 """Passed checks on disk: one small file for each check, in the user's cache folder.
 
-A file counts only if only this user or root can have written it, and if it contains exactly the facts of the check: the
-kernel, the kind of call, the GPU, its driver and the releases. Nothing here raises: if the folder can't be read or
-written, checks are not remembered.
+A file is used only if no one but this user or root can have written it, and if it contains exactly the facts of the
+check: the kernel, the kind of call, the GPU, its driver and the releases. Nothing here raises: if the folder can't be
+read or written, checks are not remembered.
 """
 
 from __future__ import annotations

@@ -50,8 +50,9 @@ def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str 
 
 
 def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
-    """Why `actual` is wrong, or None: its error may be twice that of `eager` in the same dtype, plus one rounding step.
+    """Why `actual` is wrong, or None.
 
+    Its error may be up to twice that of `eager` in the same dtype, plus one rounding step.
     expected: the result in fp64.
     """
     if actual.shape != expected.shape:

@@ -22,7 +22,7 @@ WAKING = 120  # seconds until a child that hangs before the first request ends i
 
 
 def serve(*, warm: bool) -> None:
-    """Serve requests, one per line on stdin; write one line when a request has been read, and one with the reason.
+    """Serve requests, one per line on stdin. Writes a line when a request has been read, and a line with the result.
 
     A line may also request the initialisation of a device; nothing is written in reply.
     """

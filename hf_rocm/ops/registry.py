@@ -1,8 +1,8 @@
 """The router: chooses an implementation once for each specification and records why the others were not chosen.
 
 The predicate of an implementation returns a sentence with the reason why it refuses a specification, or None. The first
-implementation that does not refuse is used, in the order aiter, triton, torch, eager. If the user named a tier that
-can't serve the call, the call raises an error.
+implementation that does not refuse is used, in the order user, aiter, triton, torch, eager. If the user named a
+tier that can't serve the call, the call raises an error.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
 
 
 def chosen_elsewhere(names: Iterable[str]) -> str | None:
-    """Why a triton kernel must not replace these operations: the user chose the tier or the kernel of one of them."""
+    """Why a triton kernel must not replace these operations, or None. The user may have chosen their tier or kernel."""
     for name in names:
         named = options.current().tier(name)
         if named not in (None, "triton"):

@@ -45,7 +45,7 @@ def rope_into_cache(
     norms: the RMS norms of queries and keys over the head dim, which come before the rotation; both multiply by (1 + w)
     or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
     row is outside the cache isn't written: the Triton tier sets its query to NaN, and the other tiers raise like
-    `index_copy_`.
+    `index_copy_`. Raises `OptionError` if the norms differ in kind.
     """
     if norms is not None and not alike(norms):
         raise OptionError(
@@ -138,7 +138,10 @@ def _specification(
 def _then_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Apply this norm and rotation, then the writes of transformers' static cache. Also returns the caches."""
+    """Return a function that applies this norm and rotation, then writes as transformers' static cache does.
+
+    The function also returns the caches.
+    """
 
     def rope_into_cache(
         query: Tensor,

@@ -39,7 +39,7 @@ def stock(call: RoutingCall, *, stable: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def eager(call: RoutingCall) -> tuple[Tensor, Tensor]:
-    """The oracle: the same, but among experts with equal scores the one with the lower index is chosen."""
+    """The oracle: like `stock`, but among experts with equal scores, the one with the lower index is chosen."""
     return stock(call, stable=True)
 
 

@@ -1,8 +1,8 @@
 """Linear layers with preshuffled weights, in the order that aiter's fastest GEMMs read.
 
-aiter marks such a tensor with an attribute. Copies lose the attribute, and loading in place wrongly keeps it; in both
-cases the results are silently wrong. So the order is part of the type `Shuffled` here, and the attribute is set on a
-new view for every call.
+aiter marks a preshuffled tensor with an attribute. Copies lose the attribute, and loading in place wrongly keeps it; in
+both cases the results are silently wrong. So the order is part of the type `Shuffled` here, and the attribute is set on
+a new view for every call.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def shuffled_linear(x: Tensor, weight: Shuffled, bias: Tensor | None = None) -> 
 
 
 def shuffled_refuses(weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why no kernel uses a shuffled copy of this weight [N, K] on its device, in a sentence, or None. Makes no copy."""
+    """Why no kernel uses a shuffled copy of this weight [N, K] on its device, or None. Does not copy the weight."""
     n, k = weight.shape
     if weight.element_size() != 2 or not weight.is_floating_point():
         return f"only fp16 and bf16 weights can be shuffled, not {weight.dtype}"

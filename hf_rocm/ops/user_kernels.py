@@ -28,8 +28,8 @@ def register(
     sentence, or None; called once for each specification, so it must be cheap and without side effects. check: whether
     to compare it with the eager tier before its first use, in this process.
 
-    It is preferred to every other implementation; `HF_ROCM_TIER=user` requires it. Returns a function that removes it
-    again. Raises `OptionError` on an unknown operation or a name that is taken.
+    The implementation is preferred to every built-in one; `HF_ROCM_TIER=user` requires it. Returns a function that
+    removes it. Raises `OptionError` on an unknown operation or a name that is taken.
     """
     available = operations()
     if operation not in available:

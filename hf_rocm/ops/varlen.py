@@ -133,7 +133,7 @@ def kernel_serves(spec: VarlenSpec) -> bool:
 
 
 def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Any]:
-    """Call this attention for one sequence after another. The lengths are read on the host.
+    """Return a function that calls this attention for one sequence after another, and reads the lengths on the host.
 
     The log-sum-exp is computed from another GEMM of queries and keys.
     """

@@ -28,7 +28,7 @@ _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 
 def mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why `mha_fwd`, which passes sinks to the kernel, can't serve this call, or None."""
+    """Why `mha_fwd` can't serve this call, or None. It passes sinks to the kernel."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is not None or not spec.sinks:
         return reason
@@ -38,7 +38,7 @@ def mha_fwd_refuses(spec: AttentionSpec, device: Device) -> str | None:
 
 
 def mha_fwd_lse_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why `mha_fwd`, with sinks applied to its output by the log-sum-exp, can't serve this call, or None."""
+    """Why `mha_fwd_lse` can't serve this call, or None. It applies the sinks to the output of `mha_fwd`."""
     reason = _mha_fwd_refuses(spec, device)
     if reason is None and not spec.sinks:
         return "it serves only calls with sinks"
@@ -81,7 +81,7 @@ def limits(spec: AttentionSpec | VarlenSpec | DecodeSpec) -> str | None:
 
 
 def dense_limits(spec: AttentionSpec) -> str | None:
-    """Why none of aiter's kernels can serve a dense call, which has more arguments, or None."""
+    """Why none of aiter's kernels can serve a dense call, or None. Dense calls have more limits than packed ones."""
     if spec.weights:
         return "aiter's kernels don't return attention weights"
     if spec.mask is not None:
@@ -255,7 +255,7 @@ def _flash_attn_func_forward(
         softmax_scale=scale,
         causal=causal,
         window_size=(left, right),
-        return_lse=grad,  # with gradients, aiter asserts that it is set
+        return_lse=grad,  # with gradients, aiter asserts that this is True
     )
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     return output.contiguous()

@@ -65,7 +65,7 @@ class Release:
 
     @property
     def unchecked(self) -> bool:
-        """Whether it is newer than the releases that hf_rocm was checked with. Its local version part is ignored."""
+        """Whether this release is newer than those that hf_rocm was checked with. The local version part is ignored."""
         return self.version is not None and Version(self.version.public) > Version(NEWEST_AITER)
 
     def at_least(self, version: str) -> bool:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 
 NAME = "fused_moe:fused_moe"
-ARCHITECTURES = ("gfx942", "gfx950")  # by which aiter looks up its kernels
+ARCHITECTURES = ("gfx942", "gfx950")  # aiter looks up its kernels by architecture
 STEP = 64  # the smallest tile of its kernels along H and I
 
 
 def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Why `fused_moe` can't serve weights in the plain order."""
+    """Why `fused_moe` can't serve weights in the plain order; never None."""
     return detect.unavailable(device) or "fused_moe reads only shuffled weights, and these are not shuffled"
 
 
@@ -53,7 +53,7 @@ def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def shuffled_experts(call: ExpertsCall) -> Tensor:
-    """See `hf_rocm.ops.shuffled_experts`; always without biases, and in the plain form."""
+    """See `hf_rocm.ops.shuffled_experts`; the biases are always None here, and the form is `PLAIN`."""
     result: Tensor = _traced(call.x, call.gate_up, call.down, call.ids, call.weights)
     return result
 

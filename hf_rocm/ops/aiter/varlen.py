@@ -27,7 +27,7 @@ GATES_ASSEMBLY = "0.1.16"
 
 
 def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why dense attention with a softcap, as packed sequences of equal length, can't be served, or None."""
+    """Why `dense`, which packs sequences of equal length, can't serve this call, or None."""
     reason = detect.unavailable(device) or dense_limits(spec)
     if reason is not None:
         return reason

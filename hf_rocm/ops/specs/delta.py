@@ -1,4 +1,4 @@
-"""The specification of `gated_delta_step`, and the arguments of its implementations."""
+"""The specification of `gated_delta_step` and `gated_delta_prefill`, and the arguments of their implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class DeltaSpec(NamedTuple):
-    """The specification of `gated_delta_step`.
+    """The specification of `gated_delta_step` and `gated_delta_prefill`.
 
     group: how many value heads share a key head. taps: the size of the convolution's kernel.
     """

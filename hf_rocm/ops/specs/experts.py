@@ -24,7 +24,7 @@ class ExpertsSpec(NamedTuple):
     interleaved: bool
     weigh_input: bool
     contiguous: bool  # whether both weights are contiguous
-    pairs: int  # the first of `moe.BOUNDS` that T · k does not exceed, as in decoding, or `moe.MANY`
+    pairs: int  # T · k rounded up to the next of `moe.BOUNDS`, or `moe.MANY` above the largest
     traced: bool
     grad: bool
 

@@ -28,7 +28,10 @@ class NormSpec(NamedTuple):
 
 
 class NormAddSpec(NamedTuple):
-    """The specification of `norm_add`. weight_dtype: of all norms. following: whether the sum is normalised."""
+    """The specification of `norm_add`.
+
+    weight_dtype: the dtype of the norms' weights. following: whether the sum is normalised.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -40,7 +43,10 @@ class NormAddSpec(NamedTuple):
 
 
 class LayerNormSpec(NamedTuple):
-    """The specification of `add_layer_norm`. weight_dtype: of weight and bias. keep_sum: whether to return the sum."""
+    """The specification of `add_layer_norm`.
+
+    weight_dtype: the dtype of weight and bias. keep_sum: whether to return the sum.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype

@@ -11,7 +11,9 @@ from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, qua
 from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.specs.linear import MANY
 
-_STEP = 256  # a multiple of the number of rows that share a scale, or a factor of scales
+# The step in rows for dequantising a weight piece by piece: no piece ends within the 128 rows of a block, or within 256
+# scales that share a factor.
+_STEP = 256
 _AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
 
 
@@ -26,7 +28,8 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    group: int = 0  # numbers of a row that share a scale; 0: all. With 8 bits, the same number of rows shares it
+    # the numbers of a row that share a scale; 0: each row has one scale. 8-bit weights: the size of a square block
+    group: int = 0
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False
     activation: str | None = None

@@ -124,7 +124,7 @@ def _limits(spec: DecodeSpec | AttentionSpec | PagedSpec, device: Device) -> str
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel is preferred, unless the triton tier was requested."""
+    """Why PyTorch's own kernel is preferred. None if it is not, or if the triton tier was requested."""
     restricted = spec.mask is not None or spec.window is not None or spec.softcap or spec.sinks
     if device.kind == "cpu" or device.rocm or not spec.one_query or restricted:
         return None
@@ -206,7 +206,10 @@ def _forward(
 
 
 class _Work(NamedTuple):
-    """The launch arguments that are cached for all calls of one form. room: the number of fp32 partial results."""
+    """The launch arguments that are cached for all calls with the same sizes and options.
+
+    room: the number of fp32 partial results.
+    """
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]
@@ -276,7 +279,7 @@ def _strides_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:
-    """The forms of the strides; usually one value for all of them."""
+    """The forms of the strides: True if all are multiples of 16 below 2³¹, as usual, else one form per stride."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 

@@ -116,7 +116,7 @@ def _forward(
 
 
 def threads(block_key: int, block_value: int) -> int:
-    """Threads of a program: enough for at most 32 elements of the state per thread, but 512 at most."""
+    """Threads of a program: one for every 32 elements of the state, but at least 64 and at most 512."""
     return min(512, max(64, block_key * block_value // 32))
 
 

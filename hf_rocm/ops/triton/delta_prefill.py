@@ -157,17 +157,17 @@ def _forward(
 
 
 def block_key(key_dim: int, device: torch.device) -> int:
-    """Columns of queries and keys that a chunk's program multiplies at a time; RDNA has fewer registers."""
+    """The number of columns of queries and keys that a program multiplies at a time; RDNA has fewer registers."""
     return max(16, min(lanes(device), power_of_two(key_dim)))
 
 
 def block_value(key_dim: int, value_dim: int) -> int:
-    """Columns of the state in a program: fewer for wide keys, because a program keeps the columns in registers."""
+    """The number of columns of the state in a program: fewer for wide keys, because they are kept in registers."""
     return max(16, min(32 if key_dim <= 128 else 16, power_of_two(value_dim)))
 
 
 def _tokens(dim: int) -> int:
-    """Tokens in a program of the convolution."""
+    """The number of tokens in a program of the convolution."""
     return max(1, 2048 // power_of_two(dim))
 
 

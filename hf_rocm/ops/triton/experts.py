@@ -27,11 +27,11 @@ NAME = "chosen_experts"
 
 PAIRS = 64  # the largest T · k for which these kernels come before the torch tier
 LARGEST = 2**31  # elements of one expert: offsets have 32 bits
-WIDEST = 2**16  # columns: the second dimension of a grid has 16 bits
+WIDEST = 2**16  # columns; the second dimension of a grid is limited to 16 bits
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Why the kernels can't serve these experts, or are not known to be faster, or None."""
+    """Why the kernels are not used for these experts, or None. They must support the call and be known to be faster."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec)
 
 
@@ -52,7 +52,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
 
 
 def _gain(spec: ExpertsSpec) -> str | None:
-    """Why GEMMs over all tokens of an expert are preferred, unless the triton tier was requested."""
+    """Why GEMMs over all tokens of an expert are preferred. None if not, or if the triton tier was requested."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
     return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"

@@ -68,7 +68,7 @@ def kernels_refuse(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def experts(call: Mxfp4Call) -> Tensor:
-    """See `hf_rocm.ops.mxfp4_experts`. Rounds like separate layers, but the sum over a token's experts only once."""
+    """See `hf_rocm.ops.mxfp4_experts`. Rounds like separate layers, but rounds the sum over a token's experts once."""
     result: Tensor = _traced(*call)
     return result
 

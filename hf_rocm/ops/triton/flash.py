@@ -78,7 +78,7 @@ def _limits(spec: VarlenSpec | AttentionSpec, device: Device) -> str | None:
 
 
 def _gain(spec: AttentionSpec, device: Device) -> str | None:
-    """Why PyTorch's own kernel is preferred, unless the triton tier was requested."""
+    """Why PyTorch's own kernel is preferred. None if it is not, or if the triton tier was requested."""
     restricted = spec.window is not None or spec.softcap or spec.sinks or (spec.causal and not spec.square)
     radeon = device.rocm and not (device.arch or "").startswith("gfx9")
     if device.kind == "cpu" or radeon or restricted or options.current().tier("attention") == "triton":

@@ -67,7 +67,7 @@ def _again(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[A
     """Launch a kernel that Triton has compiled and loaded, as the last part of Triton's own launch does."""
     runtime = _runtime()
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled[grid](*arguments)  # for a profiler's hooks
+        compiled[grid](*arguments)  # calls a profiler's hooks too
         return
     stream = _driver().get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)

@@ -29,12 +29,12 @@ FEWEST = 16  # the smallest N and K; smaller GEMMs don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels can't serve this GEMM, or are not known to be faster, or None."""
+    """Why the kernels are not used for this GEMM, or None. They must support it and be known to be faster."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec.rows)
 
 
 def fused_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels can't serve a fused GEMM, or are not known to be faster, or None."""
+    """Like `refuses`, for a fused GEMM."""
     if spec.activation is not None and spec.rows != 1 and spec.k % 16 and (device.arch or "").startswith("gfx11"):
         return f"on RDNA 3, a wait is missing from our gated kernel's code unless K is a multiple of 16, got {spec.k}"
     return refuses(spec, device) or parts_refuse(spec)
@@ -68,7 +68,7 @@ def _limits(spec: LinearSpec | FusedLinearSpec) -> str | None:
 
 
 def _gain(rows: int) -> str | None:
-    """Why the vendor's BLAS library is preferred, unless the triton tier was requested."""
+    """Why the vendor's BLAS library is preferred. None if it is not, or if the triton tier was requested."""
     if rows or options.current().tier("linear") == "triton":
         return None
     return "M > 16 is left to the vendor's BLAS library"

@@ -90,7 +90,7 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> Lin
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
-    """Rows of x in a program with matrix instructions; on AMD, the number that fits into local memory."""
+    """Rows of x in a program with matrix instructions: at most 64, or on AMD 32, which fit into local memory."""
     return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
 
 
@@ -115,7 +115,7 @@ class FourBitTile(NamedTuple):
 
 
 def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
-    """The tile for a 4-bit weight in runs of this length. Measured and estimated like the tile for 8 bits.
+    """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
     Without matrix instructions, a thread reads four words and the four values of x of every run at a time.
     """
@@ -143,8 +143,9 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
 
 
 class ExpertsTile(NamedTuple):
-    """The tile of a GEMM. n, k: the block of an expert's weight that a program processes at a time; n columns of the
-    result, each with a gate and an up column in the first GEMM. experts: the number at a time in the second."""
+    """The tile of a GEMM. n, k: the block of an expert's weight that a program processes at a time. In the first GEMM,
+    each of the n columns of the result has a gate and an up column. experts: the number of experts that a program of
+    the second GEMM reads at a time."""
 
     n: int
     k: int
@@ -203,7 +204,7 @@ def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
 
 
 def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the second GEMM. Every expert has a warp."""
+    """The tile of the second GEMM. Each of the experts that are read at a time has a warp."""
     wave, experts = 64 if rocm else 32, gcd(top, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
 
@@ -235,15 +236,15 @@ def plan(
     """The plan for B · Hkv heads with `rows` queries each, over a cache of `keys` keys.
 
     dim: the larger head dim; size: bytes of an element; units: compute units of the GPU; arch: its gfx name, or None;
-    plain: neither a mask nor a window. The plan depends on nothing that changes from step to step, so that a recorded
-    graph stays valid. On NVIDIA, blocks and stages are the fastest measured ones; on AMD, the compiler does not spill
-    registers with them.
+    plain: whether there is neither a mask nor a window. The plan depends on nothing that changes from step to step, so
+    that a recorded graph stays valid. On NVIDIA, blocks and stages are the fastest measured ones; on AMD, the compiler
+    does not spill registers with them.
     """
     block_rows = 32 if rows > 16 and plain and dim <= 128 else 16
     pieces = -(-rows // block_rows)
     radeon = arch is not None and not arch.startswith("gfx9")
     block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
-    room = units if arch is None else 2 * units  # an estimate for AMD: each program has less in flight
+    room = units if arch is None else 2 * units  # an estimate for AMD: each program has fewer bytes in flight
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
 
@@ -258,7 +259,7 @@ def _splits(pieces: int, blocks: int, room: int) -> int:
 
 
 class FlashTile(NamedTuple):
-    """The tile of attention with many queries. rows: queries times heads of a group; keys: the keys of a block."""
+    """The tile of attention with many queries. rows: queries times heads of a group; keys: keys in a block."""
 
     rows: int
     keys: int

@@ -1,4 +1,4 @@
-"""The columns of aiter's tables of tuned GEMMs (bf16 and fp16), as its releases have them.
+"""The columns of aiter's tables of tuned GEMMs (bf16 and fp16), in each release.
 
 aiter looks up a GEMM by its shape in a CSV file. The layout changed five times from 0.1.5 to 0.1.20, and a file of
 another generation fails at the first GEMM, not when it is read. So every generation is recorded here.
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def shuffled(self) -> bool:
-        """Whether a row can be for a shuffled weight."""
+        """Whether rows have a column for shuffled weights."""
         return "bpreshuffle" in self.untuned
 
 
@@ -113,7 +113,10 @@ def layouts_with(columns: tuple[str, ...]) -> list[Layout]:
 
 
 def releases_of(layouts: list[Layout]) -> str:
-    """`0.1.7.post3 up to 0.1.12.post2` (which no longer has them), for messages. layouts: consecutive layouts."""
+    """The releases with these consecutive layouts, for messages, such as `0.1.7.post3 up to 0.1.12.post2`.
+
+    The second release is the first one without them.
+    """
     after = LAYOUTS[LAYOUTS.index(layouts[-1]) + 1 :]
     return f"{layouts[0].since} up to {after[0].since}" if after else f"{layouts[0].since} and later"
 

@@ -28,9 +28,9 @@ class Share:
     role: str
     path: Path
     taken: int = 0
-    repeated: int = 0  # an earlier file has this shape
+    repeated: int = 0  # rows whose shape was already merged
     elsewhere: int = 0  # rows for another GPU
-    failed: int = 0  # the tuner found no kernel
+    failed: int = 0  # rows for which the tuner found no kernel
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "path": str(self.path)}
@@ -61,7 +61,7 @@ class Merged:
 
 
 def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) -> Merged:
-    """Merge the tables; only the rows for `gpu`, if it is given. The first file with a shape wins.
+    """Merge the tables. If `gpu` is given, other GPUs' rows are dropped. The first file with a shape wins.
 
     tables: (role, table) in order of preference. Tables that aiter ships may repeat shapes; among their rows the
     fastest one wins, as in aiter.
@@ -94,7 +94,10 @@ def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
 
 
 def padded(m: int, n: int) -> tuple[int, int]:
-    """The two padded M that aiter looks up too: the next multiple of a step that grows with M, and a power of two."""
+    """The two padded M that aiter also looks up: the next multiple of a step that grows with M, and a power of two.
+
+    The power of two is the next one, but 8192 if M is above 8192 and N is above 4096.
+    """
     step = 16 if m <= 256 else 32 if m <= 1024 else 64 if m <= 4096 else 128
     return -(-m // step) * step, 8192 if m > 8192 and n > 4096 else 1 << (m - 1).bit_length()
 

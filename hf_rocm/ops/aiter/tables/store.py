@@ -1,4 +1,4 @@
-"""The tuning files in the user's cache folder, by GPU and release of aiter. Files are written atomically."""
+"""The tuning files in the user's cache folder, by GPU and release. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tunable(gfx: str, torch_version: str, rocm: str) -> Path:
 
 
 def tables() -> Iterator[Path]:
-    """Every table of `hf-rocm tune` in the cache, for all GPUs and releases."""
+    """Every table of `hf-rocm tune` and every TunableOp file in the cache, for all GPUs and releases."""
     yield from sorted(root().glob("*/amd-aiter-*/tuned.csv"))
     yield from sorted(root().glob("*/torch-*/tunableop*.csv"))
 

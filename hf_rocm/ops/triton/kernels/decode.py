@@ -19,7 +19,7 @@ from hf_rocm.ops.triton.tiles import plan
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["keys"])  # it grows with every token of a dynamic cache
+@triton.jit(do_not_specialize=["keys"])  # the length of a dynamic cache grows with every token
 def decode_kernel(
     query,  # [B, H, S_q, D]
     key,  # [B, Hkv, S, D]; in pages [P, Hkv, PAGE, D]
@@ -64,7 +64,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program: some blocks of keys of one key head, for ROWS of its group's GROUP · S_q queries."""
+    """Process some blocks of keys of one key head, for ROWS of the GROUP · S_q queries that share it."""
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     b = tl.program_id(2).to(tl.int64)
@@ -239,7 +239,7 @@ def page_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program: write one head of a new key and a new value into their page; rows without keys write nothing."""
+    """Write one head of a new key and a new value into their page. Tokens without a key or a page are skipped."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     i = tl.program_id(0) % queries
     h = tl.program_id(1).to(tl.int64)

@@ -71,7 +71,7 @@ def causal_convolution_kernel(
             value += tl.load(place, (at < 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
         total += value * tl.load(weight + tap, mask=there, other=0.0).to(tl.float32)[None, :]
     total = total / (1.0 + tl.exp(-total))
-    total = total.to(x.dtype.element_ty).to(tl.float32)  # stock rounds here
+    total = total.to(x.dtype.element_ty).to(tl.float32)  # the stock layer rounds here
     place = (batch * length + token)[:, None] * channels + channel[None, :]
     store_parts(mixed, plane, place, (token < length)[:, None] & there[None, :], total, PARTS)
     if tl.program_id(0) == tl.num_programs(0) - 1:

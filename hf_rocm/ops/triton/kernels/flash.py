@@ -57,7 +57,7 @@ def flash_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program: one tile of rows (query i, member of the group) of one key head."""
+    """Process one tile of rows (query i, member of the group) of one key head."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -79,7 +79,7 @@ def flash_kernel(
         key += first_key * key_s
         value += first_key * value_s
     else:
-        tile = tl.num_programs(0) - 1 - tile  # the longest rows first
+        tile = tl.num_programs(0) - 1 - tile  # start with the rows that see the most keys
         first_query = b * queries
         query -= first_query * query_s
     if tile * ROWS >= queries * GROUP:

@@ -2,7 +2,7 @@
 
 A word contains one number from each of eight runs along K (see `ops.four_bit`). The numbers of a run are multiplied by
 a contiguous piece of x, and the sum over a group is multiplied by its scale once. On AMD GPUs, a mask selects four
-numbers of a word, one per byte, and one instruction converts any byte to a float. On others, a shift and a logical
+numbers of a word, one per byte, and one instruction converts any byte to a float. On other GPUs, a shift and a logical
 operation put a number into the mantissa of a float. With a code, the numbers are looked up in a table of 16, which
 stays in the nearest cache; the bits of MXFP4's e2m1 are converted instead.
 """
@@ -37,7 +37,7 @@ def four_bit_vector(
     m_size,
     n_size,
     k_words,  # K / 8; its divisibility determines the alignment of the addresses
-    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; for a constant, compilers use more instructions
+    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; as a constant, it would take more instructions
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers that share a scale
@@ -132,7 +132,7 @@ def _vector(
     BYTES: tl.constexpr,
 ):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
-    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # with one scale
+    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # the number of runs that share a scale
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if code is None:

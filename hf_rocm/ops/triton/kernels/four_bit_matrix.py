@@ -12,10 +12,10 @@ from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
 @triton.jit
 def four_bit_rows(
     x,  # [M, K]
-    weight,  # the rest as in `four_bit_vector`
+    weight,  # this and the following ones as in `four_bit_vector`
     scale,
     zeros,
-    code,  # a table has the dtype of x
+    code,  # as in `four_bit_vector`, but a table has the dtype of x
     nested_code,
     nested_factors,
     bias,

@@ -1,7 +1,7 @@
 """GEMMs with few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
 
-Such a GEMM reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads few rows
-of W in long pieces, and also computes the gate of an MLP and the residual sum. Everything is added up in fp32 and
+A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads few
+rows of W in long pieces, and also computes the gate of an MLP and the residual sum. Everything is added up in fp32 and
 rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
 numbers are converted in registers, and each column of the result, or each sum over a block, is multiplied by its scale.
 """
@@ -71,7 +71,7 @@ def matrix_vector(
 @triton.jit
 def few_rows(
     x,  # [M, K]
-    weight,  # the rest as above
+    weight,  # this and the following ones as in `matrix_vector`
     scale,
     bias,
     residual,
@@ -148,7 +148,7 @@ def _scales(scale, block, n_size, k_size, GROUP: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
-    """Numbers of x, multiplied by the scale of their block of W, if blocks have scales."""
+    """Numbers of x, multiplied by the scale of the corresponding block of W, if blocks have scales."""
     if GROUP:
         return values * piece(scales + k // GROUP, inside, EVEN)
     return values

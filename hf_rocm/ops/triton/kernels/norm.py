@@ -20,7 +20,7 @@ def rms_norm_kernel(
     inner,  # row r is at (r // inner) · outer_stride + (r % inner) · inner_stride
     inner_stride,
     eps,
-    before,  # the weight of a norm before the sum, or None
+    before,  # the weight of a norm of x before the sum, or None
     before_eps,
     DIM: tl.constexpr,
     ONE_PLUS: tl.constexpr,

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.arcee.modeling_arcee, 4.53 and up.
 
-Its MLP has no gate and stays stock.
+The model's MLP has no gate and stays stock.
 """
 
 try:

@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # CamemBERT's class table selects the first for sdpa; the second is its base class, listed for its digest
+    # the class table names CamembertSdpaSelfAttention; its base CamembertSelfAttention is imported for its digest
     from transformers.models.camembert.modeling_camembert import (  # noqa: F401
         CamembertOutput,
         CamembertSdpaSelfAttention,

@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
     def clip_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         if more or layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
-        causal_mask = kwargs.get("causal_attention_mask")  # until 4.57 the text model passes two masks, both additive
+        causal_mask = kwargs.get("causal_attention_mask")  # up to 4.57 the text model passes two additive masks
         if causal_mask is not None:
             attention_mask = causal_mask if attention_mask is None else attention_mask + causal_mask
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.codegen.modeling_codegen, 4.53 and up.
 
-Served: attention; stock implements only `eager`. Its rotation of neighbouring pairs, its MLP, which has no gate, and
+Served: attention; stock implements only `eager`. The rotation of neighbouring pairs, the MLP, which has no gate, and
 LayerNorm stay stock.
 """
 
@@ -16,7 +16,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     with_cache = layers.before("4.54")
-    blocks = 4  # the joined projection has four blocks of queries, values and keys
+    blocks = 4  # the joined projection consists of four blocks, each with queries, values and keys
 
     @overlay.replaces(CodeGenAttention)
     def codegen_attention(self, stock, hidden_states, *more, **kwargs):
@@ -36,7 +36,7 @@ if overlay is not None and overlay.wanted(__name__):
         return (output, cache) if with_cache else (output, None)
 
     def _root(self):
-        """The square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
+        """Return the square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
         root = self.scale_attn
         return layers.rounded_root(self.head_dim, root.dtype) if isinstance(root, torch.Tensor) else root
 

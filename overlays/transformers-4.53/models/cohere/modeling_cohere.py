@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.cohere.modeling_cohere, 4.53 and up.
 
-Its LayerNorm stays stock.
+The model's LayerNorm stays stock.
 """
 
 try:

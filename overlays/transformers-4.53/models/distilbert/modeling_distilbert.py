@@ -9,7 +9,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # DistilBERT's class table selects the first for sdpa; the second is its base class, listed for its digest
+    # the class table names DistilBertSdpaAttention; its base MultiHeadSelfAttention is imported for its digest
     from transformers.models.distilbert.modeling_distilbert import (  # noqa: F401
         DistilBertSdpaAttention,
         MultiHeadSelfAttention,

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.falcon.modeling_falcon, 4.53 and up.
 
-Served with rotary positions. ALiBi stays stock, as do the MLP, which has no gate, and LayerNorm.
+Served: attention with rotary positions. Attention with ALiBi stays stock, as do the MLP, which has no gate, and
+LayerNorm.
 """
 
 try:
@@ -24,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = (part.transpose(1, 2) for part in parts)  # [B, H | Hkv, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, kwargs["position_embeddings"])
         key, value = layers.update_cache(self, key, value, cache, kwargs, kwargs["position_embeddings"])
-        if self.new_decoder_architecture:  # in this architecture, stock repeats the heads before it caches them
+        if self.new_decoder_architecture:  # in this architecture, stock expands the heads before it caches them
             groups = self.num_heads // self.num_kv_heads
             key, value = key[:, ::groups], value[:, ::groups]
         key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)

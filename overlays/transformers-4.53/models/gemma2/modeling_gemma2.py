@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.gemma2.modeling_gemma2, 4.53 and up.
 
-Served with the softcap under `eager`, transformers' default for this model, and under `sdpa`, which would ignore it.
+Attention is served with the softcap under `eager`, transformers' default for this model, and under `sdpa`, which would
+ignore it.
 """
 
 try:

@@ -50,8 +50,8 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _shared(cache, kwargs):
-        """Where layers store keys for later layers: an argument from 5.6 on, the cache from 4.56 on, nowhere in earlier
-        releases.
+        """Return the dict in which layers store keys for later layers: an argument from 5.6 on, an attribute of the
+        cache from 4.56 on, and None in earlier releases.
         """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.gpt2.modeling_gpt2, 4.53 and up.
 
-Served: self-attention. Cross-attention stays stock, as do its MLP, which has no gate, and its LayerNorm.
+Served: self-attention. Cross-attention stays stock, as do the MLP, which has no gate, and LayerNorm.
 """
 
 try:

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.gpt_neox.modeling_gpt_neox, 4.53 and up.
 
-Its MLP, which has no gate, and its LayerNorm stay stock.
+The model's MLP, which has no gate, and its LayerNorm stay stock.
 """
 
 try:

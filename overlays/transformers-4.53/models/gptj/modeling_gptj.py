@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.gptj.modeling_gptj, 4.53 and up.
 
-Served: attention under `eager`, stock's default. Its rotation of neighbouring pairs, its MLP, which has no gate, and
+Served: attention under `eager`, stock's default. The rotation of neighbouring pairs, the MLP, which has no gate, and
 LayerNorm stay stock.
 """
 
@@ -37,7 +37,7 @@ if overlay is not None and overlay.wanted(__name__):
         return (output, cache) if with_cache else (output, None)
 
     def _root(self):
-        """The square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
+        """Return the square root of the head dim. Up to 4.57, stock stores it in a tensor that is not a buffer."""
         root = self.scale_attn
         return layers.rounded_root(self.head_dim, root.dtype) if isinstance(root, torch.Tensor) else root
 

@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     overlay.binds(MPNetOutput, layers.PostNormOutput())
 
-    # the parameters after the mask, which may be positional
+    # the names of the parameters after the mask, which calls may pass by position
     more_names = ("head_mask",) * layers.before("5.0") + ("position_bias", "output_attentions")
 
     @overlay.replaces(MPNetSelfAttention, fuses=("q", "k", "v"))

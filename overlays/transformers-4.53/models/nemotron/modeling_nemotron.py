@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.nemotron.modeling_nemotron, 4.53 to 5.12.
 
-Its MLP, which has no gate, and its LayerNorm stay stock.
+The model's MLP, which has no gate, and its LayerNorm stay stock.
 """
 
 try:
@@ -9,7 +9,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table selects NemotronSdpaAttention; NemotronAttention is its base class, listed for its digest
+    # the class table selects NemotronSdpaAttention; its base class, NemotronAttention, is imported for its digest
     from transformers.models.nemotron.modeling_nemotron import (
         NemotronAttention,  # noqa: F401
         NemotronSdpaAttention,

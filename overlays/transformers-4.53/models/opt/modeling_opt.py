@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.opt.modeling_opt, 4.53 and up.
 
-Its feed-forward layers, which have no gate, and its LayerNorm stay stock.
+The model's feed-forward layers, which have no gate, and its LayerNorm stay stock.
 """
 
 try:

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.persimmon.modeling_persimmon, 4.53 and up.
 
-Its MLP, which has no gate, and its LayerNorm stay stock.
+The model's MLP, which has no gate, and its LayerNorm stay stock.
 """
 
 try:

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.phi.modeling_phi, 4.53 and up.
 
-Its MLP, which has no gate, and its LayerNorm stay stock.
+The model's MLP, which has no gate, and its LayerNorm stay stock.
 """
 
 try:

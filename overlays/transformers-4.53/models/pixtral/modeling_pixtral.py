@@ -24,7 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, position_embeddings, *more, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]
-        cos, sin = position_embeddings  # [S, D], of all patches of the batch
+        cos, sin = position_embeddings  # [S, D], for all patches of the batch
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, (cos[None], sin[None]))
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)

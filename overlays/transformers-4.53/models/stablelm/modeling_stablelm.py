@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.stablelm.modeling_stablelm, 4.53 to 4.57.
 
-Its LayerNorm stays stock.
+The model's LayerNorm stays stock.
 """
 
 try:
@@ -9,7 +9,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table selects StableLmSdpaAttention; StableLmAttention is its base class, listed for its digest
+    # the class table selects StableLmSdpaAttention; its base class, StableLmAttention, is imported for its digest
     from transformers.models.stablelm.modeling_stablelm import (
         StableLmAttention,  # noqa: F401
         StableLmMLP,

@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # BERT's class table selects the first for sdpa; the second is its base class, listed for its digest
+    # the class table selects BertSdpaSelfAttention; its base class, BertSelfAttention, is imported for its digest
     from transformers.models.bert.modeling_bert import (  # noqa: F401
         BertOutput,
         BertSdpaSelfAttention,

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.gpt_bigcode.modeling_gpt_bigcode, 4.54 and up.
 
-Served: self-attention with one key head or as many as there are query heads. Cross-attention stays stock, as do its
-MLP, which has no gate, and its LayerNorm. In 4.53 its cache is one tensor of keys and values, and the whole model stays
+Served: self-attention with one key head or as many as there are query heads. Cross-attention stays stock, as do the
+MLP, which has no gate, and LayerNorm. In 4.53 the cache is one tensor of keys and values, and the whole model stays
 stock.
 """
 

@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # RoBERTa's class table selects the first for sdpa; the second is its base class, listed for its digest
+    # the class table selects RobertaSdpaSelfAttention; its base class, RobertaSelfAttention, is imported for its digest
     from transformers.models.roberta.modeling_roberta import (  # noqa: F401
         RobertaOutput,
         RobertaSdpaSelfAttention,

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.apertus.modeling_apertus, 4.56 and up.
 
-Its MLP has no gate and stays stock.
+The model's MLP has no gate and stays stock.
 """
 
 try:

@@ -45,7 +45,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """query: [B, S, H, D]; positions: those of this call's tokens, which transformers passes up to 5.3."""
+        """Scale a query by position. query: [B, S, H, D]; positions: [S], of the call's tokens, None from 5.4 on."""
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start
@@ -69,5 +69,6 @@ if overlay is not None and overlay.wanted(__name__):
         if run is None:
             return stock(self, hidden_states)
         router_scores, router_logits = self.router(rows)
-        weights, ids = (part[:, : self.top_k] for part in router_scores.sort(descending=True))  # the other scores are 0
+        # the router sets the scores of all experts that it did not select to 0
+        weights, ids = (part[:, : self.top_k] for part in router_scores.sort(descending=True))
         return self.shared_expert(rows) + run(rows, ids, weights), router_logits

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_next.modeling_qwen3_next, 4.57 and up.
 
-Served: the layers with full attention, the experts, the MLPs and the norms; from 5.16 on the layers with the gated
-delta rule.
+Served: the layers with full attention, the experts, the MLPs and the norms; from 5.16 on, also the layers with the
+gated delta rule.
 """
 
 try:
@@ -48,7 +48,8 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
 
-    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
+    # layers before 5.16 store the functions that they call as attributes, and their states have a different layout
+    if not layers.before("5.16"):
 
         @overlay.replaces(Qwen3NextGatedDeltaNet, fuses=("in_proj_qkvz", "in_proj_ba"))
         def qwen3_next_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

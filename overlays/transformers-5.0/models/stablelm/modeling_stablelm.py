@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.stablelm.modeling_stablelm, 5.0 and up.
 
-Its LayerNorm stays stock.
+The model's LayerNorm stays stock.
 """
 
 try:

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.nemotron.modeling_nemotron, 5.13 and up.
 
-Its MLP, which has no gate, and its LayerNorm stay stock.
+The model's MLP, which has no gate, and its LayerNorm stay stock.
 """
 
 try:

@@ -28,7 +28,7 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
         seen_before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         if isinstance(seen_before, torch.Tensor):
-            seen_before = seen_before.clone()  # the cache increments it in place
+            seen_before = seen_before.clone()  # the cache increments this tensor in place
         names = ("q", "k", "v")
         query, key, value = layers.encoder_decoder(
             self, hidden_states, key_value_states, past_key_values, kwargs, names, self.key_value_proj_dim

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe, 5.3 and up.
 
-Its decoder layers stay stock: they pass the type of every token to the mixture, which has separate experts for
-text and for images.
+The decoder layers stay stock: they pass the type of every token to the mixture, which has separate experts for text and
+for images.
 """
 
 try:

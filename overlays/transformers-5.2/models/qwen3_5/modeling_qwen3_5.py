@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_5.modeling_qwen3_5, 5.2 and up.
 
-Served: the full-attention layers, MLPs and norms of the text model; from 5.16 on its linear attention. The vision part
-stays stock.
+Served: the full-attention layers, MLPs and norms of the text model, and from 5.16 on its linear attention. The vision
+part stays stock.
 """
 
 try:
@@ -39,7 +39,8 @@ if overlay is not None and overlay.wanted(__name__):
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj((output * gate.sigmoid()).flatten(2)), weights
 
-    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
+    # layers before 5.16 store the functions that they call as attributes, and their states have a different layout
+    if not layers.before("5.16"):
 
         @overlay.replaces(Qwen3_5GatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
         def qwen3_5_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_5_moe.modeling_qwen3_5_moe, 5.2 and up.
 
 Served: the layers with full attention, the experts, the MLPs and the norms of the text model, and the vision tower's
-attention; from 5.16 on the layers with the gated delta rule.
+attention; from 5.16 on, also the layers with the gated delta rule.
 """
 
 try:
@@ -58,7 +58,8 @@ if overlay is not None and overlay.wanted(__name__):
         output = layers.packed(query, key, value, cu_seqlens, scale=self.scaling)
         return self.proj(output.flatten(1))
 
-    if not layers.before("5.16"):  # older layers store their functions, and their states have a different layout
+    # layers before 5.16 store the functions that they call as attributes, and their states have a different layout
+    if not layers.before("5.16"):
 
         @overlay.replaces(Qwen3_5MoeGatedDeltaNet, fuses=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
         def qwen3_5_moe_delta(self, stock, hidden_states, cache_params=None, attention_mask=None, **kwargs):

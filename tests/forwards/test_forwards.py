@@ -31,7 +31,7 @@ def test_a_shape_is_recorded_at_its_second_call(pair):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
         progress.append((*counted(prepared), known(prepared).compared))
-    # the first call is only observed, the second is recorded, three are compared, and the last is replayed
+    # the first call runs uncaptured, the second is recorded, three are compared, and the last is replayed
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 

@@ -60,7 +60,7 @@ FURTHER = {
 
 
 def make(kind, **changes):
-    """A model with weights so large that it generates different tokens."""
+    """A model with weights so large that the tokens of a sequence differ."""
     name, arguments = {**KINDS, **FURTHER}[kind]
     config_name = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**{**COMMON, **arguments, **changes})

@@ -80,7 +80,7 @@ def test_an_uncaptured_step_makes_few_calls(pair) -> None:
         tokens = generate(prepared, 8)
     assert torch.equal(tokens, generate(stock, 8))
     steps = Counter(route.operation for route in routes)
-    # all linear layers except o_proj and down_proj are fused: q/k/v, gate/up
+    # q_proj, k_proj and v_proj are fused, and so are gate_proj and up_proj
     per_step = {"linear": 2, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "attention": 1, "act_and_mul": 1}
     final_norms = {"rms_norm": 1}
     assert steps == {name: 8 * (count * LAYERS + final_norms.get(name, 0)) for name, count in per_step.items()}

@@ -143,7 +143,7 @@ def tensors(cache):
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
-    """The comparison covers cross-attention. The test moves its keys, and the recording reads the old address."""
+    """The comparison covers cross-attention, whose keys are moved, so that the recording reads their old address."""
     prepared, stock = couple(kind, graphs=None)
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache

@@ -30,7 +30,7 @@ llama = modeling_llama
 attention = modeling_utils.AttentionInterface._global_mapping
 activation = type(make("llama").model.layers[0].mlp.act_fn)
 
-# name → the location, the replacement, and the classes that `explain` reports as stock
+# name → (owner, attribute, replacement, classes that `explain` reports as stock)
 PLACES = {
     "rope": (llama, "apply_rotary_pos_emb", scaled, {"LlamaAttention"}),
     "half": (llama, "rotate_half", scaled, {"LlamaAttention"}),

@@ -101,7 +101,7 @@ def in_place(monkeypatch):
 def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
     prepared, stock = pair(kind)
     recorded = []
-    for _ in range(3):  # in the first round, buffers may grow, which requires new recordings
+    for _ in range(3):  # buffers may grow in the first round, and steps are then recorded again
         for seed, padded in itertools.product(range(2), (0, 3)):
             drafted.clear()
             in_place.clear()

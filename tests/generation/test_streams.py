@@ -45,7 +45,7 @@ def memory(tensors):
 
 
 def like(cache):
-    """The arguments with which the pool is searched by a call that this cache can serve."""
+    """The arguments of `pool.take` for a call that this cache can serve."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
 

@@ -1,6 +1,6 @@
 """Layers with the gated delta rule run a prompt or a step as one operation, and a step updates the states in place.
 
-Other tests check which calls run stock code.
+Calls that these operations don't support run stock code.
 """
 
 from __future__ import annotations

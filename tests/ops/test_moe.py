@@ -282,9 +282,9 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
-    """The check allows for a bias gradient that sums hundreds of rows.
+    """The check passes although the gradient of a bias is a sum over hundreds of rows.
 
-    The gradient of a clamp is discontinuous, so the check uses no values near the limit.
+    The gradient of a clamp is discontinuous at the limit, so the check must not use values near it.
     """
     spec = ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}

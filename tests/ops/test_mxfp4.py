@@ -60,7 +60,7 @@ def test_rounding(dtype):
     back = dequantize(pack(codes), scales, torch.float64)
     size = powers(scales).double().repeat_interleave(BLOCK, 1)
     inside = weight.double().abs() <= 6 * size
-    # the largest step is that from 4 to 6, so the error is at most the scale; values that saturate are off by up to 2
+    # the error is at most half of the largest step, which is that from 4 to 6, or twice as much for saturated values
     assert ((back - weight.double()).abs() <= torch.where(inside, size, 2 * size)).all() and not inside.all()
 
 

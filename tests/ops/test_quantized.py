@@ -55,7 +55,10 @@ def checked():
 
 
 def routed(tier, x, data, scale, bias=None, **further):
-    """Run quantized_linear in this tier. If PyTorch has no such GEMM, it must refuse, and the eager tier runs."""
+    """Run quantized_linear in this tier.
+
+    If PyTorch has no such GEMM, the tier must refuse the call, and the eager tier runs it.
+    """
     name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         if name is None:

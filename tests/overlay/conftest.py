@@ -106,7 +106,8 @@ def make_site(path: Path) -> Site:
 def _template() -> tempfile.TemporaryDirectory[str]:
     """The template from which every site is copied. It is built once, with the files that the catalog names."""
     folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="hf-rocm-site-")
-    path, source = Path(folder.name) / "site", installed_package()  # the temporary folder is private
+    # a site has the default mode, so it is a subfolder of the temporary folder, whose mode is private
+    path, source = Path(folder.name) / "site", installed_package()
     (path / "transformers" / "models").mkdir(parents=True)
     shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
     for model in MODELS:

@@ -14,7 +14,7 @@ from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
 from hf_rocm.ops.quantized import choose
 from hf_rocm.ops.specs.quantized import QuantizedSpec
 
-# The implementations of the torch tier by name, and the fallback
+# The names of the torch tier's implementations, and of the fallback
 INSIDE, AFTER, WHOLE, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +36,7 @@ def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
 
 
 def product(format: torch.dtype, dtype: torch.dtype) -> str | None:
-    """The first implementation of the torch tier that PyTorch computes correctly; None if it refuses all."""
+    """The name of the torch tier's first implementation that PyTorch computes correctly, or None if there is none."""
     named = [WHOLE] if format == INT8 else [INSIDE, AFTER] if dtype == torch.bfloat16 else [AFTER]
     return next((name for name in named if _multiplies(name, format)), None)
 
@@ -51,7 +51,7 @@ def _multiplies(name: str, format: torch.dtype) -> bool:
         rows, weight = _numbers(format, m, k), _numbers(format, n, k)
         try:
             actual = _call(name, rows, weight.t())
-        except RuntimeError:  # not supported by this release or by its library for this CPU
+        except RuntimeError:  # this release of PyTorch or its library does not support the format on this CPU
             return False
         exact = rows.double() @ weight.double().t()
         rounding = 0 if format == INT8 else torch.finfo(actual.dtype).eps + k * torch.finfo(torch.float32).eps

@@ -24,7 +24,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 Record = dict[str, Any]
 
-# Objects whose keys are data, such as names of layers. All their values have the same path, `{}`.
+# Objects whose keys are data, such as names of layers. All values in such an object have the same path, `{}`.
 DATA_KEYS = frozenset({"commands", "expected", "facts", "left", "missing", "patterns", "stock", "unread", "variables"})
 
 

@@ -37,7 +37,7 @@ def take_away(holder, name):
 
 
 def scaled(function):
-    """A user's wrapper that multiplies the tensor, or the first of several, by 1.25."""
+    """A user's wrapper that multiplies the result, or the first of several results, by 1.25."""
 
     def wrapper(*args, **kwargs):
         result = function(*args, **kwargs)
@@ -47,7 +47,7 @@ def scaled(function):
 
 
 def masked(function):
-    """Hide the second key from all queries, in prompts and in steps."""
+    """A user's wrapper that hides the second key from all queries, in prompts and in steps."""
 
     def wrapper(*args, **kwargs):
         kwargs = {**kwargs, "allow_is_causal_skip": False}

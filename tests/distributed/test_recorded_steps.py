@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The output of each of two ranks: check → error."""
+    """The results of each of the two ranks: check → error message, empty if the check passed."""
     folder = tmp_path_factory.mktemp("checkpoint")
     make("llama", vocab_size=62).save_pretrained(folder)
     ranks = succeeded(run_ranks(Path(__file__).with_name("recording_ranks.py"), folder))

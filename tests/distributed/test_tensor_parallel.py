@@ -19,11 +19,11 @@ MODELS = ("gemma2", "llama", "mixtral", "qwen3")
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
-    """The output of each of two ranks: model → check → error."""
+    """The results of each of the two ranks: model → check → error message."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for case in CASES:
         if case.overlay in MODELS and not case.variant:
-            # up to 5.20 the vocabulary must be divisible
+            # up to transformers 5.20, the vocabulary size must be divisible by the number of ranks
             even = replace(case, arguments={**case.arguments, "vocab_size": 132})
             even.build().save_pretrained(folder / case.overlay)
     script = Path(__file__).with_name("sharded_ranks.py")

@@ -1,4 +1,7 @@
-"""Training in two processes equals stock: gradients, updated weights, files. The checks are in the scripts."""
+"""Training in two processes: gradients, updated weights and saved files equal stock's.
+
+The checks are functions of the scripts `training_ranks.py` and `training_sharded_ranks.py`.
+"""
 
 from __future__ import annotations
 

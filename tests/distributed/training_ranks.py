@@ -51,7 +51,7 @@ def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
 
 
 def equal_to_stock(build, change, wrap, **data):
-    """Compare the gradients of the prepared model with stock's, by stock's error against float64.
+    """Compare the gradients of the prepared model with stock's. The tolerance is stock's error against float64.
 
     Returns the prepared model.
     """
@@ -61,7 +61,7 @@ def equal_to_stock(build, change, wrap, **data):
         results.append(gradients(model, wrap, **data))
     actual, eager, expected = results
     assert_run_as_good_as_eager(actual, eager, {name: value.double() for name, value in expected.items()}, least=1e-3)
-    for name, tensor in actual.items():  # averaged: the same on all ranks
+    for name, tensor in actual.items():  # gradients are averaged, so they are equal on all ranks
         others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(others, tensor.contiguous())
         assert all(torch.equal(other, tensor) for other in others), name
@@ -98,7 +98,7 @@ def checkpointed(folder: Path) -> None:
         prepared = equal_to_stock(models.build, change, DistributedDataParallel)
         prepared.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
         gradients(prepared, as_it_is)
-        assert counted == 2  # once more in the backward pass
+        assert counted == 2  # the layer runs a second time in the backward pass
 
 
 def some_unused(folder: Path) -> None:
@@ -110,7 +110,7 @@ def some_unused(folder: Path) -> None:
 
     def change(model):
         if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # not supported by PyTorch's grouped GEMM
+            model.set_experts_implementation("eager")  # PyTorch's grouped GEMM does not support float64
         return model
 
     alone = build()
@@ -140,7 +140,7 @@ def trained_and_evaluated(folder: Path) -> None:
     before = logits(prepared)
     for model in (prepared, stock):
         with torch.no_grad():
-            # wrapping broadcasts the weights of rank 0
+            # give the ranks different weights: the wrapper broadcasts those of rank 0
             model.model.layers[1].mlp.up_proj.weight.mul_(1 + dist.get_rank())
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)

@@ -32,9 +32,10 @@ from tests.weights.models import blocks, live, logits
 
 
 def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
-    """Train and evaluate sharded models: stock, prepared before and prepared after sharding. The results are equal.
+    """Train and evaluate sharded models, and check that their results equal stock's.
 
-    words: every reason why nothing is fused contains one of them.
+    One model is prepared before it is sharded, and one afterwards. words: every reason why nothing is fused contains
+    one of these words.
     """
     results = []
     for when in ("stock", "float64", "before", "after"):
@@ -62,7 +63,7 @@ def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
             reasons = [reason for part in hf_rocm.explain(model).parts for reason in part.not_fused]
             assert reasons and all(any(word in reason for word in words) for reason in reasons), reasons
             twin = models.build()
-            twin.load_state_dict(weights)  # stock's layout
+            twin.load_state_dict(weights)  # fails unless the weights have stock's layout
             assert_as_good_as_eager(output, logits(twin), logits(copy.deepcopy(twin).double()))
     stock, reference, *prepared = results
     for actual in prepared:
@@ -110,7 +111,7 @@ def fsdp2_by_accelerate(folder: Path) -> None:
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=True,  # through the meta device
+            cpu_ram_efficient_loading=True,  # moves the model to the meta device before sharding
         )
         accelerator: Any = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),

@@ -22,8 +22,8 @@ _COMMAND = re.compile(
 )
 _INLINE = re.compile(r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:hf-rocm|scripts/[\w-]+)(?: [^`]*)?)`(?!`)")
 
-# Command lines that run here as pasted, with their exit codes on a machine without an AMD GPU. PATH is a file with a
-# finding, MODEL a small checkpoint.
+# Command lines that run here as pasted, with their exit codes on a machine without an AMD GPU. PATH is a file in which
+# port-check finds a problem, and MODEL is a small checkpoint.
 RUN = {
     "hf-rocm doctor MODEL": 1,
     "hf-rocm status": 0,
@@ -33,7 +33,7 @@ RUN = {
     "hf-rocm port-check PATH --json": 1,
     "hf-rocm tune list": 0,
 }
-# All other command lines by prefix, with the tests that run them.
+# The prefixes of all other command lines, with the reasons why they don't run here and the tests that run them.
 NOT_RUN = {
     "hf-rocm install-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
     "hf-rocm uninstall-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
@@ -156,7 +156,7 @@ def _parse(words: list[str]) -> None:
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     inner = getattr(command, "commands", None)
-    if inner is not None and words and words[0] != "--help":  # other words: a model or its options
+    if inner is not None and words and words[0] != "--help":  # not a subcommand: a model or an option
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}

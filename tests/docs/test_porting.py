@@ -48,7 +48,7 @@ def test_every_library_of_the_table_has_a_rule() -> None:
 
 
 def test_the_sums_of_the_review_are_correct() -> None:
-    """Rows of the review's first table: project, kind, commit, files, findings, judged, wrong."""
+    """The columns of the review's first table are project, kind, commit, files, findings, judged and wrong."""
     text = (ROOT / "docs" / "port-check-review.md").read_text(encoding="utf-8")
     table = text.split("## After the rules were changed\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]

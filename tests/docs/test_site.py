@@ -1,4 +1,4 @@
-"""The documentation site: what its hook does to pages, and a navigation bar that fits on one line."""
+"""The documentation site: the changes that its hooks make to pages, and a navigation bar that fits on one line."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_every_warning_and_problem_is_explained() -> None:
 
 
 def test_every_check_on_the_page_exists() -> None:
-    known = names() | {"patches"}  # a line that is always ok
+    known = names() | {"patches"}  # `patches` is a check that never reports a warning or a problem
     for named in re.findall(r"[Cc]hecks? ((?:`[\w-]+`(?:, | and )?)+)", PAGE):
         assert set(re.findall(r"`([\w-]+)`", named)) <= known, named
 
@@ -98,7 +98,7 @@ def test_its_commands_exist_and_its_variables_are_read(dockerfile: list[tuple[st
 
 
 def test_pip_keeps_the_torch_of_the_image(dockerfile: list[tuple[str, str]]) -> None:
-    """Match the Dockerfile's pattern against pip's list in such an image."""
+    """Match the Dockerfile's pattern against the packages that pip lists in an image with a ROCm build of PyTorch."""
     (pattern,) = re.findall(r"grep -iE '([^']+)'", " ".join(text for _, text in dockerfile))
     listed = ["torch==2.9.1+rocm7.1", "torchvision==0.24", "torchmetrics==1.8", "triton==3.5", "numpy==2", "mytorch==1"]
     pinned = [line for line in listed if re.match(pattern, line, re.IGNORECASE)]

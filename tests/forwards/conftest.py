@@ -24,7 +24,7 @@ def recorded_on_cpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def exact_lengths():
-    """Calls are recorded by their exact shapes, so their results are bitwise equal to stock's."""
+    """Record calls by their exact shapes, so that their results are bitwise equal to stock's."""
     with options.override(pad_tokens=0):
         yield
 
@@ -37,7 +37,7 @@ def pair(recorded_on_cpu):
     """
 
     def build(name="bert", *, graphs=None, **changes):
-        stock = make(name, **changes)  # task: another class of the family
+        stock = make(name, **changes)  # `changes` may contain `task`, another class of the family
         prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
         return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 
@@ -84,7 +84,7 @@ def reasons(model):
 
 
 def recorder_with(fault, *, first):
-    """A recorder whose replays have this fault in a linear layer, starting with replay number `first`."""
+    """Return a recorder class. Its replays have this fault in a linear layer, starting with replay number `first`."""
 
     def of_linear(kept, memory):
         return fault([(_named(operator), *rest) for operator, *rest in kept], memory)
@@ -93,7 +93,7 @@ def recorder_with(fault, *, first):
 
 
 def _named(operator):
-    """Name the operator of a linear layer `aten.mm`, as the faults expect."""
+    """Give the operator of a linear layer the name `aten.mm`, which the faults expect."""
     if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
         return operator
 

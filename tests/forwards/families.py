@@ -1,4 +1,4 @@
-"""Small encoders of the families that are recorded, and random calls of them."""
+"""Small encoders of the families whose forwards are recorded, and random arguments for their calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def padded_families() -> list[str]:
 
 
 def make(name: str, *, task: str | None = None, **changes: Any) -> Any:
-    """A stock model with weights large enough that every part affects the output. task: another class of the family."""
+    """A stock model with weights large enough that every part affects the output.
+
+    task: the name of another class of the family.
+    """
     class_name, config_name, arguments, _ = FAMILIES[name]
     config = getattr(transformers, config_name)(**{**arguments, **changes})
     torch.manual_seed(len(name))
@@ -75,7 +78,10 @@ def make(name: str, *, task: str | None = None, **changes: Any) -> Any:
 
 
 def inputs(name: str, rows: int = 2, length: int = 7, seed: int = 0, padded: int | None = 0) -> dict[str, Any]:
-    """The arguments of one call. padded: how many tokens of the first row are padding; None: no mask."""
+    """The arguments of one call.
+
+    padded: the number of padding tokens in the first row. If it is None, the call has no mask.
+    """
     generator = torch.Generator().manual_seed(seed)
     if FAMILIES[name][3]:
         return {"pixel_values": torch.randn(rows, 3, 24, 24, generator=generator)}

@@ -22,12 +22,12 @@ from tests.forwards.families import make, random_call, random_kind
 from tests.releases import RELEASE, TESTED
 
 CALLS = 200
-KINDS = 40  # consecutive calls of the same kinds
+KINDS = 40  # number of consecutive calls whose shapes and flags are chosen from the same one or two kinds
 MODES = (torch.no_grad, torch.inference_mode)
 MASKS = (torch.long, torch.long, torch.int32, torch.bool)
 ADAPTERS = ("first", "second", None)
 
-# The share of the calls after which the models change, and the change.
+# Changes of the models, by the fraction of the calls that run before the change.
 CHANGES = {
     0.1: lambda models: models.change(_write),
     0.2: lambda models: models.change(_move),
@@ -135,19 +135,23 @@ def _results(models, batch):
             return result
 
     if models.device == "cuda":
-        torch.cuda.synchronize()  # the inputs were made on another stream
+        torch.cuda.synchronize()  # the inputs were created on another stream
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(work, batch))
 
 
 def _may_be_concurrent(call):
-    """Earlier releases set forwards on modules to collect hidden states, so concurrent calls collect each other's."""
+    """Whether a call may run at the same time as others.
+
+    To collect hidden states, earlier releases replace the forwards of modules, so concurrent calls would collect each
+    other's states.
+    """
     return max(TESTED) == RELEASE or "output_hidden_states" not in call.given
 
 
 def _agree(models, call, result, same, *, strictly):
     agree = same(result, call(models.twin), models.dtype)
-    if not agree:  # in an observed call, PyTorch runs some operators with other kernels, which round differently
+    if not agree:  # while a call is observed, PyTorch runs some operators in other kernels, which round differently
         with Observed():
             agree = same(result, call(models.twin), models.dtype)
     return agree and (not strictly or close(result, call(models.stock), models.dtype))

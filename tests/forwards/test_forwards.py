@@ -21,7 +21,7 @@ from hf_rocm.forwards.state import SETTINGS, known
 from tests.forwards.conftest import call, counted, equal, reasons
 from tests.forwards.families import inputs, make
 
-CALLS = 6  # the last of them are replayed without a comparison
+CALLS = 6  # the last call is replayed without a comparison
 
 
 def test_a_shape_is_recorded_at_its_second_call(pair):
@@ -31,13 +31,13 @@ def test_a_shape_is_recorded_at_its_second_call(pair):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
         progress.append((*counted(prepared), known(prepared).compared))
-    # seen, recorded, compared three times, replayed, compared
+    # the first call runs uncaptured, the second is recorded, three are compared, and the last is replayed
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_path_depends_on_the_values_of_the_mask(mode, pair):
-    """transformers drops a mask without padding: it checks the values on every call."""
+    """transformers reads the values of the mask on every call, and drops a mask without padding."""
     prepared, stock = pair()
     with mode():
         for seed in range(18):
@@ -64,7 +64,10 @@ def events(monkeypatch):
 
 
 def test_no_replay_is_predicted_from_a_number(pair, events, monkeypatch):
-    """A recording for another number is not replayed first, because an index may be out of range."""
+    """Before the host has read the number, no recording is replayed.
+
+    A recording for another number could use an index that is out of range.
+    """
     prepared, stock = pair()
     monkeypatch.setattr(host_reads, "typed", lambda value: (int, value))
     for number in range(12):
@@ -100,7 +103,8 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
         given = inputs("bert", seed=number, padded=(0, 0, 2)[number % 3])
         assert equal(call(prepared, given), call(stock, given)), number
         orders.append(list(events))
-    assert orders.count(["copies", read, "copies"]) > 4  # dropped, and the right one replayed
+    # in these calls, the first results are dropped, and the right recording is replayed
+    assert orders.count(["copies", read, "copies"]) > 4
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_with_a_limit_of_one_only_the_last_shape_stays_recorded(pair, monkeypatc
             given = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, given), call(stock, given))
         assert known(prepared).summary()[0] <= 3
-    assert counted(prepared)[0] == 6  # the first was dropped, and recorded again
+    assert counted(prepared)[0] == 6  # the recording of length 3 was dropped and made again
 
 
 def test_the_memory_of_recordings_is_bounded(pair):
@@ -190,7 +194,7 @@ def test_threads(pair):
 
 
 def test_switching_between_two_states_records_each_once(pair):
-    """PEFT switches adapters like this, with plain attributes."""
+    """The states differ in a plain attribute of a module, as when PEFT switches adapters."""
     prepared, stock = pair()
     recorded = []
     for epsilon in (1e-12, 1.0, 1e-12, 1.0):

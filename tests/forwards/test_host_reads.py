@@ -15,7 +15,7 @@ ELSEWHERE = torch.ones(3, device="meta")
 
 @pytest.fixture(params=["no_grad", "inference_mode"])
 def observed(request):
-    """Observe a call in this mode. In inference mode, composite operators are dispatched, too."""
+    """Returns a function that observes a call in this mode. Inference mode also dispatches composite operators."""
     return partial(_observed, getattr(torch, request.param))
 
 
@@ -91,7 +91,7 @@ def test_operations_that_can_be_recorded(run, observed):
 
 
 def test_returning_a_random_state_on_the_host_is_not_a_copy(observed):
-    """PyTorch's memory-efficient attention returns one."""
+    """PyTorch's memory-efficient attention returns a random state on the host."""
 
     @torch.library.custom_op("hf_rocm_tests::with_state", mutates_args=())
     def with_state(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

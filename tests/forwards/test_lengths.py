@@ -119,7 +119,7 @@ def test_one_length_is_recorded_by_its_shape(pair):
     for seed in range(8):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
-    for seed in range(8):  # other lengths are padded from now on, and the recorded one is not
+    for seed in range(8):  # calls of other lengths are padded; calls of the recorded length are still not padded
         given = inputs("bert", length=(7, 9)[seed % 2], seed=seed)
         assert close(call(prepared, given), call(stock, given))
     assert counted(prepared)[0] == 2 and padded(prepared) == {32: 4}
@@ -166,7 +166,10 @@ def test_a_loss_is_not_padded(pair):
 
 
 def test_local_attention_that_sees_no_token(pair):
-    """In some releases, masked tokens far from all others attend to everything, so the length changes their results."""
+    """In some releases, masked tokens far from all others attend to all tokens, so their results depend on the length.
+
+    Calls with such tokens are not padded.
+    """
     prepared, stock = pair("modernbert")
     for seed, length in enumerate((12, 13, 14, 15, 12, 13)):
         given = inputs("modernbert", length=length, seed=seed, padded=8)
@@ -207,7 +210,7 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
     assert len(lines) == (replay > 1) and all("32 tokens, 1 form of call" in line for line in lines)
     assert not reasons(prepared) and known(prepared).disabled is None
     given = inputs("bert", length=20)
-    for _ in range(4):  # a repeated shape is recorded as it is
+    for _ in range(4):  # where calls are no longer padded, a repeated shape is recorded unpadded
         assert close(call(prepared, given), call(stock, given))
     assert counted(prepared)[0] == (1 if replay < 1 else 2)
 
@@ -253,7 +256,7 @@ def test_every_padded_class_exists():
 
 
 def test_a_forward_that_depends_on_the_length(pair):
-    """Its results differ from the unpadded forward's at once: padding ends, and the caller gets stock's results."""
+    """The first padded forward differs from the unpadded one, so padding ends. The caller gets stock's results."""
 
     def mean(module, args, output):
         return output + args[0].mean(1)
@@ -268,7 +271,7 @@ def test_a_forward_that_depends_on_the_length(pair):
     assert padded(prepared) == {32: 1}
     assert known(prepared).unpadded.startswith("a padded forward differed from the unpadded one by")
     assert any(line.startswith("calls are no longer padded") for line in hf_rocm.explain(prepared).forwards)
-    assert counted(prepared)[1] > 0  # by exact shapes
+    assert counted(prepared)[1] > 0  # recordings by exact shapes are still replayed
 
 
 def test_a_wrong_replay_of_a_padded_call(pair, monkeypatch):

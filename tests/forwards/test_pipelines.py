@@ -79,7 +79,7 @@ def test_texts_of_mixed_lengths(task, family, name, batch, recorded_on_cpu, toke
     prepared, stock = both(task, make(family, task=name, **window), tokenizer=tokenizer)
     given = texts()
     assert same(prepared(given, batch_size=batch), stock(given, batch_size=batch))
-    if batch == 1:  # one call for each text
+    if batch == 1:  # also call the pipeline once per text
         assert all(same(prepared(text), stock(text)) for text in given)
     recorded, replayed = counted(prepared.model)
     assert recorded in (1, 2) and replayed > (20 if batch == 1 else 0)
@@ -91,7 +91,7 @@ def test_images_of_mixed_sizes(recorded_on_cpu):
     images = [
         PIL.Image.fromarray(generator.integers(0, 256, (*sizes[number % 3], 3), dtype="uint8")) for number in range(12)
     ]
-    newer = getattr(transformers, "ViTImageProcessorPil", None)  # the other one needs torchvision there
+    newer = getattr(transformers, "ViTImageProcessorPil", None)  # where it exists, ViTImageProcessor needs torchvision
     processor = (newer or transformers.ViTImageProcessor)(size={"height": 24, "width": 24})
     prepared, stock = both("image-classification", make("vit"), image_processor=processor)
     assert same(prepared(images), stock(images))

@@ -84,7 +84,7 @@ def _scaled(function, kind):
     ],
 )
 def test_replaced_methods_of_pytorchs_classes(owner, name, kind, replayed, recorded_on_cpu, monkeypatch):
-    """Before the first call, or after calls that were replayed."""
+    """The methods are replaced before the first call, or after calls that were replayed."""
     stock = make("bert")
     prepared, given = hf_rocm.prepare(copy.deepcopy(stock), force=True), inputs("bert")
     before = call(stock, given)
@@ -192,7 +192,7 @@ def test_a_switched_off_overlay(pair):
     for seed in range(3):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
-    assert counted(prepared)[0] == recorded + 1  # the stock layers run
+    assert counted(prepared)[0] == recorded + 1  # the forward of the stock layers is recorded
 
 
 def test_gradients(pair):
@@ -269,7 +269,7 @@ def test_host_reads_after_device_work(pair):
     def doubled(module, args, output):
         return output * 2 if output.sum() > 0 else output
 
-    doubled.__module__ = "transformers"  # a user's own norm would be refused
+    doubled.__module__ = "transformers"  # a user's own hook would be refused
     prepared, stock = pair()
     for model in (prepared, stock):
         model.pooler.register_forward_hook(doubled)
@@ -280,7 +280,7 @@ def test_host_reads_after_device_work(pair):
 
 
 def test_host_reads_that_depend_on_earlier_ones(pair):
-    """The second read happens on one path only, and both of its values have a recording."""
+    """Only one of two paths reads a second value. Each of its two values has a separate recording."""
 
     def chosen(module, args, kwargs):
         ids = kwargs["input_ids"]
@@ -311,12 +311,13 @@ def test_a_shape_whose_recording_fails(pair, monkeypatch):
             given = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, given), call(stock, given))
     reason = "the forward can't be recorded: operation not permitted when stream is capturing"
-    assert reasons(prepared) == [reason] and known(prepared).disabled == reason  # after four shapes
+    # after four shapes that can't be recorded, nothing is recorded any more
+    assert reasons(prepared) == [reason] and known(prepared).disabled == reason
 
 
 def test_required_graphs(pair, monkeypatch):
     prepared, _ = pair(graphs=True)
-    prepared(**inputs("bert"))  # with gradients
+    prepared(**inputs("bert"))  # not recorded, because gradients are enabled
     assert len(reasons(prepared)) == 1
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.garbage, first=1))
     prepared, _ = pair("vit", graphs=True)

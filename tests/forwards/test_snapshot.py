@@ -57,7 +57,7 @@ def test_another_form_at_the_same_address(change, compared):
 
 @torch.no_grad()
 def test_guards_replace_the_comparison_in_python(compared):
-    """Each mode has its own guard. Python compares whatever a guard refuses."""
+    """No-grad mode and inference mode have separate guards. If a guard fails, the comparison runs in Python."""
     model = Layer()
     taken = Snapshot(model, 0)
     guards = snapshot._guards is not None
@@ -66,7 +66,7 @@ def test_guards_replace_the_comparison_in_python(compared):
             compared.clear()
             assert taken.unchanged(model)
             assert len(compared) == (expected if guards else 1)
-    model.requires_grad_(False)  # not a part of the state, but of a guard
+    model.requires_grad_(False)  # guards compare this property, but it is not part of the state
     for expected in (1, 0):
         compared.clear()
         assert taken.unchanged(model) and len(compared) == (expected if guards else 1)

@@ -32,12 +32,12 @@ KINDS = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 10}),
-    # transformers selects eager for it when it loads a checkpoint, because of the softcap
+    # because of the softcap, transformers selects eager attention when it loads a checkpoint of Gemma 2
     "gemma2": ("Gemma2", {"sliding_window": 10, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}),
     "gemma3": ("Gemma3", {"sliding_window": 10, "query_pre_attn_scalar": 8, "num_hidden_layers": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-# used by single tests
+# models that only a few tests use
 FURTHER = {
     "cohere": ("Cohere", {}),
     "qwen3_next": (
@@ -60,7 +60,7 @@ FURTHER = {
 
 
 def make(kind, **changes):
-    """A model with weights large enough that its tokens differ."""
+    """A model with weights so large that the tokens of a sequence differ."""
     name, arguments = {**KINDS, **FURTHER}[kind]
     config_name = "Gemma3TextConfig" if kind == "gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**{**COMMON, **arguments, **changes})
@@ -112,7 +112,7 @@ def suspect_gpu(recorded_on_cpu, monkeypatch):
 def pair(recorded_on_cpu):
     """(prepared, stock) models of a kind.
 
-    graphs: the argument of `prepare`; with True, a call that isn't recorded raises.
+    graphs: the argument of `prepare`. If it is True, a call that can't be recorded raises an error.
     """
 
     def build(kind="llama", *, graphs=True, **changes):
@@ -157,7 +157,7 @@ def generate(model, inputs=None, *, new=12, seed=None, **arguments):
 
 
 def alike_from_threads(call, inputs, expected):
-    """Whether concurrent calls return the expected results. Every input has a thread, which calls twice."""
+    """Whether concurrent calls return the expected results. Every input has a thread, which runs the call twice."""
     results = [None] * len(inputs)
 
     def run(index):
@@ -181,7 +181,8 @@ def counted(model):
 def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     """Check that a step's outputs are still intact when transformers reads them after steps of another model.
 
-    Another thread may run such steps, and recordings share memory. first: record our step before the other model's.
+    Another thread may run steps of the other model, and recordings share memory. first: whether the step of `prepared`
+    is recorded before that of `other`.
     """
     between = []
     stocks = prepared._update_model_kwargs_for_generation  # runs between the step and the read

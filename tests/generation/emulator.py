@@ -14,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators that make the host wait for a value: they break a capture on a GPU.
+# Operators that make the host wait for a value, and therefore break a capture on a GPU.
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.is_nonzero", "aten.equal", "aten.masked_select")
 
 
 class EmulatedRecorder:
-    """The recorder of one cache, in place of a GPU's."""
+    """Replaces the recorder for a GPU. Every cache has its own recorder."""
 
     def __init__(self, device):
         pass
@@ -30,7 +30,7 @@ class EmulatedRecorder:
         return recording, result
 
 
-# all recordings of the process: only one is made or replayed at a time
+# all recordings of the process, of which only one is made or replayed at a time
 _recordings = WeakSet()
 _one_at_a_time = Lock()
 
@@ -79,7 +79,7 @@ class Operators(TorchDispatchMode):
 
 
 def _has_memory(tensor):
-    """Whether a tensor has memory: it is not fake, as in DTensor, and not a pending result of a collective."""
+    """Whether a tensor has memory. Fake tensors, which DTensor uses, and pending results of collectives have none."""
     return tensor.device.type == "cpu" and type(tensor).__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
 
 

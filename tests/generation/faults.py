@@ -10,7 +10,8 @@ from tests.generation.emulator import EmulatedRecorder
 def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
     """A recorder class whose replays `first` to `last`, counted from 1, have this fault.
 
-    reorderings: whether the fault is in reordering a cache for beams instead of in a step. draws: the same for draws.
+    reorderings: the fault is in the reordering of a cache for beams, not in a step. draws: the fault is in the draw of
+    a token, not in a step.
     """
 
     class Faulty(EmulatedRecorder):
@@ -21,7 +22,7 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
                 return recording, result
 
             def faulty_replay():
-                wrong = fault(list(right), memory)  # in every replay: the fault may use inputs of an earlier one
+                wrong = fault(list(right), memory)  # called in every replay, because a fault may use earlier inputs
                 if first <= recording.replays + 1 <= last:
                     recording.kept = wrong
                 try:
@@ -150,7 +151,7 @@ def copy_dropped(kept, memory):
 
 
 def stale_order(kept, memory):
-    """One layer's keys are reordered as in the previous replay."""
+    """The keys of one layer are reordered as in the previous replay."""
     index = _last(kept, "index_select")
     operator, (keys, dim, rows), kwargs, outputs = kept[index]
     before, memory["rows"] = memory.get("rows", rows.clone()), rows.clone()

@@ -20,7 +20,7 @@ _WINDOWS_FORGET_NOTHING = Version(transformers.__version__) < Version("5.14")
 
 
 def call(number, *, device="cpu", longest=24):
-    """The keyword arguments of one random call, and whether it also passes a cache. number: the seed."""
+    """Returns the keyword arguments of a random call, and whether it also passes a cache. number: the seed."""
     pick = random.Random(number)
     rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
     inputs = prompt(rows=rows, length=length, seed=number, padded=pick.choice((0, 0, length // 2)))
@@ -51,7 +51,7 @@ def call(number, *, device="cpu", longest=24):
 
 
 def same_tokens(prepared, stock, numbers, **form):
-    """Run the calls on both models. Returns the seeds of the calls that differ. An assistant drafts in some of them."""
+    """Run the calls on both models, some with an assistant. Returns the seeds of the calls whose tokens differ."""
     differ = []
     windows = decide.windows(prepared)
     slides = isinstance(windows, str) or any(windows)
@@ -65,7 +65,7 @@ def same_tokens(prepared, stock, numbers, **form):
             if assists:
                 arguments.pop("cache_implementation", None)  # stock can't pass it to the assistant
                 drafting = assistant_of(stock)
-                if model is prepared:  # its own steps are recorded too
+                if model is prepared:  # the assistant's own steps are recorded, too
                     drafting = hf_rocm.prepare(drafting, force=True, graphs=True)
                 arguments["assistant_model"] = drafting
             torch.manual_seed(number)

@@ -99,7 +99,7 @@ def test_windows_keep_what_rejected_drafts_covered(kind, pair):
     """Windows move while an assistant drafts, and its drafts are longer than the spare rows of its buffers."""
     prepared, stock = pair()
     drafting = make(kind)
-    if kind == "mistral":  # some drafts are accepted
+    if kind == "mistral":  # with equal weights, some drafts are accepted
         drafting.load_state_dict(stock.state_dict())
     config = drafting.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = 9, "constant"
@@ -121,7 +121,7 @@ def test_every_step_reads_its_inputs_in_place(trio, in_place):
         drafted.clear()
         in_place.clear()
         assert torch.equal(assisted(ours, inputs), generate(stocks[0], inputs, new=NEW))
-        assert len(in_place) == sum(drafted) - 1 and in_place.count(2) == len(drafted) - 1  # all but the prompt
+        assert len(in_place) == sum(drafted) - 1 and in_place.count(2) == len(drafted) - 1  # all except the prompt
     assert preparation.noted(ours[1]) is None
 
 
@@ -203,7 +203,7 @@ def test_a_wrong_draft_that_a_streamer_has_not_seen(trio, faulty):
 
 
 def test_drafts_that_are_not_finite(trio, faulty):
-    """The step's alarm reports them at the end of a call."""
+    """The step's alarm reports values that are not finite at the end of a call."""
     ours, stocks = trio(graphs=None, schedule="constant")
     faulty(ours[1], faults.garbage, first=10**9)
     for seed in range(2):
@@ -277,11 +277,11 @@ def test_assistants_that_draft_uncaptured(pair, trio):
     prepared, stock = pair(graphs=None)
     expected = generate(stock, repeating(), new=NEW)
     plain = assistant_of(stock)
-    assert torch.equal(assisted((prepared, plain), repeating()), expected)  # not prepared
+    assert torch.equal(assisted((prepared, plain), repeating()), expected)  # the assistant is not prepared
     assert "uncaptured × 1: drafts of an assistant model that is not prepared" in hf_rocm.explain(prepared).details()
 
     own = hf_rocm.prepare(assistant_of(stock), force=True)
-    assert torch.equal(assisted((stock, own), repeating()), expected)  # the other model is not prepared
+    assert torch.equal(assisted((stock, own), repeating()), expected)  # the main model is not prepared
     assert set(known(own).turned_away) == {
         "the model that it drafts for is not prepared, or runs uncaptured in this call"
     }

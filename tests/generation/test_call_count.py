@@ -18,7 +18,7 @@ from hf_rocm import ops
 
 LAYERS = 8
 MOST_CALLS = 1300  # per step; stock makes 1,184 in transformers 5.23 with torch 2.13
-MOST_FILES = 9  # modules of hf_rocm entered in one call of a decoder layer, without the overlay
+MOST_FILES = 9  # modules of hf_rocm, without the overlay, whose functions run in one call of a decoder layer
 NEWEST = transformers.__version__.startswith("5.23")
 PACKAGE = str(Path(hf_rocm.__file__).parent)
 OVERLAYS = str(Path(PACKAGE, "_overlays"))  # in an installed package; a checkout has another path
@@ -80,7 +80,7 @@ def test_an_uncaptured_step_makes_few_calls(pair) -> None:
         tokens = generate(prepared, 8)
     assert torch.equal(tokens, generate(stock, 8))
     steps = Counter(route.operation for route in routes)
-    # all linear layers except o_proj and down_proj are fused: q/k/v, gate/up
+    # q_proj, k_proj and v_proj are fused, and so are gate_proj and up_proj
     per_step = {"linear": 2, "rms_norm": 1, "add_rms_norm": 1, "rope": 1, "attention": 1, "act_and_mul": 1}
     final_norms = {"rms_norm": 1}
     assert steps == {name: 8 * (count * LAYERS + final_norms.get(name, 0)) for name, count in per_step.items()}

@@ -87,7 +87,7 @@ def test_a_change_takes_effect_in_the_next_call(change, pair):
 
 
 def test_switching_between_adapters(pair):
-    """Every adapter has a recording, and switching back records nothing."""
+    """Every adapter has its own recording, and switching back to an adapter records nothing."""
     prepared, stock = pair()
     for model in (prepared, stock):
         adapted(model)
@@ -138,7 +138,7 @@ def test_preparing_twice_and_restoring(pair):
     generate(prepared)
     assert hf_rocm.prepare(prepared, force=True) is prepared
     assert torch.equal(generate(prepared), generate(stock))
-    assert counted(prepared)[1]  # graphs are still required, as in the first call of `prepare`
+    assert counted(prepared)[1]  # graphs are still required, because the first call of `prepare` required them
     hf_rocm.restore(prepared)
     assert known(prepared) is None and not any(name.startswith("_hf_rocm") for name in prepared.__dict__)
     assert torch.equal(generate(prepared), generate(stock))

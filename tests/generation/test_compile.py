@@ -117,7 +117,7 @@ def requests(monkeypatch):
 
 def test_compilation_by_transformers_uses_the_settings(model, requests):
     expected = generate(model)
-    assert [options["mode"] for options in requests] == ["reduce-overhead"]  # the setting of stock
+    assert [options["mode"] for options in requests] == ["reduce-overhead"]  # stock's setting
     hf_rocm.prepare(model, force=True, graphs=False)
     assert torch.equal(generate(model), expected)
     assert requests[1]["mode"] is None and requests[1]["options"] == dict(compiling.SETTINGS)

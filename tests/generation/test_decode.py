@@ -15,7 +15,8 @@ from tests.generation.conftest import KINDS, counted, generate, prompt
 FIVE = Version(transformers.__version__) >= Version("5")
 SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
-# steps after the prompt that run uncaptured: the first, the recorded one, the compared one
+# number of steps after the prompt whose results are not taken from a replay: the first step, the one that is recorded,
+# and the one that is compared first
 FIRST = 3
 
 
@@ -59,7 +60,7 @@ def test_several_sequences_per_prompt(pair):
     assert counted(prepared) == (1, 11 - FIRST)
 
 
-# no token is repeated, so that one of them can be the end token
+# prevents repeated tokens, so that any generated token can be the end token
 VARIED = {"repetition_penalty": 9.0}
 
 
@@ -93,7 +94,10 @@ def test_streaming(late, pair, request):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18), (99, 99)])
 def test_rows_end_at_different_steps(at, late, pair, request):
-    """At different steps, at the same step, at the last step, or never. The late check returns no extra token."""
+    """Rows end at different steps, at the same step, at the last step, or never.
+
+    The late check returns no extra token.
+    """
     if late:
         request.getfixturevalue("ends_asked_late")
     prepared, stock = pair()

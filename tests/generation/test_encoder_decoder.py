@@ -121,7 +121,7 @@ def test_returned_outputs(kind, couple):
         assert torch.equal(got.sequences, wanted.sequences)
         close(torch.stack(got.scores), torch.stack(wanted.scores))
         caches = got.past_key_values, wanted.past_key_values
-        if kind == "whisper":  # its generate splits the caches
+        if kind == "whisper":  # Whisper's `generate` splits the caches
             assert type(caches[0]) is type(caches[1])
             continue
         assert [type(cache) for cache in caches] == [EncoderDecoderCache] * 2
@@ -135,19 +135,20 @@ def test_returned_outputs(kind, couple):
 def tensors(cache):
     assert type(cache) is DynamicCache
     if hasattr(cache, "layers"):
-        used = [layer for layer in cache.layers if layer.keys is not None]  # as many as the encoder has, as in stock
+        # as in stock, the cache has as many layers as the encoder, and the decoder does not use all of them
+        used = [layer for layer in cache.layers if layer.keys is not None]
         return [tensor for layer in used for tensor in (layer.keys, layer.values)]
     return [*cache.key_cache, *cache.value_cache]
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_wrong_replay_is_noticed(kind, couple):
-    """The comparison covers cross-attention: the recording still reads the old address of the keys."""
+    """The comparison covers cross-attention, whose keys are moved, so that the recording reads their old address."""
     prepared, stock = couple(kind, graphs=None)
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        layer.keys = layer.keys.clone()  # at an address that the recording does not read
+        layer.keys = layer.keys.clone()  # has an address that the recording does not read
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))

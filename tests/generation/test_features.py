@@ -26,7 +26,7 @@ def forgotten():
 
 @pytest.fixture
 def text(monkeypatch):
-    """Change the source of transformers' generation module, as read by features."""
+    """Change the source of transformers' generation module as the module `features` reads it."""
 
     def change(pattern, replacement):
         read = features._file

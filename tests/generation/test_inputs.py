@@ -19,7 +19,7 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # transformers prepares the prompt
+PREPARED = NEW - 1  # number of steps without the prompt, which transformers prepares
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ class Operators(TorchDispatchMode):
 
 
 def costs(model, monkeypatch):
-    """(operators, thread seconds) of preparing each step of one call, without the first few steps."""
+    """(operators, thread seconds) spent on preparing all steps of one call except the first few."""
     spent = []
 
     def measured(method):
@@ -225,7 +225,7 @@ def costs(model, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
     prepared, stock = pair(kind, graphs=False)
-    # garbage collection may run during one of them
+    # use the shortest of three runs, because garbage collection may run during one of them
     runs = [[costs(model, monkeypatch) for model in (prepared, stock)] for _ in range(3)]
     for (operators, _), (stock_operators, _) in runs:
         assert operators < stock_operators / 2
@@ -234,7 +234,7 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
 
 
 class Edits(StoppingCriteria):
-    """Changes the newest token but one in place, after its keys and values were computed."""
+    """Changes the second newest token in place, after its keys and values were computed."""
 
     def __init__(self):
         self.seen = []
@@ -248,7 +248,7 @@ class Edits(StoppingCriteria):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_tokens_that_user_code_changes_in_place(kind, pair):
-    """Comparisons do not recompute steps of tokens that have changed since."""
+    """Comparisons do not recompute a step if its tokens have changed since then."""
     prepared, stock = pair(kind)
     for _ in range(2):
         results = []

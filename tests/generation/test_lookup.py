@@ -15,7 +15,7 @@ WAITS = ("cpu", "nonzero", "item", "tolist", "__bool__", "__index__")
 
 
 class OnDevice(torch.Tensor):
-    """Tokens on a device, for which the host waits."""
+    """Stands in for tokens on a device. Counts the calls for which the host would wait."""
 
     waits: ClassVar[list[str]] = []
 
@@ -36,7 +36,7 @@ def tokens(length, seed, values=6):
 
 
 def candidates(one, ids):
-    """(candidates, the host's waits)."""
+    """Returns (the candidates, the names of the calls for which the host waits)."""
     OnDevice.waits = []
     drafts, logits = one.get_candidates(ids, **FIRST)
     waits = OnDevice.waits

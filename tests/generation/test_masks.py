@@ -41,7 +41,7 @@ def steps(monkeypatch):
         step = inputs._step_of(arguments.get("past_key_values"))
         if step is not None:
             step.stock = lambda ids: inherited(ids, **given)
-            # a call that verifies drafts withholds arguments from transformers: restore them
+            # in a call that verifies drafts, hf_rocm doesn't pass all arguments to transformers: restore the others
             given = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
@@ -50,13 +50,13 @@ def steps(monkeypatch):
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
     gc.collect()
     patches.sweep()
-    # models of earlier tests that are still referenced: their classes have the unpatched method
+    # the classes of models from earlier tests that are still referenced have the unpatched method: remove it
     for model in gc.get_objects():
         if issubclass(type(model), transformers.PreTrainedModel) and inputs.MARK in model.__dict__:
             take_away(model, inputs.MARK)
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
-    inputs._steps.clear()  # `stock` has a model of every kind
+    inputs._steps.clear()  # the steps' `stock` functions would keep the models alive
     gc.collect()
 
 
@@ -105,7 +105,7 @@ def test_while_windows_move(kind, pair, steps, monkeypatch):
 @pytest.mark.parametrize("padded", [0, 5])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3"])
 def test_steps_that_verify_drafts(kind, padded, pair, steps, monkeypatch):
-    """Steps of any number of tokens, after rejected drafts, while windows move and buffers grow."""
+    """Steps have any number of tokens and follow rejected drafts, while windows move and buffers grow."""
     monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
     in_place, stock = pair(kind)
     lengths = set()

@@ -109,7 +109,7 @@ def test_a_users_own_function_goes_through_vmap(calls):
 def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
     served, stock = prepared("llama")
     hf_rocm.restore(served)
-    monkeypatch.setattr(plain_masks, "_seen", None)  # calling it would raise
+    monkeypatch.setattr(plain_masks, "_seen", None)  # a call of `_seen` would raise
     with torch.no_grad():
         wanted = stock(**prompt(padded=3)).logits
         assert torch.equal(served(**prompt(padded=3)).logits, wanted)

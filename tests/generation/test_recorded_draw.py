@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def some_processors(pick):
-    """Any processors with any settings, in the order in which transformers calls them."""
+    """Random processors with random settings, in the order in which transformers calls them."""
     keep, filtered = pick.choice([1, 1, 2, 5]), pick.choice([-float("inf"), -float("inf"), -1e9, -4.0])
     further = {"filter_value": filtered, "min_tokens_to_keep": keep}
     processors = [
@@ -47,7 +47,7 @@ def some_processors(pick):
 
 
 def some_logits(pick, generator):
-    """Logits of any vocabulary size and dtype: ordinary, with ties, with banned tokens, or nearly equal."""
+    """Logits of a random vocabulary size and dtype: ordinary, with ties, with banned tokens, or nearly equal."""
     rows, size = pick.choice([1, 1, 3]), pick.choice([1, 7, 61, 257, 1000, 5003])
     logits = 4 * torch.randn((rows, size), generator=generator)
     form = pick.choice(["ordinary", "ties", "banned", "flat"])
@@ -121,7 +121,7 @@ def test_sums_in_another_order_are_not_a_fault(monkeypatch):
 
 
 def test_stale_logits_are_a_fault_even_if_results_vary():
-    """A replay reads the logits of the previous replay. A second replay of the same logits would be correct."""
+    """A replay reads the logits of the previous replay, so a second replay of the same logits would be correct."""
     stale, step = torch.zeros((2, 1, 61)), SimpleNamespace(logits=torch.zeros((1, 61)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), SimpleNamespace(logits=stale[0]), [])
     recorded._varies, replay = True, recorded._recording.replay

@@ -13,7 +13,7 @@ class Shared:
 
 
 class Graph:
-    """end: the error that `capture_end` raises, if any."""
+    """A stand-in for a graph. end: the error that `capture_end` raises, if any."""
 
     def __init__(self, end=None):
         self.end, self.done = end, []

@@ -30,7 +30,7 @@ llama = modeling_llama
 attention = modeling_utils.AttentionInterface._global_mapping
 activation = type(make("llama").model.layers[0].mlp.act_fn)
 
-# name → the location, the replacement, and the classes that `explain` reports as stock
+# name → (owner, attribute, replacement, classes that `explain` reports as stock)
 PLACES = {
     "rope": (llama, "apply_rotary_pos_emb", scaled, {"LlamaAttention"}),
     "half": (llama, "rotate_half", scaled, {"LlamaAttention"}),
@@ -170,7 +170,7 @@ def test_a_hook_registered_during_a_call_is_called(pair):
             return output * 1.25
 
         def criterion(ids, scores, **_):
-            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # not a part of the model
+            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # a module outside the model
             if len(handles) == 5:
                 handles.append(model.model.layers[0].mlp.register_forward_hook(change))
             return torch.zeros(len(ids), dtype=torch.bool)
@@ -280,7 +280,7 @@ def test_a_removed_function(pair):
 
 
 def empty_calls(check):
-    """The time of a call, in calls of an empty function: a ratio that depends little on other load."""
+    """The time of a call, divided by that of an empty function, because other load hardly affects this ratio."""
 
     def shortest(function):
         return min(timeit.repeat(function, number=2000, repeat=20, timer=time.thread_time))
@@ -289,7 +289,10 @@ def empty_calls(check):
 
 
 def test_budgets(pair):
-    """The cost of the checks in a recorded step, and in a layer of an uncaptured step. An empty call takes 35 ns."""
+    """The cost of the checks in a recorded step, and in a layer of an uncaptured step.
+
+    The unit is a call of an empty function, which takes about 35 ns.
+    """
     prepared, _ = pair(graphs=None)
     generate(prepared)
     watches = watches_of(prepared)

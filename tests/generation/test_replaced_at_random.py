@@ -40,7 +40,7 @@ def wrapped(function):
 
 
 def pieces_of(model):
-    """name → (owner, attribute, replacements other than a wrapper)."""
+    """name → (owner, attribute, a function that returns a replacement with different results)."""
     home = sys.modules[type(model).__module__]
     interface, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     name = model.config._attn_implementation
@@ -66,12 +66,13 @@ def pieces_of(model):
 
 
 class Replacing(RuleBasedStateMachine):
-    """A prepared and a stock model of a kind."""
+    """A prepared and a stock model of the same kind."""
 
     @initialize(kind=st.sampled_from(KINDS))
     def build(self, kind):
         self.stock = make(kind)
-        # test_replaced covers classes that were replaced before their overlay is bound: they need a second `prepare`
+        # bind the overlay before anything is replaced. test_replaced covers replacements before that, which need a
+        # second `prepare`
         hf_rocm.prepare(make(kind), force=True)
         self.pieces = pieces_of(self.stock)
         self._prepared = None
@@ -134,7 +135,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule()
     def train(self):
-        """A step of gradient descent, then restore the weights."""
+        """Run a step of gradient descent, then restore the weights."""
         results = []
         for model in (self.stock, self.prepared()):
             weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -156,7 +157,7 @@ class Replacing(RuleBasedStateMachine):
             self.close(actual, expected)
 
     def run(self, padded=0):
-        """Compare a forward. Returns the operations that ran."""
+        """Compare the outputs of a forward with stock's. Returns the operations that ran."""
         with torch.no_grad():
             expected = self.stock(**prompt(padded=padded)).logits
             with ops.recording() as routes:

@@ -27,7 +27,7 @@ PERSISTENT = [
     faults.stray_write,
     faults.not_finite,
 ]
-# replays 1, 2, 3, 5, 9, 17, … are compared
+# The first wrong replay → the replay in which it is detected. Replays 1, 2, 3, 5, 9, 17, … are compared.
 NEXT = {1: 1, 2: 2, 4: 5, 6: 9, 12: 17}
 
 
@@ -64,8 +64,8 @@ def test_a_fault_is_detected_at_the_next_comparison(fault, first, faulty):
     prepared, stock = faulty(fault, first)
     assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
     (event,) = ledger.events()
-    expected = NEXT[max(first, 2) if fault is faults.stale_input else first]  # nothing is stale in the first replay
-    # it may be detected earlier
+    expected = NEXT[max(first, 2) if fault is faults.stale_input else first]  # the first replay has no stale input
+    # results that are not finite may be detected earlier
     assert event.replays == expected or (fault is faults.not_finite and first < event.replays < NEXT[first])
     assert event.reason in known(prepared).disabled and event.model == "LlamaForCausalLM" and event.operators > 50
     assert known(prepared).pool.summary() == (0, 0)
@@ -86,7 +86,10 @@ def test_with_moving_windows(fault, kind, faulty):
     "fault", [faults.garbage, faults.garbage_logits, faults.garbage_in_the_cache], ids=lambda fault: fault.__name__
 )
 def test_wrong_cache_entries_of_one_replay_are_detected(fault, at, faulty):
-    """The compared replay is correct, and both sides would read the same wrong keys or the same wrong token."""
+    """The compared replay itself is correct.
+
+    If the comparison did not recompute earlier steps, both sides would read the same wrong keys or token.
+    """
     assert schedule.BACK >= 3
     prepared, stock = faulty(fault, at, at)
     assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
@@ -95,7 +98,7 @@ def test_wrong_cache_entries_of_one_replay_are_detected(fault, at, faulty):
 
 @pytest.mark.parametrize("fault", [faults.not_finite, faults.not_finite_logits], ids=lambda fault: fault.__name__)
 def test_nonfinite_logits_cause_an_early_comparison(fault, faulty, monkeypatch):
-    """They occur once, in replay 66; the next comparison would be in replay 129."""
+    """Nonfinite logits occur only in replay 66, and without them the next comparison would be that of replay 129."""
     monkeypatch.setattr(pool, "_AHEAD", 200)
     prepared, stock = faulty(fault, 66, 66)
     assert torch.equal(generate(prepared, new=120), generate(stock, new=120))
@@ -116,7 +119,7 @@ def test_nonfinite_logits_of_the_model_itself(pair):
     def banned(module, args, output):
         return output.index_fill(-1, torch.tensor([5, 9]), -math.inf)
 
-    banned.__module__ = "transformers"  # a user's own class would be refused
+    banned.__module__ = "transformers"  # a user's own hook would be refused
     for model in (prepared, stock):
         model.lm_head.register_forward_hook(banned)
     for _ in range(2):
@@ -158,7 +161,7 @@ def test_tokens_that_a_streamer_has_received_raise(faulty):
 
 
 def test_a_streamer_that_received_correct_tokens_continues(faulty):
-    """The fault is only in the cache, in the step before the comparison: no token depends on it."""
+    """No token depends on the fault, which is only in the cache and in the last step before the comparison."""
     prepared, stock = faulty(faults.garbage_in_the_cache, 8)
     streamers = Streamer(), Streamer()
     for model, streamer in zip((prepared, stock), streamers, strict=True):
@@ -182,7 +185,7 @@ def test_tokens_that_a_users_criterion_has_received_raise(faulty):
 
 
 def test_a_difference_before_any_used_replay_needs_no_restart(faulty):
-    """In the first comparison, and in the first replay of a later call."""
+    """The first comparison detects the fault, before the result of any replay was used."""
     prepared, stock = faulty(faults.garbage, 1)
     taken = Streamer()
     assert torch.equal(
@@ -230,7 +233,7 @@ def test_the_cost_of_comparisons_in_short_calls():
             compared.append(call)
         for _ in range(100):
             plan.agreed() if plan.due else plan.count()
-    # from then on, comparing the first replay costs an uncaptured step and a replay
+    # after the third call, comparing the first replay of a call costs an uncaptured step and a replay
     assert compared[:3] == [1, 2, 3] and (3.6 + 1) / schedule.BETWEEN_CALLS < 0.01
     assert all(later - call > 1 for call, later in itertools.pairwise(compared[3:])) and len(compared) > 5
 
@@ -253,21 +256,21 @@ def test_the_schedule():
 
 
 def test_the_number_of_uncaptured_steps_of_comparisons(pair):
-    """Counted in calls of the model: the prompt, two steps, and the comparisons 1, 2, 3, 5, 9 and 17."""
+    """The model is called for the prompt, for two steps, and for the comparisons of replays 1, 2, 3, 5, 9 and 17."""
     prepared, _ = pair()
     calls = []
 
     def count(module, args, output):
         calls.append(1)
 
-    count.__module__ = "transformers"  # a user's own class would be refused
+    count.__module__ = "transformers"  # a user's own hook would be refused
     prepared.lm_head.register_forward_hook(count)
     generate(prepared, new=25)
     first = len(calls)
     generate(prepared, new=25)
-    # the recording on a CPU is a call too
+    # on a CPU, the recording also calls the model
     assert first == 1 + 2 + 1 + 1 + 13
-    # the prompt, the first replay, and the 17th of the call with four steps before it
+    # the prompt, the comparison of the call's first replay, and that of its 17th, with the four steps before it
     assert len(calls) - first == 1 + 1 + 1 + schedule.BACK
     generate(prepared, new=10)
     second = len(calls)

@@ -101,19 +101,19 @@ def in_place(monkeypatch):
 def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
     prepared, stock = pair(kind)
     recorded = []
-    for _ in range(3):  # buffers may grow in the first round
+    for _ in range(3):  # buffers may grow in the first round, and steps are then recorded again
         for seed, padded in itertools.product(range(2), (0, 3)):
             drafted.clear()
             in_place.clear()
             call = repeating(seed, padded=padded)
             assert alike_greedy(looked_up(prepared, call), stock, call)
-            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all but the prompt
+            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all steps except the prompt
         recorded.append(counted(prepared)[0])
     assert recorded[1] == recorded[2] > 1  # alternating the padding records nothing again
 
 
 def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_place):
-    """While a mask function is replaced, transformers receives the arguments as it would have extended them."""
+    """While a mask function is replaced, transformers receives the arguments that it would have computed itself."""
     prepared, stock = pair(graphs=None)
     for seed in range(3):
         answers = itertools.cycle((None, None, "replaced"))
@@ -127,7 +127,7 @@ def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_
 
 
 def test_a_call_whose_masks_transformers_makes(pair, in_place):
-    """A mask with a hole: transformers prepares every step of that call, and only the first step of the next."""
+    """transformers prepares every step of a call whose mask has a gap, but only the first step of the next call."""
     prepared, stock = pair()
     call = repeating()
     call["attention_mask"][0, 4] = 0
@@ -145,7 +145,7 @@ def test_a_recording_for_each_number_of_drafts(pair, drafted):
         counts.append(list(drafted))
         drafted.clear()
     assert all(map(torch.equal, *results)) and counts[0] == counts[1]
-    lengths = [step.tensors[0].shape[1] for step in steps_of(prepared)]  # of the logits
+    lengths = [step.tensors[0].shape[1] for step in steps_of(prepared)]  # tokens per step, from the logits' shape
     assert len(lengths) > 2 and {length - 1 for length in lengths} <= set(counts[0])
     assert counted(prepared)[1] > len(counts[0]) / 2 and known(prepared).turned_away == {}
 

@@ -14,7 +14,7 @@ from tests.generation.conftest import counted, generate, prompt
 
 
 class Stream:
-    """A stand-in for a stream. waited: the events that it waits for."""
+    """A stand-in for a stream on one device. current: the current stream of that device."""
 
     device = torch.device("cuda", 1)
     current: Stream
@@ -45,7 +45,7 @@ def memory(tensors):
 
 
 def like(cache):
-    """The key of a call that this cache can serve."""
+    """The arguments of `pool.take` for a call that this cache can serve."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
 

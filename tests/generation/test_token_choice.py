@@ -36,7 +36,7 @@ def chosen(monkeypatch):
     draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
 
     def drawing(self, generator=None):
-        counts["drawn"] += generator is None  # otherwise it is compared
+        counts["drawn"] += generator is None  # a draw from a separate generator belongs to a comparison
         return draw(self, generator)
 
     def taking(cls, function, types, args=(), kwargs=None):
@@ -100,7 +100,7 @@ def test_the_largest_logits_are_chosen_in_the_step(pair, chosen):
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, how, pair, chosen, monkeypatch):
-    """The same model with transformers' choice is the reference. Half precision has ties: the first one is chosen."""
+    """The reference is the same model, with tokens chosen by transformers. Of tied logits, the first is chosen."""
     prepared = pair()[0].to(dtype)
     tokens = [generate(prepared, prompt(rows=3), seed=seed, new=25, **how) for seed in (0, 1)]
     assert chosen.total() > 25
@@ -145,7 +145,7 @@ def test_streamers(how, pair, chosen):
 def test_a_late_check_restores_the_random_state(pair, ends_asked_late, chosen):
     prepared, stock = pair()
     free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
-    for at in (8, 9, 12, 20, 31):  # in the first steps, which run uncaptured, up to the last one
+    for at in (8, 9, 12, 20, 31):  # from the first steps, which run uncaptured, to the last step
         how = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
         for _ in range(2):
             assert same(prepared, stock, prompt(rows=1), new=25, **how)
@@ -236,7 +236,7 @@ PLACES = {
 @pytest.mark.parametrize("during", [False, True])
 @pytest.mark.parametrize("name", PLACES)
 def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
-    """They are called as often as in stock, and with tensors, even if they are replaced during a call."""
+    """Functions are called as often as in stock, and with tensors, even if they are replaced during a call."""
     owner, attribute, how = PLACES[name]
     prepared, stock = pair("llama", graphs=None)
     for _ in range(3):  # later calls compare few of their draws, and a comparison calls the functions too
@@ -270,7 +270,7 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_functions_that_were_replaced_before_the_first_call(how, pair, monkeypatch):
-    """A function of torch itself, and one that accepts only the arguments that transformers passes."""
+    """One replacement is another function of torch, and one accepts only the arguments that transformers passes."""
     draws_like_multinomial.cache_clear()
     token_choice._skipped.cache_clear()
     monkeypatch.setattr(torch, "argmax", torch.argmin)
@@ -283,7 +283,7 @@ def test_functions_that_were_replaced_before_the_first_call(how, pair, monkeypat
 
 
 def test_lists_that_change_during_a_call(pair):
-    """A model that keeps the lists of the call."""
+    """During a call, a streamer extends the call's lists of logits processors and stopping criteria."""
 
     class Changes(Streamer):
         def __init__(self, lists):
@@ -413,7 +413,7 @@ def test_beams_and_drafts_leave_the_choice_to_transformers(pair, chosen):
 
 
 def test_the_cache_is_freed_with_the_call(pair):
-    """Stand-ins reference no runner: a cycle would keep the buffers until the next collection."""
+    """Stand-ins must not reference the runner: a cycle would keep the buffers alive until the next collection."""
     prepared, _ = pair()
     generate(prepared, seed=0, new=20, **SAMPLED)
     generate(prepared, new=20)
@@ -456,7 +456,7 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
     "fault", [faults.stale_logits, faults.filter_dropped, faults.garbage_draws], ids=lambda fault: fault.__name__
 )
 def test_a_wrong_draw_is_detected_and_withdrawn(fault, first, pair, monkeypatch, tmp_path):
-    if first > 2:  # not compared: it would raise where PyTorch compiles assertions in kernels, unlike ROCm's builds
+    if first > 2:  # without a comparison, a wrong draw raises where kernels have assertions, which ROCm's builds lack
         asserts = torch._assert_async
         monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))

@@ -17,7 +17,7 @@ from tests.generation import faults
 from tests.generation.conftest import counted, generate, prompt
 
 RELEASE = Version(transformers.__version__)
-SLIDING_STATIC = Version("4.54") <= RELEASE  # in earlier releases, their static cache has another class
+SLIDING_STATIC = Version("4.54") <= RELEASE  # earlier releases have another class of static cache for sliding windows
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2"]
 
@@ -30,10 +30,10 @@ def contents(cache):
 
 
 def close(one, two):
-    """Compare up to rounding, because layers sum in different orders. Tolerance: rounding steps of the largest value.
+    """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps of the largest value.
 
-    These random weights amplify a rounding error. T5's amplify it most (45 steps were seen), because T5 doesn't scale
-    its scores.
+    These random weights amplify rounding errors. The largest error that was seen is 45 eps, in T5, which doesn't scale
+    its attention scores.
     """
     assert one.isfinite().all() and two.isfinite().all()
     assert (one - two).abs().max() <= 512 * torch.finfo(two.dtype).eps * two.abs().max()
@@ -44,7 +44,7 @@ def _pairs(layers):
 
 
 def alike(prepared, stock):
-    """Keys are computed with masks that differ from stock's, so they agree only up to rounding."""
+    """Compare caches up to rounding, because keys are computed with masks that differ from stock's."""
     (kind, length, tensors), (other, others_length, others) = contents(prepared), contents(stock)
     assert kind is other and length == others_length and len(tensors) == len(others)
     for one, two in zip(tensors, others, strict=True):
@@ -94,7 +94,7 @@ def test_a_chat_with_a_passed_cache(kind, how, pair):
     caches = [brought(kind, how, model) for model in (prepared, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
-    for more in (0, 5, 1):  # no new tokens, a user's turn, a single token
+    for more in (0, 5, 1):  # number of new prompt tokens: none, a user's turn, a single token
         further = torch.randint(3, 61, (2, more), generator=torch.Generator().manual_seed(more))
         sequences = [torch.cat((tokens, further), 1) for tokens in sequences]
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)

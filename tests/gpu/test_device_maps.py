@@ -123,7 +123,7 @@ def test_limited_by_memory(checkpoint):
 
 @pytest.mark.parametrize("mapping", ["auto", {"": 0}])
 def test_one_gpu_for_all_layers(mapping, checkpoint):
-    """There are no hooks, and steps are recorded as they are without a device map."""
+    """The model gets no hooks, and its steps are recorded as without a device map."""
     folder = checkpoint("llama")
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
     prepared, stock = (load(folder, prepared=which, device_map=mapping, **memory) for which in (True, False))

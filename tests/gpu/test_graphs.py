@@ -19,7 +19,7 @@ from tests.generation.conftest import counted, generate, make, outlives_steps_of
 pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503}
-FIRST = 3  # steps before the first replay
+FIRST = 3  # steps after the prompt whose results are not taken from a replay: first, recorded, first compared
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
 
 
 def test_memory_is_freed_with_the_model(pair):
-    generate(pair()[0], asked())  # makes the permanent allocations
+    generate(pair()[0], asked())  # this call makes the permanent allocations
     gc.collect()
     before = torch.cuda.memory_allocated()
     prepared, stock = pair()

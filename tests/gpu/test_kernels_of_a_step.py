@@ -23,7 +23,7 @@ SIZES = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
-KINDS = {  # model, config, settings; kernels per layer now, and before norms and routers were fused
+KINDS = {  # model, config, settings, kernels per layer now, kernels per layer before norms and routers were fused
     "qwen3": ("Qwen3", "Qwen3Config", {}, 9, 11),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 10, 15),
     "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 12, 30),
@@ -36,7 +36,7 @@ KINDS = {  # model, config, settings; kernels per layer now, and before norms an
     ),
 }
 FEW, MANY = 2, 6  # numbers of layers; kernels that run once per step cancel in the difference
-AT = 11  # the step to count; replays 1, 2, 3, 5, 9 and 17 are compared with uncaptured steps
+AT = 11  # the measured step, which is only replayed: replays 1, 2, 3, 5, 9 and 17 are also compared
 RUNS = 3
 
 
@@ -59,7 +59,7 @@ def kernels(kind, layers):
     model, config, settings, *_ = KINDS[kind]
     torch.manual_seed(0)
     depth = {"num_hidden_layers": layers}
-    if "sliding_window" in settings:  # both layer types at every depth, because each has its own mask and rotary angles
+    if "sliding_window" in settings:  # models of any depth need both layer types: each has its own mask and angles
         depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
     made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)

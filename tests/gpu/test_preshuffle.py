@@ -1,6 +1,6 @@
 """Shuffled weights on a GPU: their memory, and captured graphs that never read a copy.
 
-aiter is a recorded release whose calls PyTorch computes, so these tests don't measure speed.
+In these tests, PyTorch computes the calls of a recorded release of aiter, so they don't measure speed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS = 2048, 12  # 8 MiB per layer in bf16
 LAYER = 2 * WIDTH * WIDTH
-MARGIN = 2 * 2**20  # rounding of the allocator
-SEGMENT = 20 * 2**20  # reserved for a tensor of 1 to 10 MiB
+MARGIN = 2 * 2**20  # the allocator rounds sizes up
+SEGMENT = 20 * 2**20  # the allocator reserves this much memory for a tensor of 1 to 10 MiB
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_odd_sizes_are_served_by_some_tier(kind, k, n):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_model(kind):
-    """Four layers of the Llama-3.1-8B shape: half the memory of their linear layers, one GEMM per group.
+    """Quantizing halves the memory of the linear layers of a Llama, and every group of layers runs as one GEMM.
 
     The logits are as accurate as the eager tier's, and differ from those of the original weights by the reported loss.
     """
@@ -176,7 +176,7 @@ def test_a_model_moves_to_the_gpu_and_back():
     assert memory()[0] - before < WORKSPACE  # the 8-bit weights took up 900 MB
 
 
-# N, K: whole tiles, the sizes of a small model, a K that is not a multiple of a step
+# N, K: multiples of the tile sizes, the sizes of a small model, and a K that is not a multiple of the kernel's step
 SIZES = [(4096, 4096), (896, 4864), (272, 1152)]
 
 

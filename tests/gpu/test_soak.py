@@ -15,7 +15,7 @@ from tests.generation.soak import same_tokens
 
 pytestmark = [
     pytest.mark.gpu,
-    # stock runs the compiler, which warns, if a call requests a static cache
+    # if a call requests a static cache, stock compiles the model, and the compiler warns
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings(
         "ignore:(TensorFloat32 tensor cores|The CUDA Graph is empty|\\s*Online softmax):UserWarning"

@@ -37,7 +37,7 @@ def by_kernel(operation, *arguments, **keywords):
     return output
 
 
-PACKED = {  # H, Hkv, D, D_v; queries; keys; terms
+PACKED = {  # H, Hkv, D, D_v; queries per sequence; keys per sequence; other arguments
     "llama": ((32, 8, 128, 128), [700, 1, 63, 128, 0], [700, 900, 63, 1000, 0], {}),
     "bidirectional": ((28, 4, 128, 128), [300, 77], [300, 500], {"causal": False}),
     "gpt-oss": ((64, 8, 64, 64), [333, 1], [333, 200], {"sinks": True, "window": 128}),

@@ -79,7 +79,7 @@ def follows(model, groups):
 
 
 def measure(folder, tmp_path, *, prepared):
-    """(allocated, reserved) bytes above the initial memory: after loading, at its peak, and at the peak of saving."""
+    """(allocated, reserved) bytes above the initial memory, after loading and at the peaks of loading and saving."""
     gc.collect()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -98,11 +98,11 @@ def measure(folder, tmp_path, *, prepared):
 def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
     """After loading, allocated and reserved memory are within 1 % of stock's.
 
-    The peaks of loading and saving exceed stock's by at most one layer. The test loads the weights in the checkpoint's
-    order. The threads of transformers 5 may swap neighbours in its single allocation. Some blocks are then allocated
-    separately, which only increases the reserved memory.
+    The peaks of loading and saving exceed stock's by at most one layer. The weights are loaded in the checkpoint's
+    order, because the threads of transformers 5 may swap neighbouring weights in the single allocation for all of them.
+    Some fused blocks are then allocated separately, which only increases the reserved memory.
     """
-    load(large, prepared=True)  # loads kernels and creates library handles
+    load(large, prepared=True)  # the first call loads kernels and creates library handles
     print("in threads", measure(large, tmp_path, prepared=True))
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     stock, prepared = measure(large, tmp_path, prepared=False), measure(large, tmp_path, prepared=True)
@@ -199,7 +199,7 @@ def test_replays_see_writes_and_a_stale_group_is_not_used_while_capturing():
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            outputs = group(x)  # drops the fused block, whose parts are moved later
+            outputs = group(x)  # drops the fused block, and its parts are moved after the capture
         assert group.a.weight.data_ptr() == kept
         again.replay()
         for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):

@@ -44,7 +44,7 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # old releases ignore it under sdpa
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore it under sdpa
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -140,7 +140,7 @@ def test_norms_after_the_branches_are_one_operation_with_the_sum(few, monkeypatc
     [("post_attention_layernorm", 1), ("pre_feedforward_layernorm", 2), ("post_feedforward_layernorm", 1)],
 )
 def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations, monkeypatch):
-    """operations: the number of `norm_add` calls that remain in the changed layer."""
+    """operations: the number of `norm_add` calls that remain in the layer whose norm has a hook."""
     monkeypatch.setattr(decoder, "one_kernel", lambda *norms: True)
     model = build("Gemma2")
     pair = model, hf_rocm.prepare(copy.deepcopy(model), force=True)
@@ -159,7 +159,7 @@ def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations
 @pytest.mark.parametrize("part", TOUCHABLE)
 @pytest.mark.parametrize("how", ["hook", "forward"])
 def test_a_changed_module_takes_effect(pair, few, part, how):
-    """Change every part of the first layer in turn: the part is called once, and its result is used."""
+    """If a part of the first layer is changed, the part is called once, and its result is used."""
     outputs = []
     for model in pair:
         calls: list[int] = []

@@ -1,6 +1,6 @@
-"""Layers with the gated delta rule run a prompt or a step as one operation. A step updates the states in place.
+"""Layers with the gated delta rule run a prompt or a step as one operation, and a step updates the states in place.
 
-Some calls stay stock.
+Calls that these operations don't support run stock code.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_step_runs_as_one_operation(dtype, name):
 def exactly(model, call):
     """The result of `call` with a float64 copy of this stock model, whose layers run the eager operations.
 
-    The functions of stock layers would compute in fp32.
+    Stock layers call functions that always compute in fp32.
     """
     copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
     copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
@@ -104,7 +104,7 @@ def prompts_of(routes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [(70,), (1, 1, 1), (2, 66), (65, 1, 4)], ids=str)
 def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
-    """The parts of a prompt over one cache. A part of one token over known states is a step."""
+    """The parts of a prompt share one cache. A part of one token is a step if it is not the first part."""
     stock, prepared = pair(name, dtype)
 
     def in_parts(model):
@@ -132,7 +132,7 @@ def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_padding_and_no_cache(cached, name):
-    """Rows with padding on the left, compared with the same rows without it; stock sets padding to zero."""
+    """Rows with padding on the left have the same results as rows without padding. Stock sets padding to zero."""
     stock, prepared = pair(name)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
     mask[0, :7] = 0
@@ -189,7 +189,7 @@ def test_fused_projections(name):
 
 
 def outcome(layer, x, cache, further):
-    """Returns a layer's result as numbers, or its error, for packed sequences and wrong masks."""
+    """Returns a layer's result as numbers or its error message, because packed sequences and wrong masks may raise."""
     try:
         return layer(x, cache_params=cache, **further).tolist()
     except (ValueError, RuntimeError) as error:
@@ -228,7 +228,7 @@ def _registered(layer, patch):
     patch.setitem(transformers.activations.ACT2FN, "silu", torch.nn.Tanh)
 
 
-# name → the change, before the calls, and the reason why they stay stock
+# name → (a change made before the calls, the reason why the calls run stock code)
 REPLACED = {
     "class of the norm": (_own_norm, "its norm is of type Mine"),
     "other norm": (_other_norm, "its norm is of type Other"),
@@ -255,7 +255,7 @@ REPLACED = {
 @pytest.mark.parametrize("change", REPLACED)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stock_calls_is_called(name, change, monkeypatch):
-    """For a prompt and the steps after it."""
+    """The replacements are called in a prompt and in the steps after it."""
     stock, prepared = pair(name)
     before = run(stock, tokens(2, 7))[0]
     apply, reason = REPLACED[change]
@@ -278,7 +278,7 @@ def test_what_stock_calls_is_called(name, change, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast_layers_are_stock(dtype, name):
-    """PyTorch's own rules decide the dtypes of products and states."""
+    """PyTorch's autocast rules determine the dtypes of products and states."""
     results = []
     stock, prepared = pair(name, dtype)
     with torch.autocast("cpu", torch.bfloat16), ops.recording() as routes:
@@ -343,7 +343,7 @@ def test_stock_serves_the_rest(length, change, reason, monkeypatch):
 
 @served
 def test_record_past():
-    """In such a cache, stock keeps earlier inputs of the convolution, so that rejected drafts can be undone."""
+    """In a cache that records past states, stock keeps earlier inputs of the convolution to undo rejected drafts."""
     prepared = pair("qwen3_next")[1]
     cache = run(prepared, tokens(1, 6))[1]
     cache.activate_past_recording()

@@ -266,7 +266,7 @@ def test_gradients(family):
 
 @torch.no_grad()
 def test_other_dtypes_and_autocast(pair):
-    """PyTorch's own rules for dtypes apply: under autocast, and if norms are kept in another dtype."""
+    """PyTorch's own rules for dtypes apply under autocast, and if a norm has another dtype than the other layers."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (expected, _), (output, count) = map(run, pair)
     assert count == 0 and output.dtype == expected.dtype
@@ -353,7 +353,7 @@ def _causal(layer: Any) -> list[None]:
 
 @torch.no_grad()
 def test_an_activation_that_stock_computes_as_a_formula(monkeypatch):
-    """On a GPU one kernel serves the formula. On the CPU the module is called, as it is if it has a hook."""
+    """On a GPU, one kernel computes the formula. On the CPU, or if the module has a hook, the module is called."""
     stock = build("CLIPVision")
     model = prepared(stock)
     expected = run(stock)[0]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 OVERLAYS = sorted((Path(__file__).resolve().parents[2] / "overlays").glob("transformers-*/models/*/modeling_*.py"))
-# Functions that normalise their input if they get `fused`. So do the stock forwards that the decoder layer passes.
+# Functions that normalise their input if they get the argument `fused`. An argument named `stock`, which is a forward
+# that the decoder layer passes, does so, too.
 NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.forward"}
 
 

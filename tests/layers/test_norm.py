@@ -1,4 +1,4 @@
-"""Modules that an operation may compute: with their class's own forward and call, and nothing else to run."""
+"""An operation replaces a module only if a call would run nothing but the unchanged forward of the module's class."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
         calls.append(seen)
         for place, _ in _dropouts(model):
             parent, _, child = place.rpartition(".")
-            setattr(model.get_submodule(parent), child, nn.Identity())  # without an attribute `p`
+            setattr(model.get_submodule(parent), child, nn.Identity())  # has no attribute `p`
         outputs.append(model(ids)[0])
     assert calls[0] == calls[1] and calls[0]
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-3, atol=1e-4)

@@ -68,7 +68,7 @@ MACHINES = [
     (USUAL, ("gfx1200",), None),
     (STALLS, ("gfx1151",), "stalls"),
     (USUAL, ("gfx1100",), None),
-    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the discrete GPU; the CPU has an integrated one, too
+    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the discrete GPU, not to the integrated one
     ("7.0.0-280-generic", ("gfx1100",), None),
     ("7.0.0-14-generic", ("gfx1100",), None),
     ("7.0.120", ("gfx1100",), None),

@@ -105,7 +105,7 @@ def test_the_files_have_packed_weights(kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def read_by_stock(checked, tmp_path_factory):
-    """For every kind, the model and what stock transformers reads: its weights and its logits."""
+    """kind → (the model, the weights that stock transformers reads from the saved files, the logits with them)."""
     folder = tmp_path_factory.mktemp("saved")
     built = {}
     for kind in KINDS:

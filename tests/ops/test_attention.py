@@ -66,7 +66,7 @@ def reference(query, key, value, *, scale, causal=False, mask=None, window=None,
 def tensors(shape, dtype, seed=0):
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
-    # [B, S, H, D] transposed, as in the layers
+    # transposed views of [B, S, H, D], as in the layers
     query = torch.randn(b, s_q, h, d, generator=generator).to(dtype).transpose(1, 2)
     key = torch.randn(b, s_k, kv_heads, d, generator=generator).to(dtype).transpose(1, 2)
     value = torch.randn(b, s_k, kv_heads, value_dim, generator=generator).to(dtype).transpose(1, 2)

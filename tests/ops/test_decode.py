@@ -62,7 +62,7 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 def test_a_rolling_cache_has_the_last_keys(tier):
-    """All rows had 25 keys, and the cache contains the last 8. The padding of the second row extends into them."""
+    """Every row has 25 keys so far, and the cache contains the last 8. Three of the second row's are padding."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
     how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
     output = run(tier, query, key, value, torch.tensor([25]), **how)
@@ -135,7 +135,7 @@ def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
         assert decode.attention_refuses(ATTENTION._replace(**restricted), nvidia) is None
     with options.override(tier="triton"):
         assert decode.attention_refuses(ATTENTION, nvidia) is None
-    assert decode.refuses(DECODING, nvidia) is None  # PyTorch needs a mask for lengths
+    assert decode.refuses(DECODING, nvidia) is None  # for lengths, PyTorch's attention would need a mask
 
 
 def test_prefill_is_refused(monkeypatch):
@@ -169,10 +169,10 @@ def _answer(*_, **__):
 def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
         how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
-        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # the minimum of tl.dot
+        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # the minimum sizes of tl.dot
         assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())
-        assert 2 * how.keys * wide * size <= 64 * 1024  # a block of keys and a block of values in LDS
+        assert 2 * how.keys * wide * size <= 64 * 1024  # LDS must hold a block of keys and a block of values
 
 
 def test_small_work_is_split_and_large_work_is_not():

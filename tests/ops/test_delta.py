@@ -49,7 +49,7 @@ def converted(keywords, dtype=None):
 
 
 def check(serve, dtype, **sizes):
-    """Run three tokens in turn. Outputs and states must be within the tolerance, and the convolution's state exact."""
+    """Run three steps. Outputs and states must be within the tolerance, and the convolution's state must be exact."""
     keywords = drawn(dtype, **sizes)[1]
     runs = [(serve, dtype, []), (eager, dtype, []), (eager, torch.float64, [])]
     for call, its_dtype, results in runs:

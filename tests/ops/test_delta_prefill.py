@@ -20,8 +20,8 @@ SIZES = {
     "two taps": {"length": 33, "taps": 2, "fresh": True},
 }
 
-# Inputs that are numerically difficult: gates that keep nothing or everything, equal keys, tokens of zeros. They are
-# compared in fp32, because in other dtypes the norm at the end enlarges earlier roundings.
+# Inputs that are numerically difficult: gates that keep nothing or everything, equal or opposite keys, and zeros. They
+# are compared only in fp32, because in other dtypes the norm at the end amplifies earlier rounding errors.
 HARD = {
     "forgets": {"decay": 30.0},
     "remembers": {"decay": -20.0},
@@ -62,7 +62,7 @@ def drawn(
 
 
 def hard(dtype, what, **sizes):
-    """`drawn`, with some inputs filled with one number, or with two alternating ones."""
+    """Returns the results of `drawn`, with some inputs filled with one number or with two alternating numbers."""
     inputs, keywords = drawn(dtype, **sizes)
     for place, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
         if name in what:
@@ -85,10 +85,10 @@ def in_tier(tier, inputs, keywords):
 
 
 def check(serve, inputs, keywords):
-    """Output and state must be within the tolerance of single steps, and the convolution's state exact.
+    """Output and state must be within the tolerance of single steps, and the convolution's state must be exact.
 
-    A prompt in chunks rounds in other places than single steps, which are accurate by chance for some inputs. Then the
-    error may also be that of inputs with one rounding error.
+    A prompt in chunks rounds at other points than single steps, which are accurate by chance for some inputs. The error
+    may therefore also be as large as that of single steps in float64 whose inputs have a rounding error.
     """
     actual = serve(*inputs, **keywords)
     steps = in_tier("eager", inputs, keywords)

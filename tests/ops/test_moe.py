@@ -198,7 +198,7 @@ def test_the_bound_of_pairs_follows_from_the_number_of_tokens(tokens, bound):
 
 
 def test_kernels_are_preferred_to_copies():
-    """The loops over experts come last."""
+    """Implementations that copy the weights, and then loops over experts, come after them."""
     tiers = [(route.tier, route.name) for route in registry.operations()["experts"].implementations]
     assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
 
@@ -282,7 +282,10 @@ def test_the_probe_finds_a_wrong_implementation(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):
-    """The gradient of a bias sums hundreds of rows. The clamp's gradient jumps, so no value may be near the limit."""
+    """The check passes although the gradient of a bias is a sum over hundreds of rows.
+
+    The gradient of a clamp is discontinuous at the limit, so the check must not use values near it.
+    """
     spec = ExpertsSpec(*key_of("odd"))._replace(dtype=dtype, weight_dtype=dtype, grad=grad)
     layout = {name: value for name, value in layout.items() if name not in ("limit", "alpha")}
     spec = spec._replace(bias=layout.pop("biases", False), **layout)

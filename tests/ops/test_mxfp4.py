@@ -13,7 +13,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def number(code):
-    """A code has a sign bit, two exponent bits with a bias of 1, and one mantissa bit."""
+    """The value of a code, which has a sign bit, two exponent bits with a bias of 1, and one mantissa bit."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     return (-1) ** sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
 
@@ -41,7 +41,7 @@ def test_a_block_of_a_nan_scale():
 
 
 def nearest(value):
-    """The code of the nearest number, computed in float64; of two equally near ones, the even code."""
+    """The code of the nearest number, computed in float64. If two numbers are equally near, it is the even code."""
     return min(range(8), key=lambda code: (abs(number(code) - abs(value)), code & 1)) | (value < 0) << 3
 
 
@@ -49,7 +49,7 @@ def nearest(value):
 def test_rounding(dtype):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 8 * BLOCK, generator=generator) * 2.0 ** torch.randint(-9, 5, (3, 1), generator=generator)
-    weight[:, -8:] = 7.9 * weight.abs().amax()  # saturates: 7.9 is more than 6
+    weight[:, -8:] = 7.9 * weight.abs().amax()  # these values saturate, because the largest number is 6
     weight = weight.to(dtype)
     codes, scales = quantize(weight)
     for row, row_codes, row_scales in zip(weight.double(), codes, scales, strict=True):
@@ -60,12 +60,12 @@ def test_rounding(dtype):
     back = dequantize(pack(codes), scales, torch.float64)
     size = powers(scales).double().repeat_interleave(BLOCK, 1)
     inside = weight.double().abs() <= 6 * size
-    # half of the largest step, from 4 to 6
+    # the error is at most half of the largest step, which is that from 4 to 6, or twice as much for saturated values
     assert ((back - weight.double()).abs() <= torch.where(inside, size, 2 * size)).all() and not inside.all()
 
 
 def test_ties_go_to_even_codes():
-    """The midpoints between adjacent codes, and 4, which fixes the scale."""
+    """The weight contains the midpoints between adjacent codes, and 4, which determines the scale."""
     middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
     weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
     codes, scales = quantize(weight)
@@ -74,7 +74,7 @@ def test_ties_go_to_even_codes():
 
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -125, -3, 0, 126, 127])
 def test_every_magnitude_has_a_scale(exponent):
-    """Below 2⁻¹²⁵, the scale is the smallest one."""
+    """If the largest magnitude of a block is below 2⁻¹²⁵, the block has the smallest scale."""
     weight = torch.zeros(BLOCK).double()
     weight[3] = -(2.0**exponent)
     codes, scales = quantize(weight.float())

@@ -100,7 +100,7 @@ def test_warming_up_uses_the_device(monkeypatch):
 
 @pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
 def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, monkeypatch):
-    """The replacement process does not run the compiler before its first request."""
+    """The process that replaces the child does not warm up before its first request."""
     code = "from hf_rocm.ops import probe_child as w; import os, time; w.WAKING = 1; "
     start = probe_worker._START.replace(
         "from hf_rocm.ops.probe_child import serve; serve(", f"{code}w._wake = {ending}; w.serve("
@@ -124,7 +124,7 @@ def test_prepare_starts_it_unless_the_model_stays_stock(started):
 
 
 def test_no_process_can_be_started(started, monkeypatch):
-    """A later first-use check reports the error; `prepare` does not raise it."""
+    """`prepare` does not raise the error, which a later first-use check reports."""
 
     def start(device):
         raise OSError(12, "Cannot allocate memory")

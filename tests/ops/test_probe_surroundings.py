@@ -49,7 +49,7 @@ def child_requests(monkeypatch):
 
 
 def passes_twice(child_requests):
-    """The check passes once in this process, and nothing is written to disk."""
+    """Check that a pass is reused in this process and is not stored on disk: after `forget`, the check runs again."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert CHECK(SPEC, CPU) is None and CHECK(SPEC, CPU) is None
@@ -241,7 +241,10 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
-    """A container image is warmed up when it is built. Users of a shared folder store their own passes next to it."""
+    """The cache may be part of a container image that root built. Files of other users are not trusted.
+
+    A user who finds no trusted file stores a separate one in the same folder.
+    """
     tmp_path.chmod(0o777)
     assert CHECK(SPEC, CPU) is None and len(child_requests) == 1
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -55,7 +55,10 @@ def checked():
 
 
 def routed(tier, x, data, scale, bias=None, **further):
-    """Run quantized_linear in this tier. If PyTorch has no such GEMM, the tier must refuse, and eager serves."""
+    """Run quantized_linear in this tier.
+
+    If PyTorch has no such GEMM, the tier must refuse the call, and the eager tier runs it.
+    """
     name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         if name is None:
@@ -75,8 +78,8 @@ def routed(tier, x, data, scale, bias=None, **further):
 def within_the_bound(output, x, weight, bias, format):
     """Check that no element differs from the product of the unrounded numbers by more than the rounding errors.
 
-    The bound is (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format. Rounding the
-    product and the sum with the bias to the output's dtype is added to it.
+    The bound is (|x| + e_x)(|w| + e_w) - |x||w|, summed over K, where e is half a step of the format, plus the errors
+    of rounding the product and its sum with the bias to the output's dtype.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
     off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)

@@ -37,7 +37,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "rope_into_cache": "rope_into_cache._specification",
     "varlen_attention": "varlen.varlen_attention",
 }
-SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # operation → the one with the same specification
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # operation → operation with the same spec type
 
 
 def test_every_operation_is_listed():

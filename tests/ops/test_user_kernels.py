@@ -114,7 +114,7 @@ def test_invalid_registrations(register):
 
 
 def test_an_implementation_gets_all_arguments_by_position(register):
-    """As documented, it gets the operation's arguments by position, not the internal object."""
+    """As documented, an implementation gets the operation's arguments by position, not the internal call object."""
     arguments = []
 
     def experts(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form):

@@ -18,7 +18,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, locate
 
-# The models of a site, which has no others. Every release has them, and the tested code is the same for all models.
+# A site contains only these models. Every release has them, and the tested code treats all models alike.
 MODELS = ("bert", "gemma", "llama", "qwen3")
 
 
@@ -50,7 +50,7 @@ class Site:
         self.metadata.rename(self.metadata.with_name(f"transformers-{version}.dist-info"))
 
     def forget_record(self) -> None:
-        """Remove RECORD, as if the package manager recorded no hashes, or the release had a different file."""
+        """Remove RECORD, as if the package manager had recorded no hashes."""
         (self.metadata / "RECORD").unlink()
 
 
@@ -106,7 +106,8 @@ def make_site(path: Path) -> Site:
 def _template() -> tempfile.TemporaryDirectory[str]:
     """The template from which every site is copied. It is built once, with the files that the catalog names."""
     folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="hf-rocm-site-")
-    path, source = Path(folder.name) / "site", installed_package()  # the subfolder's mode is not private
+    # a site has the default mode, so it is a subfolder of the temporary folder, whose mode is private
+    path, source = Path(folder.name) / "site", installed_package()
     (path / "transformers" / "models").mkdir(parents=True)
     shutil.copy2(source / "__init__.py", path / "transformers" / "__init__.py")
     for model in MODELS:

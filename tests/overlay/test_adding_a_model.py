@@ -37,7 +37,7 @@ def test_every_command_accepts_the_options_on_the_page() -> None:
             assert (ROOT / command[0]).stat().st_mode & 0o111
             options = [word for word in command if word.startswith("--")]
             text = (ROOT / _SOURCES.get(command[0], command[0])).read_text(encoding="utf-8")
-            options = options[: options.index("--")] if "--" in options else options  # the rest are pytest's options
+            options = options[: options.index("--")] if "--" in options else options  # pytest's options follow `--`
             assert all(option in text for option in options), command
         elif command[0] == "hf-rocm":
             help_of = [sys.executable, "-m", "hf_rocm", command[1], "--help"]

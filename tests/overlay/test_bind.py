@@ -1,4 +1,4 @@
-"""The dispatcher on stand-ins for stock classes: which forward every call gets, and the dispatcher's removal."""
+"""The dispatcher on stand-ins for stock classes: the forward that every call runs, and the dispatcher's removal."""
 
 from __future__ import annotations
 

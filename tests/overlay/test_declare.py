@@ -1,4 +1,4 @@
-"""Stock classes bound as data: the arguments of a declaration's forward, and the bound name."""
+"""Stock classes that are bound by declarations: the arguments of a declaration's forward, and the bound name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests depend only on what a definition does, and are the same in every Python version."""
+"""Digests depend only on the behaviour of a definition, and are the same in every Python version."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
     assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in result.text
     for number, (line, terms) in enumerate(
         (
-            ("query = query * self.scaling", ", scaling=self.scaling"),  # scaled twice
+            ("query = query * self.scaling", ", scaling=self.scaling"),  # the query would be scaled twice
             ("key = key * self.scaling", ", scaling=1.0"),
             ("query = self.q_norm(query * self.scaling)", ", scaling=1.0"),
             ("query = query + self.scaling", ", scaling=1.0"),

@@ -15,7 +15,7 @@ from tests.overlay.conftest import MODELS, Site
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# uses a stand-in for torch that imports the same standard modules as torch
+# The script replaces torch with a stand-in, and imports the standard modules that torch would import.
 TIMED = """
 import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
 torch = sys.modules["torch"] = types.ModuleType("torch")
@@ -57,11 +57,14 @@ IMPORTED = (
 
 
 def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tmp_path: Path) -> None:
-    """The first block takes at most 5 ms, any other 1 ms; on slower machines, limits scale with asyncio's import."""
+    """The first block takes at most 5 ms, and any other at most 1 ms.
+
+    On slower machines, the limits are proportional to the time of importing asyncio.
+    """
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(40):  # the first run compiles what an installer would compile; the best of the others counts
+    for _ in range(40):  # the first run compiles files, as installers do; the fastest run counts
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

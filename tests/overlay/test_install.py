@@ -360,7 +360,7 @@ def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:
 
 
 def test_files_that_remain_in_an_append_only_folder_are_named(site: Site, catalog: Catalog) -> None:
-    """Files can be created in such a folder, but neither replaced nor removed. The error names those that remain."""
+    """In an append-only folder, files can be created, but not replaced or removed. The error names the new files."""
     import errno
 
     class AppendOnly(Disk):

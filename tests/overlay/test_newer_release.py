@@ -21,7 +21,7 @@ from hf_rocm.overlay.scan import survey
 from hf_rocm.overlay.state import FileState, Match
 from tests.overlay.conftest import MODELS, Site, hashes, next_release
 
-# Possible upstream changes: another default, another computation, another method, another name.
+# Possible upstream changes: another default, another computation, and an additional class attribute.
 EDITS: dict[str, tuple[str, str, str]] = {
     "gemma": ("GemmaRMSNorm", "eps: float = 1e-6", "eps: float = 1e-5"),
     "llama": ("LlamaMLP", "self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x))"),
@@ -128,7 +128,7 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
     newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--transformers-path", str(newer.path)]
-    newest = states(newer, catalog)["llama"].newest_checked  # None if a newer release than this one was checked
+    newest = states(newer, catalog)["llama"].newest_checked  # None if the overlay was checked with a newer release
     monkeypatch.setenv("COLUMNS", "120")
     for module in (plan, newer_release, state, output, check_version):
         monkeypatch.setattr(module, "LISTED", 2)

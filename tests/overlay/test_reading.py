@@ -83,7 +83,7 @@ def test_a_block_binds_no_name_that_the_stock_file_uses(site: Site, model: str) 
 
 
 def test_the_searches_are_those_of_the_installed_release() -> None:
-    """Fails for a new release that searches for something else."""
+    """The test fails if a new release searches for something else."""
     source = (installed_package() / "modeling_utils.py").read_text(encoding="utf-8")
     patterns = {
         r"class \w+Attention\(nn.Module\)",

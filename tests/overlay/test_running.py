@@ -132,7 +132,7 @@ facts["active"] = [name for name in sys.modules if name.startswith("hf_rocm._act
 
 def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_values(installed, checkpoints):
     facts = report(installed, checkpoints, FORCED, HF_ROCM_FORCE="1")
-    assert facts.pop("active") == []  # the installed block runs, not an activation
+    assert facts.pop("active") == []  # the installed block runs, and no overlay is activated in memory
     assert facts.keys() == checkpoints.keys()
     for name, result in facts.items():
         heads, kv_heads = result["expected"]
@@ -142,7 +142,7 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
 
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
-    """hf-rocm was uninstalled while its blocks remained."""
+    """Simulates that hf-rocm was uninstalled while its blocks remained."""
     body = INERT.replace('facts["imported"]', "hidden")
     gone = "import sys; sys.modules['hf_rocm'] = None\n"
     without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.packaging.conftest import Run
 
-LIMIT = 0.050  # seconds, or what importing asyncio takes on a slower machine
+LIMIT = 0.050  # seconds; on slower machines, the limit is the time of importing asyncio
 HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
 
 TIMED = """

@@ -25,7 +25,7 @@ ROCM_TRITON = {"older": ("pytorch-triton-rocm", "3.5.0"), "newer": ("triton", "3
 
 @pytest.fixture(scope="module", autouse=True)
 def index(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The package index to resolve against, which the tests require."""
+    """Skip the tests if there is no package index from which pip can resolve requirements."""
     out = tmp_path_factory.mktemp("index")
     if run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", out, "packaging").returncode:
         pytest.skip("not run: needs a package index to resolve against")

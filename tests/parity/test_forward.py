@@ -144,7 +144,10 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
 
 
 def test_a_bert_decoder_with_a_cache(checkpoint):
-    """Served in releases that pass a Cache object to the layer. Earlier releases run stock code, with the reason."""
+    """hf_rocm serves it in releases that pass a Cache object to the layer.
+
+    In earlier releases, the layer runs stock code, and the reason is recorded.
+    """
     folder = checkpoint("bert", torch.float32)
     prepared = models.load_prepared(folder, is_decoder=True, auto_class="BertLMHeadModel")
     stock = transformers.BertLMHeadModel.from_pretrained(folder, is_decoder=True, torch_dtype="auto").eval()

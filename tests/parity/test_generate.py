@@ -48,7 +48,7 @@ def test_bf16_tokens_equal_stock_within_tolerance(name, tier, trio):
     logits = stock(input_ids=chosen).logits[:, 7:-1]
     reference = exact(input_ids=chosen).logits[:, 7:-1]
     picked = logits.gather(-1, chosen[:, 8:, None])[..., 0]
-    # the logit of the chosen token and stock's maximum both have errors of this size
+    # twice the allowed error, because the logit of the chosen token and stock's maximum both have errors
     allowed = 2 * allowed_error(logits, reference)
     assert (logits.amax(-1) - picked).max().item() <= allowed
 

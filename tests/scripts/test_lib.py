@@ -101,7 +101,7 @@ def test_every_test_file_runs_once_with_the_newest_release(quick: bool, lib: Sim
     newest = [files for name, files in planned(lib, quick=quick).items() if lib.environments.NEWEST in name]
     run = [file for files in newest for file in files]
     every = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
-    assert set(run) == every - {"tests/test_imports.py"}  # it runs as a check
+    assert set(run) == every - {"tests/test_imports.py"}  # scripts/check runs this file
     assert len(run) == len(set(run))
 
 

@@ -1,4 +1,4 @@
-"""run-upstream-tests: what counts as a regression, the effect of a crash, and which differences must be listed."""
+"""run-upstream-tests: the differences that are regressions or must be listed, and the effect of a crash."""
 
 from __future__ import annotations
 

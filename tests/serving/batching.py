@@ -76,7 +76,7 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
     asked = [list(prompt) for prompt in prompts]
     results = model.generate_batch(asked, generation_config=config, **arguments).values()
     assert len(results) == len(asked), f"{len(results)} of {len(asked)} requests came back"
-    # 5.0 returns them in a different order
+    # transformers 5.0 returns results in a different order
     tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     return [tokens[tuple(prompt)] for prompt in asked]
 

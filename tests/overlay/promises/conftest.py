@@ -36,7 +36,7 @@ def in_memory(folder: Path) -> Iterator[Path]:
 
 
 def make_farm(folder: Path) -> Callable[[str], Site]:
-    """Sites of hard links to one original, as uv and conda make them. RECORD lists their files."""
+    """Return a function that creates sites of hard links to one original, as uv and conda do. RECORD lists them."""
     original = make_site(folder / "cache")
 
     def make(name: str) -> Site:

@@ -156,6 +156,6 @@ def _overlays(models: Sequence[str], root: Path) -> Path:
 
 
 def _path() -> str:
-    """The import path of the driver."""
+    """The value of PYTHONPATH for the driver."""
     result = (importlib.util.find_spec(name) for name in ("hf_rocm", "packaging", "tomli"))
     return os.pathsep.join(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in result if spec and spec.origin))

@@ -26,7 +26,8 @@ NO_DESCRIPTOR = 2**20
 NOWHERE = "/nowhere/at/all"
 BEGIN = "/the/command/begins/here"
 READY = "ready for strace"
-_ANY_TRACER = 0x59616D61, 2**64 - 1  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: some systems only allow a parent to trace
+# PR_SET_PTRACER and PR_SET_PTRACER_ANY. By default, some systems allow only a parent to trace a process.
+_ANY_TRACER = 0x59616D61, 2**64 - 1
 _DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
 
 # calls without effect, which strace counts
@@ -78,7 +79,7 @@ def serve() -> None:
 
 
 def run(order: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
-    """The exit status of every child, as returned by waitpid."""
+    """Run the command in one child per site. Returns the children's statuses, as returned by waitpid."""
     command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
     idle = IDLE[str(order["call"])] if order["call"] else None
     statuses = []

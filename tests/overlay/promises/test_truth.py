@@ -29,7 +29,7 @@ from tests.overlay.conftest import MODELS, Site, next_release
 
 Farm = Callable[[str], Site]
 
-# prints the strings in the code that `import` would run for a file, by Python's own rules for compiled files
+# This script prints the strings in the code that `import` would run for a file, by Python's rules for compiled files.
 RUNS = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("transformers.models.bert.modeling_bert", sys.argv[1])
@@ -146,7 +146,7 @@ def test_12_a_new_block_of_the_same_size_in_the_same_second(
 
 
 def _within(second: int) -> Callable[[Disk, int, bytes], int]:
-    """Write a file with a modification time in this second."""
+    """Return a replacement for `Disk.write` that also sets the file's modification time to this second."""
 
     def write(self: Disk, descriptor: int, data: bytes) -> int:
         count = os.write(descriptor, data)

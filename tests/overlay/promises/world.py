@@ -85,7 +85,7 @@ class Environment:
         self._manage(["uninstall", *(["--yes"] if self.tool == "pip" else []), "transformers"], self.link_mode)
 
     def hf_rocm(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """The command line, run by this environment's own Python."""
+        """Run the hf-rocm command with this environment's own Python."""
         bridge = self.wheels.parent / "bridge"
         if not bridge.exists():
             _bridge(bridge)
@@ -126,7 +126,7 @@ class Environment:
 
 
 def uv() -> str:
-    """The real uv. The tests fail without it, as without strace."""
+    """The path of the real uv. Without uv, the tests fail instead of being skipped, as they do without strace."""
     beside = Path(sys.executable).parent / "uv"
     if beside.is_file():
         return str(beside)
@@ -153,7 +153,7 @@ def clean() -> dict[str, str]:
 
 
 def _bridge(folder: Path) -> None:
-    """The import path of this interpreter without transformers: hf_rocm and its dependencies."""
+    """Link hf_rocm and its dependencies, but not transformers, from this interpreter's import path to the folder."""
     folder.mkdir()
     hf_rocm = importlib.util.find_spec("hf_rocm")
     assert hf_rocm is not None and hf_rocm.origin is not None

@@ -16,7 +16,9 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-_stores: list[Any] = []  # hf_rocm's own stores; rank 0's owns the port on which the process group is created later
+# The stores that this process has opened; None for an agent's store that did not answer. If rank 0 serves the store, it
+# owns the port on which the process group is created later.
+_stores: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def groups_store() -> Any | None:
 
 
 def existing_store(here: Place, *, timeout: float) -> Any | None:
-    """Return a store that exists already: the process group's, or the one that torchrun's agent serves, or None.
+    """Return a store that exists already: the process group's, an opened one, or that of torchrun's agent; else None.
 
     Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
     """

@@ -1,7 +1,7 @@
 """The reordering of a cache between two steps of a beam search, recorded once and replayed after every step.
 
-It copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded number of
-rows, so that it stays valid for many steps.
+A reordering copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded
+number of rows, so that it stays valid for many steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reordering(Recorded):
     def agrees(self, cache: DecodeCache, rows: Tensor) -> Callable[[], bool]:
         """Call before a replay. Returns a function that returns, after the replay, whether keys and values are correct.
 
-        They are compared by the sums of their bits, one for every head and token.
+        Keys and values are compared by the sums of their bits: one sum for every head and token.
         """
         expected = [sums.index_select(0, rows) for sums in _sums(cache)]
         return lambda: all(map(torch.equal, expected, _sums(cache)))

@@ -23,9 +23,9 @@ from hf_rocm import features, options
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.generation.step import Unrecordable
 
-# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer ones to multiples of the
-# second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the
-# work for short rows. 12 buckets cover 512 tokens.
+# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer calls to multiples of
+# the second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles
+# the work for short rows. 12 buckets cover 512 tokens.
 _STEPS = (32, 64)
 _LONG = 256
 

@@ -73,7 +73,7 @@ class State:
         self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
         self.unpadded: str | None = None  # why padding has stopped
         self.slower: Counter[int] = Counter()  # length → the number of forms of calls that take longer if padded
-        self.snapshots: list[Snapshot] = []  # the current one last
+        self.snapshots: list[Snapshot] = []  # the last one is the current one
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
         self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()

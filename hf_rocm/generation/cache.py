@@ -50,7 +50,7 @@ class DecodeCache(Cache):
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._is_user_defined = False  # read by transformers' stop check, which then drops its extra step
         self._loaded = 0  # the number of tokens that were copied from the user's cache
-        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its tensor and a layer that reads it
+        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
         self._settled = 0  # the length at the last move of a buffer or window

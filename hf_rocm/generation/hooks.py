@@ -382,7 +382,7 @@ def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any,
     late = deferred_stop.current()
     if late is not None:
         late.begin_step()
-    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was made before
+    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on, the decision has already been made
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)
 

@@ -26,9 +26,8 @@ class Reordering(Recorded):
 
     def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
         tensors = cache.rows_of_beams(rounded=True)
-        order = torch.arange(
-            len(tensors[0]), device=tensors[0].device
-        )  # the identity, so that a run during the recording is harmless
+        # the identity, so that a run during the recording is harmless
+        order = torch.arange(len(tensors[0]), device=tensors[0].device)
 
         def run(places: Sequence[Tensor]) -> Sequence[Tensor]:
             reorder(tensors, places[0])

@@ -67,7 +67,7 @@ class Runner:
         self._uncaptured = False  # True: every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far
         self._call = next(_calls)
-        self._unproven = 0  # replays of this call since its last comparison
+        self._unproven = 0  # the number of replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
         self._arguments: Mapping[str, Any] = {}  # the arguments of the last step, if their tensors are resident
         self._inputs: Inputs | None = None

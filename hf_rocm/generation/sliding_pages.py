@@ -116,7 +116,7 @@ def _longest(change: Change) -> Callable[[Any], int]:
             columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last column has the slot
             if kind != _SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
-        return min(limits, default=sys.maxsize)  # a ring does not grow with the request
+        return min(limits, default=sys.maxsize)  # no limit, because a ring does not grow with the request
 
     return _infer_max_decode_fast_path_length
 

@@ -1,7 +1,8 @@
 """The transformers cache that a call passes or returns while its steps run on a `DecodeCache`.
 
-Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
-`update` when the call ends. So the user's object has the type, the contents and the length that it would have in stock.
+The keys and values of the cache are copied to the `DecodeCache` when the call begins. When the call ends, the new ones
+are written back with the cache's own `update`. So the user's object has the type, the contents and the length that it
+would have in stock.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def process_group() -> Any | None:
 
 
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the ranks that load one model together with these arguments of `from_pretrained`, including this one.
+    """Return the ranks, including this one, that load one model together if `from_pretrained` gets these arguments.
 
     Returns an empty list if every rank loads its own model, so that no rank may wait for another.
     """

@@ -1,4 +1,4 @@
-"""Recorded forwards: they follow the path of uncaptured forwards, and their replays are compared with such forwards."""
+"""Recorded forwards: they follow the path of uncaptured forwards, with which their replays are compared."""
 
 from __future__ import annotations
 

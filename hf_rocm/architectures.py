@@ -77,12 +77,15 @@ def system_file(path: str) -> str | None:
 
 
 def driver_version(read: Callable[[str], str | None] = system_file) -> str | None:
-    """Return the version of the amdgpu driver, or None for the driver of Linux itself. read: returns a file's text."""
+    """Return the version of the amdgpu driver, or None for the driver that is part of Linux.
+
+    read: a function that returns the text of a file, or None.
+    """
     return (read(DRIVER) or "").strip() or None
 
 
 def least_of_cards(texts: Iterable[str | None]) -> int:
-    """Return the smallest memory size of the cards in bytes, which is the integrated GPU's; 0 if none is readable."""
+    """Return the smallest memory size of the cards in bytes, that of the integrated GPU; 0 if none is readable."""
     return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
 
 

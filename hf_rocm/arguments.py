@@ -49,7 +49,7 @@ def require_switches(**values: object) -> None:
 
 
 def require_folder(model: str | os.PathLike[str]) -> None:
-    """Raise `LoadError` if `model` can only be a path and does not exist."""
+    """Raise `LoadError` if `model` can only be a path, and nothing exists at that path."""
     if _no_folder(model):
         raise not_loaded(model)
 
@@ -64,6 +64,6 @@ def not_loaded(model: str | os.PathLike[str], because: str = "") -> LoadError:
 
 
 def _no_folder(model: str | os.PathLike[str]) -> bool:
-    """Return whether this can only be a path and does not exist. A name on the Hub has at most one slash."""
+    """Return whether `model` can only be a path, and nothing exists there. A name on the Hub has at most one slash."""
     path = os.fspath(model)
     return (path.startswith((".", "~", "/")) or path.count("/") > 1) and not Path(path).exists()

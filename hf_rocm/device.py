@@ -95,7 +95,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a GPU in bytes, at most the host's free memory if the two share it.
+    """Return the free memory of a GPU in bytes; if it shares the host's memory, at most what is free on the host.
 
     For such a GPU, HIP does not subtract the memory of the host's processes, so the free memory that it
     reports may exceed the total.

@@ -10,7 +10,7 @@ from hf_rocm.overlay.facts import torch_facts
 
 # in PyTorch's order of precedence
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# every release honours this one; PyTorch 2.9 reads the first one, but ignores expandable_segments in it
+# every release honours this variable; PyTorch 2.9 reads PYTORCH_ALLOC_CONF, but ignores expandable_segments in it
 PORTABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 

@@ -59,8 +59,8 @@ _CAUSAL_MASKS = (
     f"{_MASKS}prepare_padding_mask",
 )
 
-# Encoders whose results do not depend on masked tokens at the end of a row: the prefix of their class names, and the
-# classes besides those in `_PADDED_TASKS` that depend on the length of a call
+# Encoders whose results do not depend on masked tokens at the end of a row → the prefix of their class names, and the
+# classes that depend on the length of a call, in addition to the classes in `_PADDED_TASKS`
 _PADDED_PARTS = {
     "bert": ("Bert", ("BertEmbeddings", "BertEncoder", "BertPooler")),
     "camembert": ("Camembert", ("CamembertEmbeddings", "CamembertEncoder", "CamembertClassificationHead")),
@@ -87,7 +87,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_GENERATION}_prefill_chunking",
         *_STATIC_CACHES,
     ),
-    # the user's caches, which are written back with their own `update`
+    # caches that a call passes or returns: new keys and values are written back with the cache's own `update`
     "user_caches": (
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,
@@ -162,7 +162,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_MASKS}chunked_overlay",
         f"{_MASKS}packed_sequence_mask_function",
     ),
-    # column-wise layers only: row-wise ones are called as modules
+    # only column-wise layers, because row-wise layers are called as modules
     "tensor_parallel": (
         *(f"{_SHARDS}{name}" for name in ("TensorParallelLayer", "ColwiseParallel", "distribute_module")),
         *(f"transformers.distributed.tensor_parallel:{name}" for name in ("TensorParallelLayer", "ColwiseParallel")),
@@ -323,7 +323,7 @@ def _functions(cls: type) -> list[str]:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a value is code; older releases have a plain value where newer ones have a property."""
+    """Return whether a class attribute is code. A property may be a plain value in older releases."""
     return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 

@@ -63,8 +63,8 @@ def output(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; its content is written to `path` if the block ends without an error.
 
     A regular file is replaced atomically and keeps its permissions, owner and group; the umask
-    determines the permissions of a new file. For a symbolic link, the target is replaced and the link stays. For a
-    character device or a FIFO, the content is written into it. Raises `OSError` for anything else.
+    determines the permissions of a new file. For a symbolic link, the target is replaced and the link stays. The
+    content is written directly to a character device, a FIFO or a standard stream. Raises `OSError` for anything else.
     """
     check_output(path)
     if _is_stream(path):
@@ -76,7 +76,7 @@ def output(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     old = _status(target)
     with replacement(target) as temporary:
-        if old is not None:  # the old file may be private
+        if old is not None:  # the old file may be private, so other users must not read the new one
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         yield temporary
         if old is not None:
@@ -135,9 +135,9 @@ def read_own(path: Path) -> tuple[str, float] | None:
 
 
 def open_own(path: Path) -> int | None:
-    """Open or create a file of this user for reading and writing; None if it is another user's file or a hard link.
+    """Open or create a file of this user for reading and writing, and return its descriptor.
 
-    Raises `OSError`.
+    Returns None if the file belongs to another user or has several hard links. Raises `OSError`.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE_FLAGS, 0o666)
     status = os.fstat(descriptor)

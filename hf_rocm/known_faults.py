@@ -77,7 +77,7 @@ class MappedCopyFault(NamedTuple):
     link: str
 
 
-# Linux kernels on which such copies stall: the beginning of `uname -r` → the report.
+# Linux kernels on which copies from a mapped file stall: the beginning of `uname -r` → the report.
 STALLING_KERNELS = {
     "7.0.0-28": "https://github.com/ROCm/legacy-rocm-build/issues/6523",
     "7.0.12": "https://github.com/ROCm/legacy-rocm-build/issues/6358",
@@ -118,9 +118,9 @@ def graph_faults(gfx: str | None, rocm: str | None) -> tuple[GraphFault, ...]:
 def rocm_release(*, rocm: str | None = None, torch: str | None = None, hip: str | None = None) -> str | None:
     """Return the ROCm release that a torch build targets, as precisely as the build states it: `7.2.4`, else `7.2`.
 
-    rocm: `torch.version.rocm`, present since PyTorch 2.10, None before. torch: `torch.__version__`, in which wheels
-    state it as `2.10.0+rocm7.2.4`. hip: `torch.version.hip`, such as `7.2.26015-4179531dcd`: its third number is a
-    build number, and from ROCm 10 on its first two numbers are HIP's own version.
+    rocm: `torch.version.rocm`, present since PyTorch 2.10; None in earlier releases. torch: `torch.__version__`, in
+    which wheels state it as `2.10.0+rocm7.2.4`. hip: `torch.version.hip`, such as `7.2.26015-4179531dcd`: its third
+    number is a build number, and from ROCm 10 on its first two numbers are HIP's own version.
     """
     local = (torch or "").partition("+rocm")[2]
     known = [numbers for numbers in map(_numbers, (rocm, local, hip)) if numbers]

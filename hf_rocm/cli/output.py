@@ -99,7 +99,7 @@ def print_states(
     """
     single = [state for state in states if named or not _usual(state)]
     if not named and not everything and len(single) > LISTED:
-        single = [state for state in single if not state.good]  # the others need no attention, and stay stock
+        single = [state for state in single if not state.good]  # the other files need no attention: they stay stock
     if single:
         rows = [
             (state.model, state.overlay.id if state.overlay else "-", *_axes(state), state.detail) for state in single
@@ -175,7 +175,10 @@ def _what_is_wrong(state: FileState) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. If they don't fit, the widest are wrapped between words, except paths and short cells."""
+    """Print aligned columns. If they don't fit, the cells of the widest columns are wrapped between words.
+
+    Paths and short cells are not wrapped.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -195,7 +198,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
     """Return the width of every column: that of its longest cell.
 
-    If the table is too wide, the widest columns shrink, down to their longest word.
+    If the table is too wide, the widest columns are narrowed, at most to their longest word or short cell.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -213,7 +216,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
-    """Print a sentence, wrapped between words. indent: that of the first line. hanging: added on other lines."""
+    """Print a sentence, wrapped between words. indent, hanging: as in `wrapped`."""
     print("\n".join(wrapped(text, width(), indent=indent, hanging=hanging)))
 
 

@@ -1,4 +1,4 @@
-"""`hf-rocm uninstall-overlays`: remove the overlays, byte for byte."""
+"""`hf-rocm uninstall-overlays`: remove the overlays and restore transformers' files byte for byte."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from hf_rocm.errors import HfRocmError, RankError
 
 Facts = Mapping[str, str]
 
-_PAUSE = 0.002  # seconds between two polls of the store; doubles up to 16 times this value
+_PAUSE = 0.002  # seconds between the first two polls of the store; the pause doubles, up to 16 times this value
 _GRACE = 5.0  # seconds for the other ranks to read an error before this rank, and perhaps the store, ends
-_SHOWN = 6  # differing facts that are listed; the others are counted
+_SHOWN = 6  # the largest number of differing facts that are listed; the others are only counted
 _calls: dict[tuple[int, str], Iterator[int]] = {}
 
 
@@ -42,7 +42,7 @@ def agree(
         failure = error
         mine["failed"] = _description(error)
     try:
-        if failure is not None:  # before the facts, because a rank that has read all facts continues
+        if failure is not None:  # before this rank publishes its facts: a rank that has read all facts continues
             call.end(_failed(here.rank, mine))
         call.publish(mine)
         collected = call.collect(timeout)

@@ -16,7 +16,9 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-_stores: list[Any] = []  # hf_rocm's own stores; rank 0's owns the port on which the process group is created later
+# The stores that this process has opened; None for an agent's store that did not answer. If rank 0 serves the store, it
+# owns the port on which the process group is created later.
+_stores: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def process_group() -> Any | None:
 
 
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the ranks that load one model together with these arguments of `from_pretrained`, including this one.
+    """Return the ranks, including this one, that load one model together if `from_pretrained` gets these arguments.
 
     Returns an empty list if every rank loads its own model, so that no rank may wait for another.
     """
@@ -116,7 +118,7 @@ def groups_store() -> Any | None:
 
 
 def existing_store(here: Place, *, timeout: float) -> Any | None:
-    """Return a store that exists already: the process group's, or the one that torchrun's agent serves, or None.
+    """Return a store that exists already: the process group's, an opened one, or that of torchrun's agent; else None.
 
     Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
     """

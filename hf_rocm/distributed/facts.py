@@ -43,7 +43,7 @@ LOCAL = frozenset(
 )
 _SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys that are omitted from dict arguments
 _LOCAL_OPTIONS = frozenset(("probe_timeout", "refresh", "ranks_timeout"))
-_SHOWN = 12  # digits of a digest
+_SHOWN = 12  # the number of hexadecimal digits to which a digest is shortened
 
 HINT = (
     "install the same hf-rocm, transformers, torch and aiter on every node, run `hf-rocm install-overlays` on all or "
@@ -52,7 +52,10 @@ HINT = (
 
 
 def facts(here: Place, arguments: Mapping[str, Any], config: Any) -> dict[str, str]:
-    """Return this rank's facts. arguments: those of hf_rocm and of transformers. config: the model's, or None."""
+    """Return this rank's facts.
+
+    arguments: the arguments of hf_rocm and of transformers. config: the model's config, or None.
+    """
     import torch
     import transformers
 

@@ -49,7 +49,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _divided(config: Any, plan: Mapping[str, str]) -> dict[str, list[int]]:
-    """Return the numbers of heads that the plan splits, by name in the config. A list may have one number per layer."""
+    """Return the numbers of heads that the plan splits, by name in the config, which may list one number per layer."""
     layers = {key.removesuffix(".weight").removesuffix(".linear").rsplit(".", 1)[-1] for key in _dividing(plan)}
     counts = {}
     for name, projections in _COUNTS.items():

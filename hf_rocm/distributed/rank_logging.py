@@ -1,7 +1,7 @@
 """Deduplicate log records of ranks that load the same model: a message that all ranks would log comes from rank 0.
 
-No message is lost. Other ranks buffer their records while they load. Afterwards they drop the messages that rank 0
-logged too and log the rest, prefixed with the rank's number. Errors are never buffered.
+With a store, no message is lost: the other ranks buffer their records while they load, then drop the messages that
+rank 0 has also logged and log the rest, prefixed with the rank's number. Errors are never buffered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_rocm.distributed.environment import Place, attempt
 # Seconds that a rank waits, after its own load, for rank 0 to log the same message: for a model that they load
 # together, and for one that rank 0 may never load.
 WAIT, WAIT_SEPARATE = 5.0, 1.0
-_ALWAYS = "probe_worker"  # progress of a build, which one rank runs for all
+_ALWAYS = "probe_worker"  # this module logs the progress of a build, which one rank runs for all ranks
 
 _log = logging.getLogger("hf_rocm")
 
@@ -29,8 +29,8 @@ def log_once(here: Place, store: Any | None, *, together: bool = True) -> Iterat
     """Within the block, log every message of this thread once for all ranks.
 
     store: the store in which rank 0 publishes what it logged. Without one, only the first rank of each machine logs:
-    use this for messages that are the same for all ranks that share an environment. together: whether every rank is in
-    such a block now.
+    use this for messages that are the same for all ranks that share an environment. together: whether all
+    ranks run such a block at the same time.
     """
     buffer = _Buffer(here, store, WAIT if together else WAIT_SEPARATE)
     _log.addFilter(buffer)

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-# The context if no replay was queued.
+# The context to use if no replay was queued.
 NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 
 
 def before_replay(device: torch.device) -> AbstractContextManager[None]:
     """Return a context for work on a device that waits only for the work queued so far in the current stream.
 
-    It can be entered several times. Its results are only for the host, because no stream waits for them.
+    The context can be entered several times. Only the host may use the results of the work, because no stream waits for
+    it.
     """
     return _Before(device) if device.type == "cuda" else NOTHING_LATER
 

@@ -27,7 +27,7 @@ _OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost models in this one (or itself) whose forward is recorded: those that don't generate.
+    """Yield the outermost models that don't generate, in `model` or `model` itself. Their forwards are recorded.
 
     For a model that generates, decode steps are recorded instead. Inside it, only models without a cache are yielded:
     towers for images and audio, but not the decoder.

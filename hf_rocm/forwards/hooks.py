@@ -25,7 +25,8 @@ from hf_rocm.overlay.replacements import origin
 def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
     """Record the forwards of this prepared model, or of the models inside it that don't generate.
 
-    Returns, by the name of every such model (`""` for the model itself), why its forwards are not recorded, or None.
+    Returns a dict from the name of every such model (`""` for the model itself) to the reason why its forwards are not
+    recorded, or to None if they are.
     Raises `GraphError` if graphs are required for the model itself and it can't be recorded.
     """
     switch_off(model)
@@ -43,7 +44,7 @@ def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
 
 
 def switch_off(model: nn.Module) -> None:
-    """Free the recordings of a model and of the models inside it, and run their forwards as before."""
+    """Free the recordings of a model and of the models inside it, and restore their original forwards."""
     for module in model.modules():
         if module.__dict__.pop(SETTINGS, None) is not None:
             release(module)

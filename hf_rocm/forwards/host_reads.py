@@ -1,7 +1,7 @@
 """The values that a forward reads on the host, and how to compute them from the inputs of a later call.
 
-A forward may read a tensor on the host and choose a path by its value. For example, transformers omits a mask without
-padding. A recording contains one path, so the operators that compute such a value from the inputs are stored as a
+A forward may read a tensor on the host and choose a path by its value. For example, transformers omits a mask that
+masks nothing. A recording contains one path, so the operators that compute such a value from the inputs are stored as a
 `Program`, which is evaluated before a replay. The recording is used only if the values are the same. Nothing can be
 read while a forward is recorded; the stored values are returned in order instead.
 """
@@ -29,14 +29,17 @@ _CONSTANT = 16
 # An operator with a kernel for this key is a composition of other operators.
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-# `torch.tensor` applies it to its new tensor. It does not write to memory.
+# `torch.tensor` applies this operator to the tensor that it creates. Despite its schema, it does not write to memory.
 _DETACH = torch.ops.aten.detach_.default
 
 Value = bool | int | float
 
 
 class _Step(NamedTuple):
-    """One operator. given, named: return its arguments from the tensors of all places. makes: its number of results."""
+    """One operator. makes: the number of its results.
+
+    given, named: functions that return its positional and keyword arguments, from the tensors of all places.
+    """
 
     operator: Callable[..., Any]
     given: Callable[[Sequence[Tensor]], Any]
@@ -78,7 +81,7 @@ class Read(NamedTuple):
 
 
 class _BasicOperators(TorchDispatchMode):
-    """Calls `run` instead of every operator, even in inference mode, where PyTorch dispatches composite operators.
+    """Calls `run` instead of every basic operator, even in inference mode, which dispatches composite operators.
 
     A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not show.
     """
@@ -94,7 +97,7 @@ class _BasicOperators(TorchDispatchMode):
 
 
 class Reads(_BasicOperators):
-    """Runs a forward and collects what it reads on the host. reason: why the forward can't be recorded, or None."""
+    """Collects the values that a forward reads on the host. reason: why the forward can't be recorded, or None."""
 
     def __init__(self, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -102,12 +105,12 @@ class Reads(_BasicOperators):
         self.reason: str | None = None
         self._inputs = {id(tensor): index for index, tensor in enumerate(inputs)}
         self._weights = {id(tensor): tensor for tensor in weights}
-        self._kept: dict[int, tuple[Tensor, int]] = {}  # a result, and the operator that computed it
-        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # results whose operators were not stored
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # id → a result, and the index of its operator in `_log`
+        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # id → a result whose operator was not stored
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made: set[int] = set()  # storages that the forward created
         self._written: set[int] = set()
-        self._strangers: list[weakref.ref[Tensor]] = []  # on the device, but not returned by an operator
+        self._strangers: list[weakref.ref[Tensor]] = []  # tensors on the device that no operator returned
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
@@ -203,7 +206,7 @@ class Reads(_BasicOperators):
 
 
 class Answers(_BasicOperators):
-    """Returns these values, in order, when a forward reads a value on the host."""
+    """Returns the given values, in order, when a forward reads a value on the host."""
 
     def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
         super().__init__()
@@ -230,7 +233,7 @@ def reads_on_host(operator: Any) -> bool:
 
 
 def _by_numbers(operator: Any, args: Any) -> bool:
-    """Return whether an operator indexes with integers, whose shape determines the result's, and not with a mask."""
+    """Return whether an operator indexes with integers and not with a mask, so that shapes do not depend on values."""
     masks = (torch.bool, torch.uint8)
     return str(operator._schema.name) == "aten::index" and all(index.dtype not in masks for index in _tensors(args[1]))
 
@@ -240,7 +243,7 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Return whether a tensor is an activation rather than a mask, ids or positions. Its operator is not stored."""
+    """Return whether a tensor is an activation, whose operator is not stored, rather than a mask, ids or positions."""
     return tensor.is_floating_point() and tensor.nbytes > 2**20
 
 

@@ -3,8 +3,8 @@
 In a bidirectional encoder whose positions are counted from the left, a masked token does not change the results of
 other tokens. So a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed
 from the outputs. `features` lists the classes for which this was verified. The results equal those of the unpadded
-forward except for rounding, because other kernels may run. Comparisons also run the unpadded forward, and the caller
-gets its result.
+forward except for rounding, because other kernels may run. Comparisons also run the unpadded forward and return
+its result.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from hf_rocm import features, options
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.generation.step import Unrecordable
 
-# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer ones to multiples of the
-# second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the
-# work for short rows. 12 buckets cover 512 tokens.
+# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer calls to multiples of
+# the second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles
+# the work for short rows. 12 buckets cover 512 tokens.
 _STEPS = (32, 64)
 _LONG = 256
 
-# Arguments of shape [B, S] or [1, S], and the value of the padding.
+# Arguments of shape [B, S] or [1, S] (the mask: only [B, S]) → the value with which they are padded.
 _TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 _FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
 
 # The largest difference between a padded and an unpadded forward, as a root mean square, in rounding steps of the
-# outputs' magnitude. The rounding errors of the layers add up like independent errors.
+# outputs' magnitude, for a model with one layer. It grows with the square root of the number of layers, because their
+# rounding errors add up like independent errors.
 _ROUNDINGS = 4
 
 

@@ -1,4 +1,4 @@
-"""Recorded forwards: they follow the path of uncaptured forwards, and their replays are compared with these."""
+"""Recorded forwards: they follow the path of uncaptured forwards, with which their replays are compared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observed(NamedTuple):
 
 
 def observe(run: Run, inputs: Inputs, weights: Sequence[Tensor]) -> Observed:
-    """Run a forward uncaptured, along the path of a recording."""
+    """Run a forward uncaptured, along the path that its recording will take."""
     device = inputs.tensors[0].device
     before = _random_state(device)
     with recordable(), Reads(inputs.tensors, weights) as reads:
@@ -111,7 +111,11 @@ class RecordedForward(Recorded):
 
 
 class Compared(NamedTuple):
-    """The result of a comparison. output: the uncaptured forward's. operators: how many it ran, 0 if not counted."""
+    """The result of a comparison.
+
+    output: the output of the uncaptured forward. operators: the number of operators that it ran; 0 if they were not
+    counted.
+    """
 
     output: Any
     agrees: bool

@@ -82,8 +82,9 @@ class _Call(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A call, the key and the path of its recording, and the recording, the reason why there is none, or neither.
+    """A call with the key and the path of its recording.
 
+    recording, reason: the recording, or the reason why there is none; both are None if the call was not recorded yet.
     copies: the outputs of a replay that is already queued, or None. before: a context for work that does not wait
     for that replay.
     """
@@ -99,7 +100,7 @@ class _Found(NamedTuple):
 
 def _recorded(model: Any, state: State, given: _Given) -> Any:
     """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
-    if state.disabled is not None:  # by another thread, while this one waited
+    if state.disabled is not None:  # another thread has disabled recording while this one waited
         return _NOT_REPLAYED
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():
@@ -185,7 +186,7 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) ->
         return prior if padded.sees_tokens(padding.window_of(model)) else None
 
 
-# The largest number of model states that are examined in one call, since another thread may change the model.
+# The largest number of model states that are examined in one call, in case another thread keeps changing the model.
 _STATES = 3
 
 
@@ -265,7 +266,10 @@ def _padding_agrees(
 
 
 def _compare(model: Any, state: State, key: Hashable, path: Path, recording: RecordedForward, call: _Call) -> Any:
-    """Replay the call and run it uncaptured, both padded and as given. Returns the result of the call as given."""
+    """Replay the call and compare the result with an uncaptured run. A padded call is also run and compared unpadded.
+
+    Returns the result of the uncaptured, unpadded run.
+    """
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
     slower = False
@@ -301,7 +305,7 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
     return output
 
 
-# Padded calls are timed in the comparison after this number of comparisons. By then, all kernels have run before.
+# A padded call is timed in the comparison that follows this number of comparisons: all of its kernels have run by then.
 _TIMED = 2
 
 

@@ -21,14 +21,16 @@ from hf_rocm.generation.watch import watches_of
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
 _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
-# Attributes on which no recorded forward depends: notes of hf_rocm and transformers, and the rest of `nn.Module`'s own.
+# Attributes on which no recorded forward depends: notes of hf_rocm and transformers, and the other attributes of
+# `nn.Module` itself.
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
 
 _FORM = attrgetter("shape", "dtype")
 
-# The guards of torch.compile compare the forms of all tensors in one call, in a quarter of the time that Python takes.
+# The guards of torch.compile compare the shapes, strides and dtypes of all tensors in one call, in a quarter of the
+# time that Python code takes.
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
@@ -52,7 +54,7 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        self._single: list[tuple[Any, Any, Tensor]] = []  # small tensors, which == would compare by value
+        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors of one element, which == compares by value
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
@@ -64,7 +66,7 @@ class Snapshot:
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
         self._forms = self._described()
-        self._guards: dict[bool, Any] = {}  # by inference mode, on which guards depend
+        self._guards: dict[bool, Any] = {}  # whether inference mode is enabled → its guards
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
         """Add the contents of a container, including nested containers and configs."""

@@ -43,9 +43,10 @@ Path = tuple[Hashable, ...]
 
 
 class Branch:
-    """A value that the forward reads on the host: the program that computes it, and the next step for every result.
+    """A value that the forward reads on the host, and the program that computes it.
 
-    latest, repeated: used for the first value only. latest: the recording of the last call, or None. repeated: whether
+    ways: a value → the branch for the next value that the forward reads, or the recording if there is no other.
+    latest, repeated: used only for the first value. latest: the recording of the last call, or None. repeated: whether
     the previous call used the same recording, and all values are booleans.
     """
 
@@ -66,22 +67,22 @@ class State:
         self.lock = threading.RLock()
         self.disabled: str | None = None  # why recording has stopped
         self.recorded = 0
-        self.replayed = 0  # after the first comparison
-        self.compared = 0  # replays that were compared again
-        self.turned_away: Counter[str] = Counter()  # reason → calls that ran uncaptured
-        self.padded: Counter[int] = Counter()  # length → calls that were padded to it
+        self.replayed = 0  # the number of replays, without the first comparison of every recording
+        self.compared = 0  # the number of these replays that were compared
+        self.turned_away: Counter[str] = Counter()  # reason → the number of calls that ran uncaptured
+        self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
         self.unpadded: str | None = None  # why padding has stopped
-        self.slower: Counter[int] = Counter()  # length → forms of calls for which padding to it takes longer
-        self.snapshots: list[Snapshot] = []  # the current one last
+        self.slower: Counter[int] = Counter()  # length → the number of forms of calls that take longer if padded
+        self.snapshots: list[Snapshot] = []  # the last one is the current one
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
         self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()
         self._seen: OrderedDict[tuple[Hashable, Path], str | None] = OrderedDict()
-        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of a padded call → the first length
+        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of a padded call → the length of the first one
         self._paddable: dict[int, str | None] = {}  # snapshot's number → why calls are not padded, or None
         self._options: dict[int, Any] = {}
         self._numbers = count()
-        self.unsettled = 0  # new states since the last replay
+        self.unsettled = 0  # the number of new states of the model since the last replay
         self._failures = 0
         self._recorder: Recorder | None = None
 
@@ -186,7 +187,7 @@ class State:
         return None if root.latest is None or root.latest.schedule.due else root.latest
 
     def seen(self, key: Hashable, path: Path) -> bool:
-        """Return whether this shape and path occurred before, and store them."""
+        """Return whether this shape and path occurred before. If not, store them."""
         known = (key, path) in self._seen
         if not known:
             self._seen[key, path] = None
@@ -200,9 +201,9 @@ class State:
         return self._seen.get((key, path))
 
     def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:
-        """Store a recording, and drop the least recently used ones above the limits. grown: bytes added to the pool.
+        """Store a recording, and drop the least recently used ones until the limits are met.
 
-        Returns why it isn't stored, or None.
+        grown: the number of bytes by which the pool has grown. Returns why the recording isn't stored, or None.
         """
         size = recording.nbytes + grown
         text = options.current().graphs_memory

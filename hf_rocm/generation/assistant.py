@@ -38,7 +38,7 @@ class Rounds:
         self._runner: Runner | None = None
 
     def refuses(self, generation_config: Any) -> str | None:
-        """Why the rounds can't be recorded, or None."""
+        """Return why the rounds can't be recorded, or None."""
         if self._translated and generation_config.do_sample:
             return "sampling with another tokenizer uses an embedding that waits for the device"
         if any(Agreement(model).group is not None for model in (self.model, self._assisted)):
@@ -46,7 +46,7 @@ class Rounds:
         return features.refuses("assistants")
 
     def refuses_windows(self, windows: Sequence[int | None]) -> str | None:
-        """Why the rounds can't run over a cache with these windows, or None."""
+        """Return why the rounds can't run over a cache with these windows, or None."""
         if RECURRENT in windows:
             return "rejected tokens can't be removed from the assistant's recurrent states"
         if self._translated and any(windows):
@@ -76,7 +76,7 @@ class Rounds:
 
 @contextmanager
 def drafting(rounds: Rounds | None) -> Iterator[None]:
-    """Within the block, these are the rounds of this thread's call."""
+    """Within the block, use these rounds for this thread's call."""
     before, _thread.rounds = _thread.rounds, rounds
     try:
         yield
@@ -85,7 +85,7 @@ def drafting(rounds: Rounds | None) -> Iterator[None]:
 
 
 def rounds_of(model: Any, generation_config: Any) -> Rounds | None:
-    """The rounds that a call of this model's `generate` belongs to, or None."""
+    """Return the rounds to which this call of the model's `generate` belongs, or None."""
     rounds = _thread.rounds
     is_round = rounds is not None and rounds.model is model and getattr(generation_config, "is_assistant", False)
     return rounds if is_round else None

@@ -27,7 +27,7 @@ _CROPS_TO_A_LENGTH = "tokens_to_remove" not in inspect.signature(DynamicCache.cr
 
 
 class DecodeCache(Cache):
-    """`layers` has one `Layer` per attention layer.
+    """A cache for recorded steps. `layers` has one `Layer` per attention layer.
 
     capacity: the number of tokens that the buffers have room for at first. limit: the largest number of tokens that
     this call can reach; the buffers grow up to it.
@@ -50,7 +50,7 @@ class DecodeCache(Cache):
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._is_user_defined = False  # read by transformers' stop check, which then drops its extra step
         self._loaded = 0  # the number of tokens that were copied from the user's cache
-        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its tensor and a layer that reads it
+        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
         self._settled = 0  # the length at the last move of a buffer or window
@@ -123,7 +123,7 @@ class DecodeCache(Cache):
         """Copy the states that `rewind` can't restore by counting rows. This cache has none."""
 
     def drop_states(self) -> None:
-        """Drop the copies."""
+        """Drop the copies that `keep_states` made."""
 
     @property
     def steady(self) -> int:
@@ -138,7 +138,7 @@ class DecodeCache(Cache):
         self._spare += steps + 1
 
     def load(self, layer_idx: int, keys: Tensor, values: Tensor, *, seen: int) -> None:
-        """Copy the last keys [B, Hkv, S, D] and values of `seen` tokens to a layer, which is empty."""
+        """Copy the last keys [B, Hkv, S, D] and values of a sequence of `seen` tokens to an empty layer."""
         layer = self.layers[layer_idx]
         self._write_prompt(layer, keys, values)
         layer.base = seen - layer.rows
@@ -175,7 +175,7 @@ class DecodeCache(Cache):
         ]
 
     def extents(self) -> tuple[int, ...]:
-        """The rounded number of rows for each window."""
+        """The number of written rows for each window, rounded up."""
         return tuple(min(bucket(layer.rows), layer.capacity) for _, layer in self._places.values())
 
     def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,11 +184,11 @@ class DecodeCache(Cache):
 
     @property
     def constants(self) -> tuple[object, ...]:
-        """The arguments of every step whose addresses do not change."""
+        """The arguments that are at the same address in every step."""
         return (self,)
 
     def fresh(self) -> DecodeCache:
-        """An empty cache for the same call."""
+        """A new cache for the same call, in the state before its first step."""
         cache = type(self)(self.windows, capacity=self.target, limit=self.limit)
         cache.drafts = self.drafts
         if self.user is not None:
@@ -233,7 +233,7 @@ class DecodeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns the ones that its queries see."""
+        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns those that its queries see."""
         layer = self.layers[layer_idx]
         count = key_states.shape[2]
         if not layer.rows:
@@ -300,7 +300,7 @@ class DecodeCache(Cache):
         return layer.length
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(the number of keys that attention will see, the position of the first one)."""
+        """Return the number of keys that attention will see, and the position of the first one."""
         if self.recording:
             raise Unrecordable("the step creates its masks itself")
         layer = self._sized(layer_idx)
@@ -337,7 +337,7 @@ class DecodeCache(Cache):
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
         to_length = tokens > 0 or (tokens == 0 and self.drafts is not None and _CROPS_TO_A_LENGTH)
-        forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # a tensor in some releases
+        forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
         if forgotten:
@@ -345,7 +345,7 @@ class DecodeCache(Cache):
             self._spare = 0
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: a window's buffer has more rows than the window, so a few steps can be dropped."""
+        """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the tokens of every row with those of row `beam_idx[row]`, in place, so that recordings stay valid.

@@ -22,10 +22,10 @@ class Layer:
     """The rows of one attention layer.
 
     keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: the number
-    of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes in sliding
-    layers only. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens writes
-    to the first n of these rows. place: [1], the first element of places. All layers with the same window share one
-    tensor.
+    of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes only in
+    sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens
+    writes to the first n of these rows. place: [1], the first element of places. All layers with the same window share
+    one tensor.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -59,7 +59,7 @@ class Layer:
         return capacity if self.window is None else min(capacity, self.window + SLACK)
 
     def kept(self, tokens: int, drafts: int) -> int:
-        """How many of the last `tokens` tokens later queries may see, if up to `drafts` of them are dropped."""
+        """Return how many of the last `tokens` tokens later queries may see, if up to `drafts` of them are dropped."""
         return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
@@ -104,7 +104,7 @@ def bucket(tokens: int) -> int:
 
 
 def fits(buffer: Tensor | None, heads: Tensor, rows: int) -> bool:
-    """Whether `rows` rows of these heads fit into the buffer, with at least one row left."""
+    """Return whether `rows` rows of these heads fit into the buffer, with at least one row left."""
     if buffer is None or (buffer.dtype, buffer.device) != (heads.dtype, heads.device):
         return False
     b, hkv, capacity, d = buffer.shape
@@ -115,6 +115,6 @@ def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor
     buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
     if old is not None and written:
         buffer[:, :, :written].copy_(old[:, :, :written])
-        if old.is_cuda:  # it may belong to another stream
+        if old.is_cuda:  # another stream may have allocated it
             old.record_stream(torch.cuda.current_stream(old.device))
     return buffer

@@ -89,7 +89,7 @@ def compare(
     operators, agrees, difference = 0, False, 0.0
     for number in range(RUNS):
         cache.rewind()
-        with Operators() if number else nullcontext() as counted:  # counted only after a difference
+        with Operators() if number else nullcontext() as counted:  # operators are counted only after a difference
             returned = _run(model, arguments, cache, back)
         outputs, digests = returned.outputs, returned.digests
         operators = 0 if counted is None else counted.count // (back + 1)
@@ -146,7 +146,7 @@ def _residents(cache: DecodeCache, arguments: Mapping[str, Any]) -> Residents | 
 
 
 def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float, bool]:
-    """(whether a replay agrees with the uncaptured runs, the largest difference, whether the runs differ).
+    """Return (whether a replay agrees with the uncaptured runs, the largest difference, whether the runs differ).
 
     The same kernels give bitwise equal results unless their order of summation changes. If it does, a tensor may differ
     by twice the difference between the runs. If the runs themselves differ by more than rounding, the replay can't be
@@ -161,7 +161,7 @@ def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float
         noise = max((_apart(run[index], two) for run in runs[:-1]), default=0.0)
         eps = torch.finfo(two.dtype).eps if two.is_floating_point() else 0.0
         rounding = ROUNDINGS * eps * float(two.float().abs().max())
-        agree = agree and off <= 2 * noise and noise <= rounding  # False for NaN too
+        agree = agree and off <= 2 * noise and noise <= rounding  # also False for NaN
         worst = worst if off <= worst or math.isnan(worst) else off
         noisy = noisy or noise != 0
     return agree, worst, noisy
@@ -172,7 +172,7 @@ def _apart(one: Tensor, two: Tensor) -> float:
 
 
 def _equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether all tensors are bitwise equal, including NaN. The host waits for the device once."""
+    """Return whether all tensors are bitwise equal, including NaN. The host waits for the device once."""
     same = [(bits(one) == bits(other)).all() for one, other in zip(ones, others, strict=True)]
     return bool(torch.stack(same).all())
 
@@ -186,6 +186,6 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # a tensor subclass calls the operators on its local tensors
+            return NotImplemented  # DTensor calls the operators on its local tensors, which are counted
         self.count += not operator.is_view
         return operator(*args, **(kwargs or {}))

@@ -62,7 +62,7 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
 
 
 def undo(model: nn.Module) -> None:
-    """The inverse of `compile`. A compilation that other code made stays."""
+    """Undo `compile`. A model that other code has compiled stays compiled."""
     if model.__dict__.pop(COMPILED, None):
         own = model.__dict__
         patches.exchange(own, "_compiled_call_impl", own.get("_compiled_call_impl", patches.ABSENT), patches.ABSENT)

@@ -1,8 +1,8 @@
 """Continuous batching of prepared models: with hf_rocm's flash attention if possible, and without graphs that may be
 wrong.
 
-If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwards the model returns to its own
-implementation.
+If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwards the model's own implementation is
+restored.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
 these graphs follow the rules of recorded steps (`suspects`): they are off where a fault is known, unless the user
@@ -29,17 +29,17 @@ from hf_rocm.generation.methods import put_before
 # In a prepared model's __dict__: a bool, whether graphs are required.
 MARK = "_hf_rocm_continuous_batching"
 
-_ORIGINAL = "_original_attn_impl"  # an attribute of a manager
+_ORIGINAL = "_original_attn_impl"  # the attribute of a manager with the implementation to restore
 
 _METHOD = "init_continuous_batching"
 
-_HINTS = "workload_hints"  # an argument of this method
+_HINTS = "workload_hints"  # an argument of `init_continuous_batching`
 
 # The largest number of pages of a request with a page table, unless the user sets one. The tables of all requests are
 # copied to the device in every step.
 _MOST_PAGES = 128
 
-_CREATE = "_create_batch_processor"  # a manager's method: allocates the cache, in the thread of the steps
+_CREATE = "_create_batch_processor"  # the manager's method that allocates the cache, in the thread that runs the steps
 
 # transformers records graphs if one of these is set in the config or passed as an argument.
 _PADDINGS = (
@@ -110,7 +110,7 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
 
 
 def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any) -> None:
-    """Raise transformers' limit on requests with page tables if their lengths are unknown, as in the server."""
+    """Increase transformers' limit on requests with page tables if no lengths are known, as in the server."""
     usual = getattr(config, "fallback_max_blocks_per_request", None)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
@@ -123,7 +123,7 @@ def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any)
 
 
 def _in_order(manager: Any) -> Any:
-    """Make the manager wait for the device before its first step, where steps run on separate streams."""
+    """Make the manager wait for the device before its first step, in releases that run steps on separate streams."""
     if not hasattr(type(manager), _CREATE):
         return manager
     this = weakref.ref(manager)
@@ -164,7 +164,7 @@ def _without_suspect_graphs(self: Any, inherited: Callable[..., Any], *args: Any
 
 
 def _config(model: Any, call: inspect.BoundArguments) -> tuple[str, Any]:
-    """The argument that contains `use_cuda_graph` in this release, and its value in the call, or its default."""
+    """Return the name of the argument with `use_cuda_graph` in this release, and its value (or default) in the call."""
     generation_config = call.arguments.get("generation_config")
     if generation_config is None:
         generation_config = model.generation_config
@@ -183,7 +183,7 @@ def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
     """Whether the user requested graphs, directly or by sizes that only graphs need, or None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
-        return any(value) if isinstance(value, tuple) else bool(value)  # a tuple is for (prompts, steps)
+        return any(value) if isinstance(value, tuple) else bool(value)  # a tuple has values for (prompts, steps)
     return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
 
 

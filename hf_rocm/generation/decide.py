@@ -1,4 +1,4 @@
-"""Which models and which calls of `generate` decode with recorded steps, and why the others don't.
+"""Decide which models and which calls of `generate` decode with recorded steps, and why the others don't.
 
 A reason is a sentence; None means that nothing prevents recording.
 """
@@ -26,7 +26,7 @@ METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get
 def generator_of(model: Any) -> Any:
     """The transformers model whose `generate` runs when this model generates: the model itself, or the one it wraps.
 
-    PEFT's models do not inherit `GenerationMixin`: their `generate` calls or is the base model's method.
+    PEFT's models do not inherit `GenerationMixin`: their `generate` is the base model's method or calls it.
     """
     from transformers import GenerationMixin
 
@@ -38,7 +38,7 @@ def generator_of(model: Any) -> Any:
 
 
 def refuses_class(cls: type) -> str | None:
-    """Why no model of this class can decode with recorded steps, or None."""
+    """Return why no model of this class can decode with recorded steps, or None."""
     from transformers import GenerationMixin, PreTrainedModel
 
     if not issubclass(cls, GenerationMixin):
@@ -52,7 +52,7 @@ def refuses_class(cls: type) -> str | None:
 
 
 def refuses_model(model: Any) -> str | None:
-    """Why this model can't decode with recorded steps now, or None."""
+    """Return why this model can't decode with recorded steps now, or None."""
     reason = refuses_class(type(model)) or features.refuses("graph_decode")
     if reason is not None:
         return reason
@@ -84,9 +84,9 @@ def refuses_model(model: Any) -> str | None:
 
 
 def refuses_ranks(model: Any) -> str | None:
-    """Why the ranks that this model is sharded over can't record its steps, or None."""
+    """Return why the ranks that this model is sharded over can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # runs on every call of generate: skip the rest if there are no ranks
+        return None  # this function runs on every call of generate, so skip the rest if there are no ranks
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
         return "its layers are split across ranks (pipeline parallelism)"
@@ -99,7 +99,7 @@ def refuses_ranks(model: Any) -> str | None:
 
 
 def refuses_device(model: nn.Module) -> str | None:
-    """Why steps can't be recorded on the devices of the model's weights, or None."""
+    """Return why steps can't be recorded on the devices of the model's weights, or None."""
     devices = {parameter.device for parameter in model.parameters()}
     if torch.device("meta") in devices:
         return "some of its weights are offloaded, and loaded again for every call of their layer"
@@ -123,7 +123,7 @@ def refuses_device(model: nn.Module) -> str | None:
 def refuses_call(
     model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any, assistant: Any = None
 ) -> str | None:
-    """Why this call of `generate` uses the cache that transformers chooses, or None.
+    """Return why this call of `generate` uses the cache that transformers chooses, or None.
 
     generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """
@@ -177,7 +177,7 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """A sentence about user code that a replay would skip, or None: a hook, a forward or a class."""
+    """Return a sentence about user code (a hook, a forward or a class) that a replay would skip, or None."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"
@@ -202,7 +202,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 
 def _refuses_preparation(model: Any) -> str | None:
-    """Why a `prepare_inputs_for_generation` set on the model instance may need a cache that grows, or None."""
+    """Return why a `prepare_inputs_for_generation` that was set on the model may need a cache that grows, or None."""
     prepare = model.__dict__.get("prepare_inputs_for_generation")
     if prepare is None:
         return None
@@ -226,7 +226,7 @@ def windows(model: Any) -> Sequence[int | None] | str:
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
-        return [None] * config.num_hidden_layers  # sliding layers differ in their masks only
+        return [None] * config.num_hidden_layers  # sliding layers differ only in their masks
     recurrent = getattr(cache_utils, "LinearAttentionLayer", None)
     sizes: list[int | None] = []
     layers: Any = cache_utils.StaticCache(config=config, max_cache_len=_LONG).layers

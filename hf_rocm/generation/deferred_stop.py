@@ -4,7 +4,7 @@ After every step transformers reads a flag with the answer on the host. The host
 idle until the host has queued the next one. One step later the flag has already arrived. The cost is one extra step if
 all rows end early. Its tokens are removed, so that the result is the same.
 
-From 5.17 on transformers can do this itself, but does so on one type of device only. In earlier releases its loop calls
+From 5.17 on transformers can do this itself, but only on one type of device. In earlier releases its loop calls
 `_has_unfinished_sequences`, which is replaced here. The check is deferred only if the extra step has no visible
 effect: with transformers' own processors and criteria. If the extra step draws random numbers, the generator's state
 from before the step is restored, unless another thread has drawn from the generator in the meantime.
@@ -40,7 +40,8 @@ class Late:
 
     def __init__(self, device: torch.device, length: int, longest: int, drawn: torch.Generator | None = None) -> None:
         self._drawn = drawn
-        self._states: deque[Tensor] = deque(maxlen=3)  # its states before the last steps and after the last one
+        # the states of the generator before the last steps and after the last one
+        self._states: deque[Tensor] = deque(maxlen=3)
         self._first = self._length = length
         self._steps = -1
         self._longest = longest
@@ -65,7 +66,7 @@ class Late:
     def _draws_alike(self) -> bool:
         """Whether the last step drew as many numbers as the step before it, which means that no other thread drew any.
 
-        A GPU's generator counts its numbers. A CPU's does not, but no check is deferred there.
+        The state of a GPU's generator counts the numbers drawn. A CPU's does not, but no check is deferred on a CPU.
         """
         if self._drawn is None or self._drawn.device.type != "cuda":
             return True
@@ -73,7 +74,7 @@ class Late:
         return torch.equal(second - first, third - second)
 
     def continues(self, finished: Tensor) -> bool:
-        """Whether another step follows, according to the previous step's flag. finished: bool, on the device."""
+        """Return whether another step follows, according to the previous step's flag. finished: bool, on the device."""
         flag, previous = self._flags if self._reads % 2 else self._flags[::-1]
         flag.send(finished)
         self._reads += 1
@@ -105,7 +106,7 @@ class _Flag:
 
 @contextmanager
 def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late | None]:
-    """Within the block, this thread's call of `_sample` checks late, if that has no visible effect.
+    """Within the block, defer the stop check of this thread's call of `_sample`, if that has no visible effect.
 
     input_ids: [B, S]. call: the keyword arguments of `_sample`.
     """
@@ -126,7 +127,7 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
 
 @contextmanager
 def stopping_on_time() -> Iterator[None]:
-    """Within the block, the stop check is not deferred: for a nested call of `generate`."""
+    """Within the block, do not defer the stop check. Used for nested calls of `generate`."""
     outer, _thread.late = current(), None
     try:
         yield
@@ -143,14 +144,14 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if input_ids.device.type not in devices or call.get("synced_gpus"):
         return False
     if call.get("streamer") is not None and (call["generation_config"].do_sample or not _stock_check()):
-        return False  # before 5.17 a streamer waits for every token anyway, and it may draw random numbers
+        return False  # before 5.17 a streamer waits for every token anyway; streamers may draw random numbers
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
     # a user's processor may count its calls; transformers' processors and the clock of `hf-rocm bench` don't
     return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)
 
 
 def _stock_check() -> Any:
-    """transformers' own class for a deferred stop check, from 5.17 on, or None."""
+    """Return transformers' own class for a deferred stop check (5.17 and later), or None."""
     from transformers.generation import utils
 
     return getattr(utils, "DeferredStopCheck", None)

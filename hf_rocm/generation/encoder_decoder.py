@@ -42,7 +42,7 @@ class CrossCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.layers: Any = [CrossLayer() for _ in range(layers)]
-        self.moved = False  # whether a buffer has been allocated since this was last read
+        self.moved = False  # whether a buffer was allocated since this flag was last reset
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -90,10 +90,10 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         self.is_updated: dict[int, bool] = {}
         self.encoder_outputs: Any = None
         self._source: Any = None  # the encoder's output that was copied
-        self._additive = False  # whether the model's attention takes additive masks only
+        self._additive = False  # whether the model's attention takes only additive masks
         self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
         self._visible: Tensor | None = None  # [B, 1, 1, S] bool, the rows that a step's query sees
-        self._step_mask: Any = None  # the same, in the form that the model takes
+        self._step_mask: Any = None  # the same rows as a mask of the form that the model takes
         self._rows: Any = None  # [B, 1, 1, S], the index of every row
 
     @property
@@ -123,7 +123,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
     def begin(self, mask: Tensor | None, *, additive: bool) -> None:
         """Prepare for a call.
 
-        mask: the encoder's padding, [B, 1, 1, S] or None. additive: whether attention takes additive masks only.
+        mask: the encoder's padding, [B, 1, 1, S] or None. additive: whether attention takes only additive masks.
         """
         if mask is not None and self._mask is not None and _alike(self._mask, mask):
             self._mask.copy_(mask)
@@ -212,7 +212,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
 
     From 5.0 on decoders take a four-dimensional mask. They omit a mask without padding, but not while a step is
     recorded, so a mask is always passed. Earlier releases take a two-dimensional mask and wait for the device in every
-    step unless it is None, so the inputs must not be padded there.
+    step unless it is None, so the inputs must not be padded in these releases.
     """
     make = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
     if make is None:

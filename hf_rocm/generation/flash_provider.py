@@ -33,7 +33,7 @@ from hf_rocm.patches import Change, Entry
 
 NAME = "flash_attention_2"
 
-# In the __dict__ of a prepared model and of the models inside it: the mode of its modules.
+# In the __dict__ of a prepared model and of the models inside it: the devices that are served, as in `overlay.bind`.
 MARK = "_hf_rocm_flash"
 
 # In the __dict__ of a prepared model: the implementation to return to when hf_rocm's functions are removed.
@@ -63,7 +63,7 @@ def switch_on(model: Any, mode: str) -> None:
 
 
 def switch_off(model: Any) -> None:
-    """The inverse. A model that uses these functions returns to the implementation that it had when it was prepared."""
+    """Undo `switch_on`. A model that uses these functions gets back the implementation that it had before `prepare`."""
     if MARK in model.__dict__ and unavailable() is None and model.config._attn_implementation in _names():
         model.set_attn_implementation(model.__dict__.get(_DEFAULT, "sdpa"))
     for part in _models(model):
@@ -74,7 +74,7 @@ def switch_off(model: Any) -> None:
 
 
 def unavailable() -> str | None:
-    """Why this process does not serve `flash_attention_2`, in a sentence, or None."""
+    """Return a sentence about why this process does not serve `flash_attention_2`, or None if it does."""
     if _installed():
         return "the flash-attn package is installed, and transformers uses it"
     if not hasattr(sys.modules.get(_UTILS) or importlib.import_module(_UTILS), "_flash_with_kvcache_fn"):
@@ -85,7 +85,7 @@ def unavailable() -> str | None:
 
 
 def batches_refused(model: Any) -> str | None:
-    """Why continuous batching of this model is not switched to `flash_attention_2`, or None."""
+    """Return why continuous batching of this model is not switched to `flash_attention_2`, or None."""
     reason = unavailable()
     if reason is not None:
         return reason
@@ -103,9 +103,10 @@ def batches_refused(model: Any) -> str | None:
 
 
 def take_request(arguments: dict[str, Any]) -> bool:
-    """Withdraw a request for `flash_attention_2` from the arguments of a load, if it is served. Returns whether it was.
+    """Withdraw a request for `flash_attention_2` from the arguments of a load, if hf_rocm serves it.
 
-    transformers would raise an error while it builds the model; the implementation is set after `prepare` instead.
+    Returns whether a request was withdrawn. transformers would raise an error while it builds the model; the
+    implementation is set after `prepare` instead.
     """
     config = arguments.get("config")  # `AutoModel*` moves the request into it
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
@@ -116,12 +117,15 @@ def take_request(arguments: dict[str, Any]) -> bool:
 
 
 def serves(config: Any) -> bool:
-    """Whether the implementation that is selected in this config is computed by hf_rocm."""
+    """Return whether the implementation that is selected in this config is computed by hf_rocm."""
     return getattr(config, "_attn_implementation", None) in _names() and unavailable() is None
 
 
 def switch(model: Any) -> str | None:
-    """Switch a model that uses `sdpa` or `eager` for its batches. Returns the implementation that it had, or None."""
+    """Switch a model from `sdpa` or `eager` to flash attention for its batches.
+
+    Returns the implementation to restore afterwards, or None if the model was not switched.
+    """
     own: str = model.config._attn_implementation
     if own not in ("sdpa", "eager") or batches_refused(model) is not None:
         return None
@@ -149,7 +153,7 @@ def _models(model: nn.Module) -> list[Any]:
 
 
 def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """transformers' checks of an implementation, which pass for the served names."""
+    """Replaces transformers' checks of an implementation: they pass for the served names."""
     requested = args[0] if args else kwargs.get("attn_implementation", kwargs.get("requested_attention"))
     supported = getattr(self, "_supports_flash_attn", False)
     if supported and requested in _names() and unavailable() is None:
@@ -197,7 +201,7 @@ def _imported() -> Any:
 
 
 def _paged_faults(model: Any) -> str | None:
-    """Why paged flash attention of transformers 5.18 and earlier is wrong for this model, or None."""
+    """Return why paged flash attention of transformers 5.18 and earlier is wrong for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         return "flash attention over pages in this release of transformers ignores the softcap"
@@ -208,7 +212,10 @@ def _paged_faults(model: Any) -> str | None:
 
 
 def _without_kernel(model: Any) -> str | None:
-    """Why no kernel serves this model's batches on its GPU, or None. PyTorch's tiers read lengths on the host."""
+    """Return why no kernel serves this model's batches on its GPU, or None.
+
+    PyTorch's tiers don't count, because they read lengths on the host.
+    """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

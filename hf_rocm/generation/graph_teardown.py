@@ -20,7 +20,7 @@ from hf_rocm.patches import Change
 
 
 class Releasable(Protocol):
-    """A recording that can be released while others still reference it."""
+    """A recording that can be released while other objects still reference it."""
 
     def release(self) -> None: ...
 

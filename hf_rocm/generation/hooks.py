@@ -43,7 +43,7 @@ Method = Callable[..., Any]
 
 
 def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
-    """Decode with recorded steps in this prepared model from now on. Returns the reason why not, or None.
+    """Decode with recorded steps in this prepared model from now on. Returns why it can't, or None.
 
     graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
     hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
@@ -146,7 +146,7 @@ def _prepare_cache_for_generation(
 def _served(
     self: Any, state: State, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, rounds: Rounds | None
 ) -> Sequence[int | None] | None:
-    """The windows of the layers, or None if the call uses transformers' own cache. Records the reason."""
+    """The windows of the layers, or None if the call uses transformers' own cache; the reason is recorded."""
     mode = _mode(generation_config, mode)
     reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
     if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
@@ -174,7 +174,7 @@ def _kind(windows: Sequence[int | None]) -> type[DecodeCache]:
 
 
 def _mode(generation_config: Any, mode: Any) -> Any:
-    """The `GenerationMode` of a call. mode: the same, or up to 4.53 the call's assistant model."""
+    """The `GenerationMode` of a call. mode: this mode, or up to 4.53 the call's assistant model."""
     from transformers.generation.configuration_utils import GenerationMode
 
     return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
@@ -242,7 +242,7 @@ def _prompt(model_kwargs: dict[str, Any]) -> int:
 def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[str, Any], generation_config: Any) -> Any:
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, DecodeCache):
-        return cache.drafts is None  # the rounds of an assistant record the calls of the model itself
+        return cache.drafts is None  # in an assistant's rounds, `loops` records the calls of the model itself
     return stock(model_kwargs, generation_config)
 
 
@@ -382,7 +382,7 @@ def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any,
     late = deferred_stop.current()
     if late is not None:
         late.begin_step()
-    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on the decision was made before
+    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on, the decision has already been made
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)
 

@@ -62,7 +62,7 @@ class HybridDecodeCache(DecodeCache):
 
     @contextmanager
     def being_recorded(self) -> Iterator[None]:
-        """Entered after the step has run: a recorder that runs it again starts from the states before the step."""
+        """Restore the states at the end of the block, because recording may run the step again."""
         states = [state.clone() for state in self._states.values()]
         with super().being_recorded():
             try:
@@ -94,7 +94,8 @@ class HybridDecodeCache(DecodeCache):
         if state is None or (state.shape, state.dtype, state.device) != (like.shape, like.dtype, like.device):
             self.recordings.clear()
             layer = self.layers[index]
-            with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside of it
+            # inference tensors can't be written outside inference mode
+            with torch.inference_mode(False), torch.no_grad():
                 layer.lazy_initialization(**{name: torch.empty_like(like)}, **terms)
             self._states[index, name] = getattr(layer, name)[0]
 
@@ -116,12 +117,15 @@ class HybridDecodeCache(DecodeCache):
 
     @property
     def is_sliding(self) -> list[Any]:
-        """None for recurrent layers, because transformers takes the sizes of masks from the first False layer."""
+        """None for recurrent layers, because transformers takes mask sizes from the first layer with False."""
         return [None if window == RECURRENT else window is not None for window in self.windows]
 
 
 def refuses(config: Any) -> str | None:
-    """Why steps over this model's recurrent states are not recorded, or None. config: the text model's config."""
+    """Return why steps over the recurrent states of a model are not recorded, or None.
+
+    config: the config of the text model.
+    """
     if config.model_type not in MODELS:
         return f"the recurrent states of {config.model_type} are not recorded"
     if before("5.16"):

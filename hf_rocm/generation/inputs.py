@@ -33,7 +33,7 @@ NOTE = "_hf_rocm_inputs_note"
 
 
 def switch_on(model: nn.Module, mode: str = ON) -> str | None:
-    """Prepare the decode steps of this model from now on. Returns the reason why not, or None.
+    """Prepare the decode steps of this model from now on. Returns why transformers must prepare them, or None.
 
     mode: `overlay.bind.ON` for any device, `GPU` for inputs on a GPU.
     """
@@ -56,7 +56,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def refuses(model: Any) -> str | None:
-    """Why transformers prepares the steps of models like this one, or None."""
+    """Return why transformers prepares the steps of models like this one, or None."""
     from transformers import GenerationMixin
 
     cls = type(model)
@@ -73,7 +73,7 @@ def refuses(model: Any) -> str | None:
 
 
 def noted(model: nn.Module) -> str | None:
-    """Why transformers prepared the steps of the last call, or None."""
+    """Return why transformers prepared the steps of the last call, or None."""
     note: str | None = model.__dict__.get(NOTE)
     return note
 
@@ -106,7 +106,7 @@ def _prepare(
         return inputs
     tokens = input_ids.shape[1]
     if cache in _refused and (verifies(cache) or _refused[cache] == tokens - 1):
-        _refused[cache] = tokens  # the next step of a call that was refused
+        _refused[cache] = tokens  # this is the next step of a refused call
         return inputs
     try:
         replaced = features.replaced("decode_inputs") or masks_replaced(model)
@@ -146,14 +146,14 @@ def _update(
 
 
 def _replaced(model: Any) -> str | None:
-    """A sentence with a method of transformers or a function for masks that was replaced during a call, or None."""
+    """Return a sentence about a method of transformers or a mask function that was replaced during a call, or None."""
     watch = _methods()
     return masks_replaced(model) if watch.holds() else watch.difference()
 
 
 @cache
 def _methods() -> Watch:
-    """The methods of transformers that are not called for steps after the first one."""
+    """Return a watch on the methods of transformers that are called only for the first step."""
     from transformers import GenerationMixin
 
     return Watch(Reference(GenerationMixin, name) for name in _METHODS)
@@ -179,13 +179,13 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Whether these are the inputs of a step over static buffers that determine the inputs of the next step."""
+    """Return whether these are the inputs of a step over static buffers that determine the inputs of the next step."""
     ids = inputs.get("input_ids")
     return ids is not None and ids.shape[1] <= _most(cache) and getattr(cache, "is_compileable", False)
 
 
 def _most(cache: Any) -> int:
-    """The largest number of tokens of a step."""
+    """The largest number of tokens in one step over this cache."""
     return cache.longest_step if isinstance(cache, DecodeCache) else 1
 
 

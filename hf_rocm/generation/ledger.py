@@ -27,8 +27,8 @@ class Event:
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
     name or path. operators: the number of operators that the step runs, roughly the number of kernels in the graph; 0
-    if unknown. replays: the number of replays up to the difference. unproven: the number since the last verified
-    replay. reason: the difference.
+    if unknown. replays: the number of replays up to the difference. unproven: the number of replays since the
+    last verified one. reason: the difference.
     """
 
     when: str

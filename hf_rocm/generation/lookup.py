@@ -1,7 +1,7 @@
 """Prompt lookup without waiting for the device: transformers searches a copy of the tokens in the host's memory.
 
-Its search waits for the device once for every n-gram length and again for every match. The same search runs here, so
-the drafts are the same, but the tokens are copied to the host once per step.
+The stock search waits for the device once for every n-gram length and again for every match. The same search runs here,
+so the drafts are the same, but the tokens are copied to the host once per step.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hf_rocm.ops.mask_patterns import CacheRows
 
 
 class Unlike(Exception):
-    """The reason why transformers prepares a step; the message is a sentence."""
+    """Raised if transformers must prepare a step. The message is the reason, as a sentence."""
 
 
 class Kind(NamedTuple):
@@ -66,10 +66,10 @@ def _first(cache: Any, sliding: bool) -> int:
 class StepMask:
     """The mask of one kind of layer. tensor: the resident mask, [B, 1, S_q, L].
 
-    like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], the number of keys per row up to and
-    including every token of the step. starts: [B], the first key of every row that is not padding, or None. The owner
-    advances both. rolls: whether a full buffer drops its first key for every new one, so that lengths exceed its size;
-    S_q is 1 in that case.
+    like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], for every token of the step, the
+    number of keys per row up to and including this token. starts: [B], the first key of every row that is not padding,
+    or None. The owner advances both. rolls: whether a full buffer drops its first key for every new one, so that
+    lengths exceed the buffer's size; S_q is 1 in that case.
     """
 
     def __init__(

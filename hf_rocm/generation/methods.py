@@ -1,8 +1,8 @@
-"""Replace methods that transformers calls on a model's class while it generates, for marked models only.
+"""Replace methods that transformers calls on a model's class while it generates, but only for marked models.
 
 As with forwards, no class is replaced, and no instance gets an attribute that would be wrong in a copy or a pickle. The
-method on the class checks the instance for a mark, which is a plain builtin. It stays on the class as long as there is
-a marked model of the class, or a marked copy, that was not restored.
+method on the class checks the instance for a mark, which is a plain builtin. The method stays on the class as long as
+there is a marked model of the class, or a marked copy, that was not restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_rocm.patches import ABSENT, Change
 
 Method = Callable[..., Any]
 
-_COPIES = "copies"  # the key of the method that finds copies
+_COPIES = "copies"  # the key of the change to `__setstate__`, which marked copies call
 
 
 def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
@@ -36,14 +36,14 @@ def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
 
 
 def take_away(model: Any, mark: str) -> None:
-    """The inverse of `put_before`, for this model."""
+    """Undo `put_before` for this model."""
     patches.release(model, key=mark)
     if all(change.key == _COPIES for change in patches.of(model)):
         patches.release(model)
 
 
 def own(cls: type, name: str, origin: type) -> bool:
-    """Whether a class below `origin` in the MRO overrides this method."""
+    """Return whether a class below `origin` in the MRO overrides this method."""
     for parent in cls.__mro__:
         if patches.original(parent, name) is not ABSENT:
             return parent is not origin

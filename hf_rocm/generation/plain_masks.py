@@ -23,9 +23,9 @@ Mask = Callable[..., Tensor | None]
 
 
 def switch_on(model: nn.Module) -> str | None:
-    """Build the masks of this model without vmap from now on. Returns the reason why not, or None.
+    """Build the masks of this model without vmap from now on. Returns why this is not possible, or None.
 
-    From 5.0 on, transformers needs no replacement, and this does nothing.
+    From 5.0 on, transformers needs no replacement, and this function does nothing.
     """
     masking_utils = _stock()
     if not hasattr(masking_utils, "sdpa_mask_recent_torch"):
@@ -106,7 +106,7 @@ def _seen(
 
 
 def _applies(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is for a prepared model, with a mask that consists of transformers' own functions only."""
+    """Whether a call is for a prepared model, with a mask that is composed only of transformers' own functions."""
     config = kwargs.get("config")
     if is_compiling() or args or config is None or not change.live:  # compiled code keeps transformers' functions
         return False
@@ -118,7 +118,7 @@ def _applies(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _is_stock(function: Any) -> bool:
-    """Whether a mask function, and every function that it is composed of, is transformers' own."""
+    """Return whether a mask function, and every function that it is composed of, is transformers' own."""
     if getattr(function, "__module__", None) != _MODULE:
         return False
     contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]

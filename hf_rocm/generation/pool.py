@@ -22,7 +22,7 @@ from hf_rocm.generation.streams import record_current_stream, tensors_in
 # The largest number of idle caches, however small they are.
 _MOST = 8
 
-# The largest capacity of a cache for a call, in multiples of the call's size. Attention may read all of it.
+# The largest capacity of a cache for a call, in multiples of the call's size. Attention may read all rows.
 _FACTOR = 2
 
 # The number of tokens beyond the prompt that a new cache has room for; it grows if a call needs more.
@@ -30,7 +30,7 @@ _AHEAD = 1024
 
 
 class _Idle(NamedTuple):
-    """A cache, the stream of its last call, and an event recorded after that call; None on a CPU."""
+    """A cache, the stream of its last call, and an event recorded after that call. On a CPU, the last two are None."""
 
     cache: DecodeCache
     stream: Any
@@ -105,7 +105,7 @@ class Pool:
                 self._drop()
 
     def _drop(self) -> None:
-        """Drop the oldest cache. Another stream may own its memory, which must not be reused before its last use."""
+        """Drop the oldest cache after its last use has ended, because another stream may have allocated its memory."""
         oldest = self._idle.pop(0)
         if oldest.used is not None:
             oldest.used.synchronize()  # before the last reference goes out of scope

@@ -27,11 +27,11 @@ class Agreement:
         self._device = None if mesh is None else next(model.parameters()).device
 
     def all(self, value: bool) -> bool:
-        """Whether the value is True on every rank."""
+        """Return whether the value is True on every rank."""
         return value if self.group is None else self._least(int(value)) == [1]
 
     def same(self, *numbers: int) -> bool:
-        """Whether the numbers are the same on every rank."""
+        """Return whether the numbers are the same on every rank."""
         if self.group is None:
             return True
         least = self._least(*numbers, *(-number for number in numbers))

@@ -37,7 +37,7 @@ class RecordedDraw(Recorded):
     [B, V] fp32.
     """
 
-    alarms = False  # the step itself raises it
+    alarms = False  # the recorded step raises the alarm
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
         logits = step.logits
@@ -63,7 +63,7 @@ class RecordedDraw(Recorded):
         return self.tensors[0]
 
     def agrees(self, step: RecordedStep, processors: Processors) -> bool:
-        """Whether a replay draws the tokens that `torch.multinomial` draws from the same state of the generator.
+        """Return whether a replay draws the tokens that `torch.multinomial` draws from the same state of the generator.
 
         The probabilities must be bitwise equal too. If the results may vary, it is enough that one of a few replays
         equals one of a few uncaptured draws. Between these replays the logits are replaced, so that a replay of stale
@@ -105,7 +105,7 @@ class RecordedDraw(Recorded):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bits(one), bits(other))  # where a device checks nothing, NaN is drawn from too
+    return torch.equal(bits(one), bits(other))  # bitwise, because a device that checks nothing also draws from NaN
 
 
 def probabilities_of(logits: Tensor, processors: Processors) -> Tensor:
@@ -122,12 +122,12 @@ def scores_of(logits: Tensor, processors: Processors) -> Tensor:
 
 
 def _drawn(probabilities: Tensor, noise: Tensor, compared: Tensor) -> Tensor:
-    """What `torch.multinomial` does after it has drawn this noise: its check, and the largest ratio of every row.
+    """Check the probabilities and draw tokens, as `torch.multinomial` does after it has drawn this noise.
 
     compared: [] bool, whether the check is left to the uncaptured draw that this one is compared with.
     """
     low, high = torch.aminmax(probabilities)
-    valid = (high < math.inf) & (low >= 0)  # then the sum of a softmax is not 0, which multinomial also checks
+    valid = (high < math.inf) & (low >= 0)  # so the sum of a softmax is not 0 either, which multinomial also checks
     torch._assert_async(valid | compared, "probability tensor contains either `inf`, `nan` or element < 0")
     return (probabilities / noise).argmax(dim=-1, keepdim=True)
 

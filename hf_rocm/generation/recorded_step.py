@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def nbytes(self) -> int:
-        """The size of the inputs and outputs that belong to the step, in bytes."""
+        """The size of the inputs that the recording reads and of its outputs, in bytes."""
         return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors))
 
     def replay(self, tensors: Sequence[Tensor]) -> None:
@@ -82,7 +82,7 @@ class RecordedStep(Recorded):
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
     [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the
-    largest logits, see `largest`. draws: the recorded draws from the step's logits, see `recorded_draw`.
+    largest logits (see `largest`). draws: the recorded draws from the step's logits (see `recorded_draw`).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RecordedStep(Recorded):
         return logits
 
     def tokens_agree(self) -> bool:
-        """Whether the last replay's tokens are those with the largest of its own logits."""
+        """Return whether the last replay's tokens are those with the largest of its own logits."""
         return self.tokens is None or torch.equal(self.tokens, self.logits.argmax(dim=-1))
 
     def outputs(self, cache: DecodeCache, **instead: Any) -> Any:
@@ -144,7 +144,7 @@ class Alarm:
     EVERY = 8
 
     def __init__(self, device: torch.device) -> None:
-        self.ignored = False  # the model's own logits are not finite
+        self.ignored = False  # True if the model's own logits are not finite
         self._number = torch.zeros((), device=device)
         self._sent = torch.zeros((), pin_memory=device.type == "cuda")
 
@@ -155,7 +155,7 @@ class Alarm:
                 self._number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
 
     def rings(self, replays: int) -> bool:
-        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: their number so far."""
+        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: the number so far."""
         if self.ignored or replays % self.EVERY:
             return False
         rang = bool(self._sent != 0)
@@ -163,7 +163,7 @@ class Alarm:
         return rang
 
     def rang(self) -> bool:
-        """Whether any replay so far raised the alarm. Waits for the device."""
+        """Return whether any replay so far raised the alarm. Waits for the device."""
         return not self.ignored and bool(self._number != 0)
 
 
@@ -200,5 +200,5 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 
 def _written(value: Any) -> bool:
-    """Whether a step writes this part of its output; resident tensors are inputs that it returns unchanged."""
+    """Return whether a step writes this part of its output; resident tensors are inputs that it returns unchanged."""
     return isinstance(value, Tensor) and resident(value) is None

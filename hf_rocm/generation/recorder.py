@@ -35,7 +35,7 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """`torch.cuda.CUDAGraph`. All recordings of a device share one memory pool, which is never freed.
+    """Records with `torch.cuda.CUDAGraph`. All recordings of a device share one memory pool, which is never freed.
 
     Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
     nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
@@ -186,7 +186,7 @@ def _leave_pool(shared: _Shared) -> None:
             leave(shared.device.index, shared.pool)
 
 
-# The name of the function since PyTorch 2.8, and its earlier name.
+# The name of the function that `_leave_pool` calls: since PyTorch 2.8, and before.
 _LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 
 Factory = Callable[[torch.device], Recorder]

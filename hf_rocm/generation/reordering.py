@@ -1,7 +1,7 @@
 """The reordering of a cache between two steps of a beam search, recorded once and replayed after every step.
 
-It copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded number of
-rows, so that it stays valid for many steps.
+A reordering copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded
+number of rows, so that it stays valid for many steps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class Reordering(Recorded):
 
     def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
         tensors = cache.rows_of_beams(rounded=True)
-        order = torch.arange(
-            len(tensors[0]), device=tensors[0].device
-        )  # the identity, so that a run during the recording is harmless
+        # the identity, so that a run during the recording is harmless
+        order = torch.arange(len(tensors[0]), device=tensors[0].device)
 
         def run(places: Sequence[Tensor]) -> Sequence[Tensor]:
             reorder(tensors, places[0])
@@ -39,7 +38,7 @@ class Reordering(Recorded):
     def agrees(self, cache: DecodeCache, rows: Tensor) -> Callable[[], bool]:
         """Call before a replay. Returns a function that returns, after the replay, whether keys and values are correct.
 
-        They are compared by the sums of their bits, one for every head and token.
+        Keys and values are compared by the sums of their bits: one sum for every head and token.
         """
         expected = [sums.index_select(0, rows) for sums in _sums(cache)]
         return lambda: all(map(torch.equal, expected, _sums(cache)))

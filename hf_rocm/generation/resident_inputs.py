@@ -1,6 +1,6 @@
 """The arguments of decode steps in resident tensors, derived from one step that transformers prepared.
 
-`Residents` has the tensors, which recorded steps read in place. `Step` compares them with the arguments that
+`Residents` has the tensors that recorded steps read in place. `Step` compares them with the arguments that
 transformers prepared for the first step of a call, and advances them for the following steps.
 """
 
@@ -28,7 +28,7 @@ class Step:
     over the same cache, reused if their shapes match. Raises `Unlike` if the inputs are not those of a sequence with
     left padding, because the inputs of the following steps can't be derived from them.
 
-    In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted ones. transformers
+    In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted tokens. transformers
     would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An assistant
     drafts in the same way, but in several calls. `resume` receives these arguments again when a call begins.
     """
@@ -60,7 +60,8 @@ class Step:
         self._inputs = {name: value for name, value in inputs.items() if value is not cache}
         self._masked = [name for name, mask in masks.items() if mask is not None] if isinstance(masks, dict) else None
         self.known = known
-        self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}  # number of tokens → the inputs of such a step
+        # the number of tokens in a step → its tensors, and its inputs with these tensors
+        self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}
         self.residents: Residents
         if self._rows(cache, ids.shape[1])[0] != self._form.widths:
             raise Unlike("the attention mask is not as wide as the cache")
@@ -75,17 +76,17 @@ class Step:
         self._columns: Tensor | None = None
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the arguments that change with every token are the ones that `advance` set."""
+        """Return whether the arguments that change with every token are the ones that `advance` set."""
         if self.verifies:
             return self._prepared
         return all(arguments.get(name) is value for name, value in self._given.items())
 
     def lacks(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether these arguments of a call that verifies drafts lack the ones that `advance` removed."""
+        """Return whether these arguments of a call that verifies drafts lack the ones that `advance` removed."""
         return self._removed and not any(name in arguments for name in self._given)
 
     def follows(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether these are the arguments of the step after the last one."""
+        """Return whether these are the arguments of the step after the last one."""
         return (
             (self.lacks(arguments) if self.verifies else self.matches(arguments))
             and _count(arguments) == self._count - len(self._given) * self._removed
@@ -93,7 +94,7 @@ class Step:
         )
 
     def resumes(self, cache: Any, arguments: Mapping[str, Any], input_ids: Tensor) -> bool:
-        """Whether these are the arguments of the first step in the next round of an assistant.
+        """Return whether these are the arguments of the first step in the next round of an assistant.
 
         transformers has extended the growing arguments to cover all tokens so far. May wait for the device.
         """
@@ -161,7 +162,7 @@ class Step:
         arguments.update(self._given)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """The arguments with the ones that `advance` removed, for `length` tokens. transformers prepares this step."""
+        """Add the arguments that `advance` removed, for `length` tokens, for a step that transformers prepares."""
         self._prepared = True
         result = dict(arguments)
         for name, value in self._given.items():
@@ -211,7 +212,7 @@ class Step:
     def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
         """The tensors for steps of this many tokens: the tensors of an earlier call, or new ones."""
         for form in [form for form in self.known if form.widths != widths]:
-            del self.known[form]  # its buffers have grown since then
+            del self.known[form]  # the buffers have grown since then
         form = self._form._replace(tokens=tokens, widths=widths)
         # not inference tensors, which can't be advanced outside inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -265,7 +266,7 @@ class Residents:
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
-        self.unedited = 0  # the number of earlier steps whose tokens user code has not changed in place since
+        self.unedited = 0  # the number of earlier steps since user code last changed tokens in place
         # One tensor, so that one addition advances everything. For every token of the step it has the position, the
         # length per kind and the position per row.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
@@ -335,7 +336,7 @@ def _count(arguments: Mapping[str, Any]) -> int:
 
 
 def verifies(cache: Any) -> bool:
-    """Whether the cache belongs to a call that verifies drafts."""
+    """Return whether the cache belongs to a call that verifies drafts."""
     return isinstance(cache, DecodeCache) and cache.drafts is not None
 
 
@@ -361,7 +362,7 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
             raise Unlike(f"the step's {name} does not match its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
-        known.add("inputs_embeds")  # used by the prompt only
+        known.add("inputs_embeds")  # used only by the prompt
     for name, value in {**arguments, **inputs}.items():
         if name not in known and value is not cache and not (value is None or isinstance(value, (bool, int, str))):
             raise Unlike(f"the step has the argument {name}")

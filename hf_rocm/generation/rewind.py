@@ -32,7 +32,7 @@ _STATEFUL = {
 
 
 class Rewind(GraphError):
-    """Raised by a step and caught around `_sample`.
+    """Raised by a step, and caught by the function that runs the loop of `generate`.
 
     reason: the difference. unproven: the number of steps since the last verified one.
     """
@@ -65,8 +65,8 @@ class Attempt:
         if given.get("streamer") is not None:
             self._streamer = self.arguments["streamer"] = Received(given["streamer"])
         self.rounds: Any = None
-        # what transformers changes during the call: the length of drafts, and the generator of candidates, which
-        # generate creates before the loop in releases up to 4.56
+        # the state that transformers changes during the call: the length of drafts, and the generator of candidates,
+        # which generate creates before the loop in releases up to 4.56
         generator = given.get("candidate_generator")
         changing = [getattr(assistant, "generation_config", None), generator]
         changing.append(getattr(generator, "generation_config", None))

@@ -67,11 +67,12 @@ class Runner:
         self._uncaptured = False  # True: every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far
         self._call = next(_calls)
-        self._unproven = 0  # replays of this call since its last comparison
+        self._unproven = 0  # the number of replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
-        self._arguments: Mapping[str, Any] = {}  # the last step's, if their tensors are resident
+        self._arguments: Mapping[str, Any] = {}  # the arguments of the last step, if their tensors are resident
         self._inputs: Inputs | None = None
-        self._last: tuple[RecordedStep | None, Any] = None, None  # the last step whose outputs have a stand-in
+        # the last step whose outputs have a stand-in, and these outputs
+        self._last: tuple[RecordedStep | None, Any] = None, None
 
     def __call__(self, model: Any, arguments: Mapping[str, Any]) -> Any:
         """Run or replay one step. Returns what `model(**arguments)` would return.
@@ -165,7 +166,7 @@ class Runner:
         self.cache.reorderer = WeakMethod(self._reorder)
         self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
         if self._uncaptured:
-            self._state.start_over()  # on all ranks: from here on their counts are equal again
+            self._state.start_over()  # on all ranks, so that their counts are equal from here on
             self._state.turn_away("the models are in different states on different ranks")
         return not self._uncaptured
 
@@ -274,7 +275,7 @@ class Runner:
         if alarm and (back < self._unproven or result.finite):
             self._take_back(step, _NOT_FINITE, model, result.operators)
         if not self._ranks.all(not step.alarm.rang()):
-            step.alarm.ignored = True  # the uncaptured steps return the same values
+            step.alarm.ignored = True  # the uncaptured steps also return values that are not finite
         if step.schedule.proven:
             self._state.replayed += 1
             self._state.compared += 1

@@ -1,4 +1,4 @@
-"""When a recorded step is compared with an uncaptured one again: often at first, then at growing intervals.
+"""Decide when a recorded step is compared with an uncaptured one again: often at first, then at growing intervals.
 
 Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the interval doubles up to `LONGEST`. Calls of
 `generate` follow a similar rule: the first replay of calls 2 and 3 is compared, and after that the first replay of any
@@ -22,9 +22,9 @@ BETWEEN_CALLS = 512  # the smallest number of replays before the first replay of
 class Schedule:
     """The comparisons of one recording.
 
-    replays: the number of replays. since: the replays after the last comparison that agreed. in_call: how many of these
-    belong to the current call. comparisons: the number of comparisons that agreed. calls: the number of calls of
-    `generate` that replayed the recording.
+    replays: the number of replays. since: the number of replays since the last comparison that agreed. in_call: how
+    many of these belong to the current call. comparisons: the number of comparisons that agreed. calls: the number of
+    calls of `generate` that replayed the recording.
     """
 
     def __init__(self) -> None:

@@ -32,14 +32,14 @@ Served = Callable[[Any], bool]
 
 
 def refused() -> str | None:
-    """Why this process has no page tables for sliding layers, in a sentence, or None."""
+    """Return a sentence about why this process has no page tables for sliding layers, or None."""
     if find_spec(_ALLOCATORS) is None:
         return "transformers 5.17 and earlier manage the pages of sliding layers differently"
     return features.refuses(_FEATURE)
 
 
 def concerns(config: Any) -> bool:
-    """Whether a model with this config has sliding layers."""
+    """Return whether a model with this config has sliding layers."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else _SLIDING in kinds
 
@@ -47,7 +47,7 @@ def concerns(config: Any) -> bool:
 def provide(user: Any, served: Served, *, key: Hashable) -> None:
     """Give page tables to the sliding layers of all batches with a served config.
 
-    served: whether hf_rocm computes the attention implementation that is selected in a config.
+    served: returns whether hf_rocm computes the attention implementation that is selected in a config.
     """
     if refused() is not None:
         return
@@ -61,7 +61,7 @@ def provide(user: Any, served: Served, *, key: Hashable) -> None:
 
 
 def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list[int]]]:
-    """The types of layers from which transformers decides whether a model may have page tables."""
+    """Replaces the function from whose result transformers decides whether a model may have page tables."""
 
     def group_layers_by_attn_type(config: Any) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = change.original(config)
@@ -82,7 +82,7 @@ def _allocator(served: Served, change: Change) -> type:
             self.supports_block_table = _active(change, served, config)
 
         def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-            """Fill a request's row: its pages, −1, and in the last column the slot of the new key.
+            """Fill the row of a request: its pages, then −1, and the slot of the new key in the last column.
 
             A row has too few columns only while transformers warms up, and those results are not used.
             """
@@ -100,12 +100,12 @@ def _allocator(served: Served, change: Change) -> type:
 
 
 def _active(change: Change, served: Served, config: Any) -> bool:
-    """Whether a batch that begins now gets page tables. transformers may have been patched since `provide`."""
+    """Return whether a batch that begins now gets page tables. transformers may have been patched since `provide`."""
     return change.live and served(config) and refused() is None
 
 
 def _longest(change: Change) -> Callable[[Any], int]:
-    """The number of keys up to which a request may use page tables."""
+    """Replaces the method that returns the largest number of keys of a request that uses page tables."""
 
     def _infer_max_decode_fast_path_length(self: Any) -> int:
         stock: int = change.call_of(self)()
@@ -113,10 +113,10 @@ def _longest(change: Change) -> Callable[[Any], int]:
             return stock
         limits = []
         for kind, allocator in self.cache_allocators.items():
-            columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last one has the slot
+            columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last column has the slot
             if kind != _SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
-        return min(limits, default=sys.maxsize)  # a ring does not grow with the request
+        return min(limits, default=sys.maxsize)  # no limit, because a ring does not grow with the request
 
     return _infer_max_decode_fast_path_length
 

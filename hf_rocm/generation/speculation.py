@@ -16,7 +16,7 @@ MODE = "assisted_generation"
 
 
 def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
-    """Why drafts are not verified with recorded steps, or None.
+    """Return why drafts are not verified with recorded steps, or None.
 
     generation_config: the call's own copy. assistant: the `assistant_model` of the call, or None.
     """
@@ -40,7 +40,10 @@ _READS_OUTPUTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
 def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, returned: bool = False) -> str | None:
-    """Why drafts are not verified over a cache with these windows, or None. returned: whether the call returns it."""
+    """Return why drafts are not verified over a cache with these windows, or None.
+
+    returned: whether the call returns the cache.
+    """
     if not any(windows):
         return None
     if returned:

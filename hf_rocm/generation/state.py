@@ -33,13 +33,13 @@ class State:
         self.required = required
         self.pool = Pool()
         self.disabled: str | None = None  # the reason why recording has stopped
-        self.wrong_replay: str | None = None  # the same, if a replay differed from its step
+        self.wrong_replay: str | None = None  # the reason why it has stopped, if a replay differed from its step
         self.calls = 0  # the number of calls of generate over a DecodeCache
         self.recorded = 0  # the number of recorded steps
         self.replayed = 0  # the number of replayed steps after the first comparison
-        self.compared = 0  # replayed steps that were compared again
-        self.plain_assistants = 0  # calls whose assistant model is not prepared, so that its steps ran uncaptured
-        self.turned_away: Counter[str] = Counter()  # reason → calls or steps that ran uncaptured
+        self.compared = 0  # the number of these replayed steps that were compared
+        self.plain_assistants = 0  # the number of calls whose assistant is not prepared and ran uncaptured
+        self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}
         self._numbers = count()
         self._lock = threading.Lock()

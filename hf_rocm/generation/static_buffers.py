@@ -18,7 +18,7 @@ class _Token:
 
 
 def settle(tensor: Tensor) -> Tensor:
-    """Mark a tensor as resident: it keeps its memory and changes in place only. Returns the tensor."""
+    """Mark a tensor as resident: it keeps its memory and changes only in place. Returns the tensor."""
     setattr(tensor, _TOKEN, _Token())
     return tensor
 
@@ -33,5 +33,5 @@ def resident(tensor: Tensor) -> Hashable | None:
 
 
 def written(tensor: Tensor | None) -> bool:
-    """Whether a tensor was written in place since it was created. Inference tensors don't count their writes."""
+    """Return whether a tensor was written in place since it was created. Inference tensors don't count their writes."""
     return tensor is not None and not tensor.is_inference() and tensor._version != 0

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 class Unrecordable(Exception):
-    """The reason why a step can't be recorded; the message is a sentence."""
+    """Raised if a step can't be recorded. The message is the reason, as a sentence."""
 
 
 def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> Inputs:
@@ -40,7 +40,7 @@ def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> 
 
 
 def alike(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether the arguments of two steps are the same objects, including those in nested dicts."""
+    """Return whether the arguments of two steps are the same objects, including those in nested dicts."""
     if len(arguments) != len(others):
         return False
     for name, value in arguments.items():
@@ -98,7 +98,7 @@ def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sums(words: Tensor) -> Tensor:
-    """At most 128 integers with the same sum."""
+    """Reduce integers to at most 128 int64 numbers with the same sum."""
     if words.ndim == 1 and words.dtype == torch.int64 and len(words) <= _ROWS:
         return words
     return rows(words).sum(-1, dtype=torch.int64)

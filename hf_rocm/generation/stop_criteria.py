@@ -32,7 +32,7 @@ def of_call(arguments: Mapping[str, Any]) -> StoppingCriteriaList | None:
 
 
 class _Criteria(StoppingCriteriaList):
-    """Skips the criteria whose result is False, if that leaves at most one set of end tokens."""
+    """Skips the criteria whose result is False, if at most one `EosTokenCriteria` remains."""
 
     _none: Tensor | None = None  # [B] False
 
@@ -54,7 +54,7 @@ class _Criteria(StoppingCriteriaList):
 
 
 def _acts(criterion: Any, length: int) -> bool:
-    """Whether a criterion may stop at this length, or warn that it exceeds the model's maximum."""
+    """Return whether a criterion may stop at this length, or warn that it exceeds the model's maximum."""
     if type(criterion) is not MaxLengthCriteria:
         return True
     position = criterion.max_position_embeddings

@@ -16,7 +16,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def refuses(device: Any, *, required: bool) -> str | None:
-    """Why no step is recorded on this torch device by default, or None. Warns once where recording is required."""
+    """Return why no step is recorded on this torch device by default, or None. Warns once if recording is required."""
     fault = fault_of(device)
     if fault is None:
         return None

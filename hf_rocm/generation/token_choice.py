@@ -80,7 +80,7 @@ class Choice:
 
 
 def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
-    """How a call of `_sample` chooses its tokens; None if transformers chooses them from the logits.
+    """Return how a call of `_sample` chooses its tokens; None if transformers chooses them from the logits.
 
     arguments: the keyword arguments of `_sample`.
     """
@@ -136,7 +136,7 @@ _UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the
 
 
 class _Processors(LogitsProcessorList):
-    """The processors of a call, which the recorded work applies to a stand-in."""
+    """The processors of a call. They are not called for a stand-in, because the recorded work contains them."""
 
     def __init__(self, stock: LogitsProcessorList) -> None:
         super().__init__(stock)

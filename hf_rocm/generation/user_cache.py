@@ -1,7 +1,8 @@
 """The transformers cache that a call passes or returns while its steps run on a `DecodeCache`.
 
-Its keys and values are copied to the `DecodeCache` when the call begins, and the new ones are written back with its own
-`update` when the call ends. So the user's object has the type, the contents and the length that it would have in stock.
+The keys and values of the cache are copied to the `DecodeCache` when the call begins. When the call ends, the new ones
+are written back with the cache's own `update`. So the user's object has the type, the contents and the length that it
+would have in stock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 
 
 class UserCache:
-    """A transformers cache. brought: whether the call passed it; otherwise transformers created it to return it."""
+    """A transformers cache. brought: whether the call passed it; otherwise transformers created it for the result."""
 
     def __init__(self, cache: Any, *, brought: bool) -> None:
         self.cache = cache
@@ -30,7 +31,7 @@ class UserCache:
         self._seen: list[int] = []  # the number of tokens that every layer had
 
     def refuses(self) -> str | None:
-        """Why the steps of this call can't run over a `DecodeCache`, or None."""
+        """Return why the steps of this call can't run over a `DecodeCache`, or None."""
         inner = self._self_attention()
         if inner is not self.cache and self.brought:
             return "the call passes the cache of an encoder-decoder model"
@@ -42,7 +43,7 @@ class UserCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens that it has seen. May wait for the device."""
+        """The number of tokens that the cache has seen. May wait for the device."""
         return int(self.cache.get_seq_length())
 
     def _self_attention(self) -> Any:
@@ -91,7 +92,7 @@ class UserCache:
 
 
 def refuses(cache: Any) -> str | None:
-    """Why steps over this cache can't run over a `DecodeCache`, or None."""
+    """Return why the steps of a call with this cache can't run over a `DecodeCache`, or None."""
     from transformers import DynamicCache, StaticCache
 
     if type(cache) not in (DynamicCache, StaticCache):
@@ -129,7 +130,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
 
 
 def observers(call: Mapping[str, Any]) -> str | None:
-    """The class of user code that may read the cache during a call of `generate` with these arguments, or None."""
+    """Return the name of a user's class that may read the cache during a call with these arguments, or None."""
     pieces = [call.get("streamer"), *(call.get("logits_processor") or ()), *(call.get("stopping_criteria") or ())]
     pieces.append(call.get("prefix_allowed_tokens_fn"))
     for piece in pieces:
@@ -140,7 +141,7 @@ def observers(call: Mapping[str, Any]) -> str | None:
 
 
 def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
-    """(keys, values, the number of tokens seen) of one layer of the user's cache; None if it is empty."""
+    """Return (keys, values, the number of tokens seen) of one layer of the user's cache; None if the layer is empty."""
     layers = getattr(cache, "layers", None)
     if len(cache.key_cache if layers is None else layers) <= index:
         return None

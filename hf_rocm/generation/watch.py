@@ -66,7 +66,7 @@ def last_watches_of(model: nn.Module) -> Watches:
 
 
 def _classes(model: nn.Module) -> frozenset[type]:
-    """The classes of all modules. `Module.modules` takes eight times as long, and this runs on every call."""
+    """The classes of all modules. `Module.modules` takes eight times as long, and this function runs on every call."""
     classes: set[type] = set()
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [model]
@@ -80,7 +80,7 @@ def _classes(model: nn.Module) -> frozenset[type]:
 
 
 def _may_change_during_a_call(reference: Reference) -> bool:
-    """Whether it is a class attribute, a registry entry or a function of the model's file or torch.nn.functional.
+    """Whether this is a class attribute, a registry entry or a function of the model's file or torch.nn.functional.
 
     The rest is compared when a call begins: classes, torch's operators, and functions called by transformers' helpers.
     """
@@ -93,7 +93,7 @@ def _may_change_during_a_call(reference: Reference) -> bool:
 def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) -> Iterator[Reference]:
     yield from of_call(nn.Module)
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        if not hasattr(cls, "generate"):  # `generate` is hooked in at the call of its model, and restored after it
+        if not hasattr(cls, "generate"):  # otherwise `loops.stepping` replaces its `__call__` during a call
             yield from of_call(cls)
         dependencies = of_class(cls)
         yield from dependencies.references

@@ -126,7 +126,7 @@ def _reason(
 
 
 def implementation_replaced(module: nn.Module) -> str | None:
-    """Return what was registered or replaced where the stock forward looks up its attention function, or None."""
+    """Return a sentence about a replacement where the stock forward looks up its attention function, or None."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", SERVED)
     watch = _watch(module.__class__, implementation)
     return None if watch is None else watch.difference()
@@ -287,7 +287,7 @@ def rotate_and_update_cache(
 
 
 def _may_have_slot(cache: Any, index: int) -> bool:
-    """Return whether `slot` may return rows of this cache. A quick check of types only."""
+    """Return whether `slot` may return rows of this cache. Checks only types, to be quick."""
     if hasattr(type(cache), "_hf_rocm_slot"):
         return True
     layers = getattr(cache, "layers", ())
@@ -337,8 +337,8 @@ def visible_keys(
 
     query: [B, H, S_q, D]. key: [B, Hkv, S_k, D]. value: [B, Hkv, S_k, D_v]. mask: transformers' mask, which includes
     causality, window and padding, or None for plain causal or full attention. window: the layer's sliding window.
-    softcap, sinks: the arguments that `ops.attention` will get. These three only help to select a kernel that needs no
-    mask, except for a cache in pages, which has no mask for the window.
+    softcap, sinks: the arguments that `ops.attention` will get. These three arguments only help to select a kernel that
+    needs no mask, except for a cache in pages, which has no mask for the window.
     Returns (key, value, visibility); key and value may be shortened, but are never expanded.
     """
     if arguments.get(CACHE) is not None:

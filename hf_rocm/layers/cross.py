@@ -22,7 +22,7 @@ def encoder_decoder(
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     head_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the queries of x, and the keys and values of x or of the encoder. The encoder's are computed once.
+    """Compute the queries of x, and the keys and values of x or of the encoder's output, which are computed only once.
 
     x: [B, S, K]. source: the encoder's output [B, S_e, K] in cross-attention, else None. cache: None, a plain cache,
     or transformers' pair of caches, whose encoder part is filled in the first step. arguments: the call's keyword

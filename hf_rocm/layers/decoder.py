@@ -1,6 +1,6 @@
 """The decoder layer of most models: x + attention(norm(x)), then the same with an MLP.
 
-A layer returns what stock returns, including the sum: no state is carried from one layer to the next. With few rows,
+A layer returns what stock returns, including the sum: no state is passed from one layer to the next. With few rows,
 norms and sums are fused into the GEMMs; with many rows, the first sum and the second norm are one operation.
 """
 

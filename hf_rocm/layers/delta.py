@@ -1,7 +1,7 @@
 """Linear attention with the gated delta rule: select the calls that the operations serve, and call them.
 
 A step of one token updates the two states of its layer's cache in place, as stock does. A prompt, or a part of one,
-starts from the states of the cache, and the cache's own methods write the states after it.
+starts from the states of the cache, and the cache's own methods write the resulting states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeltaStates(NamedTuple):
 class DeltaTokens(NamedTuple):
     """The tokens of one call: x [B, K] of a step, or [B, S, K] of a prompt, whose padding is zero.
 
-    states: the states before the tokens, or None at the start of a sequence. cache: None if the call has none.
+    states: the states before the tokens, or None at the start of a sequence. cache: the call's cache, or None.
     """
 
     x: Tensor
@@ -63,7 +63,7 @@ def delta_tokens(
 
 
 def gated_delta(module: Any, inputs: Sequence[Tensor], tokens: DeltaTokens) -> Tensor:
-    """Return the output of the gated delta rule with the weights of the layer as [B, S, H · D_v].
+    """Apply the gated delta rule with the weights of the layer. Returns [B, S, H · D_v].
 
     inputs: queries, keys, values, gates, and the logits of beta and decay, as `ops.gated_delta_step` takes them for a
     step, and `ops.gated_delta_prefill` for a prompt.
@@ -89,7 +89,7 @@ def gated_delta(module: Any, inputs: Sequence[Tensor], tokens: DeltaTokens) -> T
 
 
 def _states(module: Any, cache: Any) -> DeltaStates | str | None:
-    """The states in this cache, None if it has none yet, or why it must be left to stock."""
+    """Return the states in this cache, None if it has none yet, or why the call must be left to stock."""
     own = hasattr(type(cache), "_hf_rocm_slot")
     if not (own or type(cache).__module__ == _HOME) or module.layer_idx >= len(cache.layers):
         return f"the cache is of type {type(cache).__name__}, whose states only stock updates"
@@ -129,7 +129,7 @@ def _refuses(
     kind, stocks = type(norm), type(module)
     if kind.__module__ != stocks.__module__ or not kind.__name__.endswith("RMSNormGated"):
         return f"its norm is of type {kind.__name__}, which must be called"
-    activations = (module.activation, getattr(norm, "activation", "silu"))  # a norm without one calls F.silu
+    activations = (module.activation, getattr(norm, "activation", "silu"))  # a norm without this attribute calls F.silu
     if conv.bias is not None or any(name not in _ACTIVATIONS for name in activations):
         return "its convolution has a bias, or an activation is not silu"
     if _is_hooked(conv) or not is_plain(norm):

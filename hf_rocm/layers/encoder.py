@@ -68,7 +68,7 @@ class PreNormEncoderLayer:
 
 
 def norm_of_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None) -> Tensor:
-    """norm(dropout(output) + residual), as one operation if the modules are PyTorch's own."""
+    """Compute norm(dropout(output) + residual), as one operation if the modules are PyTorch's own."""
     terms = _terms(norm, output, residual, dropout)
     if terms is None:
         return norm(_sum(output, residual, dropout))
@@ -76,7 +76,7 @@ def norm_of_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None
 
 
 def norm_and_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None) -> tuple[Tensor, Tensor]:
-    """`norm_of_sum`, and the sum itself, which is the next residual."""
+    """Return the result of `norm_of_sum`, and the sum itself, which is the next residual."""
     terms = _terms(norm, output, residual, dropout)
     if terms is not None:
         normed, total = ops.add_layer_norm(output, residual, terms.weight, terms.bias, eps=terms.eps, keep_sum=True)
@@ -101,7 +101,7 @@ def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
 def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
     """Return the terms of the norm, or None if the modules must be called; `explain` shows the reason.
 
-    torch.compile fuses sum and norm itself.
+    Returns None while torch.compile traces, because it fuses the sum and the norm itself.
     """
     if norm.__class__ is not LayerNorm or compiling() or compiler._is_compiling_flag:
         return None

@@ -1,6 +1,6 @@
 """Routed experts: stacked parameters, as in transformers from 5.0 on, or lists of modules.
 
-From 5.0 on, `grouped_mm` is transformers' default, and its generate switches to `batched_mm` while it decodes. Neither
+From 5.0 on, `grouped_mm` is transformers' default, and `generate` switches to `batched_mm` while it decodes. Neither
 can be distinguished from a user's choice, so both are served where hf_rocm is at least as fast. Any other
 implementation (eager, deepgemm, …) runs the stock forward.
 """
@@ -38,7 +38,8 @@ class StackedExperts:
     """A module that transformers runs through its experts interface, with `gate_up_proj` and `down_proj` [E, …].
 
     activation, transposed, interleaved: as in `ops.experts`; without an activation, the module's `act_fn` is used, and
-    the module must apply it as transformers does. limit, alpha: the names of the attributes with its parameters.
+    the module must apply it as transformers does. limit, alpha: the names of the attributes with the parameters of the
+    activation.
     """
 
     activation: str | None = None
@@ -69,8 +70,8 @@ class SoftmaxMixture:
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
     weights are divided by their sum, or the name of the attribute with this flag. jitter: the name of the attribute
-    with the noise that is added to the input in training; the stock forward then runs. shared: the shared expert and
-    its gate.
+    with the noise that is added to the input in training; the stock forward then runs. shared: the names of the shared
+    expert and its gate.
     """
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")

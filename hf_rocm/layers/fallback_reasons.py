@@ -1,4 +1,4 @@
-"""Why a module's last call ran the stock forward: a plain string in its `__dict__`, for `explain`."""
+"""Store why a module's last call ran the stock forward, as a plain string in its `__dict__`, for `explain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STAYED = "_hf_rocm_stayed"
 
 
 def note(module: nn.Module, reason: str | None) -> None:
-    """Store the reason, or remove an older one. Costs a dictionary lookup if there is neither."""
+    """Store the reason, or remove an older one. If there is neither, this costs one dictionary lookup."""
     if torch.compiler.is_compiling():
         return
     if reason is not None:
@@ -19,6 +19,6 @@ def note(module: nn.Module, reason: str | None) -> None:
 
 
 def noted(module: nn.Module) -> str | None:
-    """Return the reason of the last call, or None if it was served or the module was never called."""
+    """Return the reason stored by the last call, or None if it was served or the module was never called."""
     reason: str | None = module.__dict__.get(STAYED)
     return reason

@@ -1,6 +1,6 @@
 """The functions of the flash-attn package that transformers calls, computed by the operations of `hf_rocm.ops`.
 
-transformers reads the parameters of these functions to find out what an implementation supports, so the names are
+transformers reads the parameters of these functions to determine what an implementation supports, so the names are
 those of flash-attn. Parameters that transformers never passes are left out.
 """
 
@@ -20,7 +20,7 @@ Window = tuple[int | None, int | None]  # keys to the left and right of a query'
 
 
 class RingPages(NamedTuple):
-    """The key pages of sliding layers, whose rows are rings: only the last `window` keys of a row, in any order.
+    """The key pages of sliding layers. Every row is a ring that contains only its last `window` keys, in any order.
 
     `flash_attn_with_kvcache` takes them with a block table that has the slot of each row's new key in its last column.
     size: the number of pages of a full ring.

@@ -70,7 +70,7 @@ def project(
 
 
 def live(module: Module) -> WeightGroup | None:
-    """Return the module's group if it can replace its layers now, or None if they must be called.
+    """Return the module's group if it can replace the module's layers now, or None if they must be called.
 
     This is the only check of pointers, and every forward runs it. Returns None while gradients are enabled and a weight
     requires them.

@@ -77,7 +77,7 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
 
 
 def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
-    """Return the device on which a parameter is when the module runs, to which accelerate moves offloaded ones."""
+    """Return the device on which a parameter is used. accelerate's hook moves offloaded parameters to it."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device
 

@@ -77,7 +77,10 @@ class Awq(_Transposed):
 
 @dataclass(frozen=True)
 class Gptq(_Transposed):
-    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the input groups. one_less: zero points are stored minus one."""
+    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the input groups.
+
+    one_less: whether the stored zero points are one too small.
+    """
 
     shared = ("g_idx",)
     one_less: bool

@@ -32,10 +32,10 @@ _SETTINGS = (
     "_load_in_4bit",
     "load_in_4bit",
     "quant_method",
-    "bnb_4bit_compute_dtype",  # not needed, because GEMMs accumulate in fp32
+    "bnb_4bit_compute_dtype",  # ignored, because GEMMs accumulate in fp32
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    "bnb_4bit_use_double_quant",  # not needed, because the tensors show it
+    "bnb_4bit_use_double_quant",  # ignored, because the tensors show it
     # settings that affect only 8-bit weights
     "llm_int8_threshold",
     "llm_int8_skip_modules",

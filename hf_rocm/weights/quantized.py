@@ -65,7 +65,7 @@ class QuantizedLinear(PackedLinear, Replacement):
         self.start = start
         self.dtype = linear.weight.dtype if isinstance(linear, Linear) else linear.dtype
         self.replaced = (linear,)  # in a tuple, so that it is not a child; its parameters are empty, or kept on the CPU
-        self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to the layer's device
+        self.follows = "_hf_hook" in linear.__dict__  # whether accelerate moved the input to the layer's device
         self.warns = warns
         self.training = linear.training
 
@@ -217,7 +217,7 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if a layer has been replaced or has a hook or forward."""
+        """Return the weight that the layers share, or None if a layer was replaced or has a hook or an instance forward."""
         children = module.__dict__["_modules"]
         shared = None
         for name in self.names:

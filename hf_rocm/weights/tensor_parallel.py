@@ -31,7 +31,7 @@ def local(parameter: Any) -> Tensor:
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the ranks that this model's layers are sharded over, as a one-dimensional DeviceMesh, or None."""
-    manager = getattr(model, "_mesh_manager", None)  # then _device_mesh is a slice, which older PyTorch can't slice
+    manager = getattr(model, "_mesh_manager", None)  # with it, _device_mesh is a slice, which older PyTorch can't slice
     mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and mesh.ndim > 1:

@@ -79,7 +79,7 @@ class Case:
                 seen(number, output)
 
     def final_keep(self, number: int) -> Tensor:
-        """Return `keep`, [B, S], for the output of a call. An encoder-decoder's output has the decoder's positions."""
+        """Return [B, S] bool: the positions to compare in a call's output, which are the decoder's if there is one."""
         decoder = self.further.get("decoder_input_ids")
         return self.steps[number].keep if decoder is None else torch.ones_like(decoder, dtype=torch.bool)
 

@@ -95,7 +95,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # it is not for one vendor
+        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not specific to a vendor
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))
     python = project.get("requires-python")

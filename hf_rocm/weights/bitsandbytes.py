@@ -51,7 +51,7 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class Bitsandbytes(FourBitFormat):
-    """The format of one code. The state of a layer is a JSON text in a tensor of bytes.
+    """The format for one table of numbers. The state of a layer is a JSON text in a tensor of bytes.
 
     code: `nf4` or `fp4`. double: whether `absmax` is quantised. `completed` sets group and double.
     """

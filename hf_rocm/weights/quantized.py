@@ -217,7 +217,7 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if a layer was replaced or has a hook or an instance forward."""
+        """Return the weight that the layers share, or None if a layer was replaced, hooked or given a forward."""
         children = module.__dict__["_modules"]
         shared = None
         for name in self.names:

@@ -12,7 +12,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
-    """Return the unknown names that begin with HF_ROCM_, with the most similar known name, if any."""
+    """Map unknown names that begin with HF_ROCM_ to the most similar known name, or to None."""
     own = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
     given = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
     strange = sorted(given - set(own))

@@ -1,4 +1,4 @@
-"""The demo's worker process: loads a model in one way and writes its outputs and times to a folder.
+"""The demo's worker process: it loads a model in one way and writes its outputs and times to a folder.
 
     demo_worker.py generate HOW CHECKPOINT OUT      greedy text and teacher-forced logits, fp32 and bf16
     demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
@@ -118,7 +118,7 @@ def greedy(model: Any, prompt: torch.Tensor, tokens: int = NEW_TOKENS) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any, checkpoint: str) -> torch.Tensor:
-    """Teacher-forced logits for a page of the text, so that all runs have the same tokens."""
+    """Teacher-forced logits for a page of the text. All runs have the same tokens."""
     from train_tiny import pages
     from transformers import AutoTokenizer
 
@@ -167,7 +167,7 @@ def recording(how: str) -> AbstractContextManager[list[Any]]:
 
 
 def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
-    """The versions and the machine of the run."""
+    """The facts about a run: the model, the machine, the version of torch, and the routes of attention."""
     attention = sorted({(route.tier, route.shapes[:3]) for route in routes if route.operation == "attention"}, key=str)
     facts: dict[str, Any] = {
         "key_value_heads": getattr(model.config, "num_key_value_heads", model.config.num_attention_heads),

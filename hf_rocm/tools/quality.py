@@ -63,8 +63,8 @@ class QuantizationLoss:
 
 @dataclass(frozen=True)
 class Unquantized:
-    """The model before it is quantised. nbytes: the size of its parameters and buffers. ms_per_token: see
-    `decoding_time`."""
+    """The model before it is quantised. nbytes: the size of its parameters and buffers in bytes. ms_per_token:
+    see `decoding_time`."""
 
     model: str
     dtype: str
@@ -75,7 +75,7 @@ class Unquantized:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The model in one kind. report: the report of `hf_rocm.quantize`. ms_per_token: see `decoding_time`."""
+    """The quantised model. report: the report of `hf_rocm.quantize`. ms_per_token: see `decoding_time`."""
 
     report: dict[str, Any]
     loss: QuantizationLoss
@@ -95,7 +95,7 @@ def measure(
     head: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Unquantized, list[Quantized], nn.Module]:
-    """Load and quantise a model for each kind, and compare it with the unquantised model.
+    """Load a model once for each kind, quantise it, and compare it with the unquantised model.
 
     ids: [S] or [B, S] tokens. Only one model is in memory at a time, and the last model is returned too. Raises the
     errors of `hf_rocm.quantize` and `load`.
@@ -123,8 +123,8 @@ def measure(
 def decoding_time(model: Any, ids: Tensor) -> float | None:
     """Return the milliseconds per token of greedy decoding, or None if the model doesn't decode.
 
-    ids: a prompt, [1, S], of which at most 64 tokens are used. The time is the median of 3 calls that generate 17
-    tokens, minus the median of 3 calls that generate one token, per additional token.
+    ids: a prompt, [1, S], of which at most 64 tokens are used. The median time of 3 calls that generate one token is
+    subtracted from the median time of 3 calls that generate 17 tokens. The difference is divided by 16.
     """
     if not predicts(model):
         return None

@@ -77,13 +77,13 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
 
 
 def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
-    """Return a parameter's device while the module runs: accelerate's hook moves an offloaded parameter there."""
+    """Return the device on which a parameter is used. accelerate's hook moves offloaded parameters to it."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device
 
 
 def _outputs(linear: Any) -> int:
-    """Return the number of output features; for a sharded layer, on this rank."""
+    """Return the number of output features; for a sharded layer, the number on this rank."""
     weight = linear._parameters.get("weight")
     return len(local(weight)) if hasattr(weight, "device_mesh") else int(linear.out_features)
 
@@ -139,7 +139,7 @@ def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -
     if head_dim is None:
         return
     linears = (Linear, quantized.QuantizedLinear)
-    layers = (getattr(child, "base_layer", child) for child in module.children())  # an adapter contains the layer
+    layers = (getattr(child, "base_layer", child) for child in module.children())  # an adapter contains its layer
     rows = [_outputs(layer) // head_dim for layer in layers if isinstance(layer, linears)]
     if len(rows) < 3:
         return

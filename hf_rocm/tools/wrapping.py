@@ -12,7 +12,7 @@ NARROWEST, WIDEST = 60, 200  # the limits of the width in columns
 
 
 def width() -> int:
-    """Return the width of text in columns: that of the terminal within limits, or 120 without a terminal."""
+    """Return the width of text in columns: the width of the terminal, within limits, or 120 without a terminal."""
     return min(max(shutil.get_terminal_size((120, 24)).columns, NARROWEST), WIDEST)
 
 

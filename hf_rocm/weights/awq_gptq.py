@@ -1,7 +1,7 @@
 """Checkpoints of AWQ (in its GEMM order) and GPTQ: 4-bit integers with zero points, stored transposed.
 
-AWQ packs eight outputs into a word, the even ones first. GPTQ packs eight inputs into a word, in order. Its `g_idx` has
-the group of every input: if inputs are sorted by activation (`desc_act`), those of a group are not contiguous.
+AWQ packs eight outputs into a word, the even ones first. GPTQ packs eight inputs into a word, in order. `g_idx`
+contains the group of every input: if inputs are sorted by activation (`desc_act`), a group's inputs are not contiguous.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Awq(_Transposed):
 
 @dataclass(frozen=True)
 class Gptq(_Transposed):
-    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the input groups. one_less: stored zero points are one too small."""
+    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the input groups.
+
+    one_less: whether the stored zero points are one too small.
+    """
 
     shared = ("g_idx",)
     one_less: bool

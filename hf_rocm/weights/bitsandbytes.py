@@ -32,17 +32,17 @@ _SETTINGS = (
     "_load_in_4bit",
     "load_in_4bit",
     "quant_method",
-    "bnb_4bit_compute_dtype",  # GEMMs accumulate in fp32
+    "bnb_4bit_compute_dtype",  # ignored, because GEMMs accumulate in fp32
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    "bnb_4bit_use_double_quant",  # visible in the tensors
-    # settings for 8 bits
+    "bnb_4bit_use_double_quant",  # ignored, because the tensors show it
+    # settings that affect only 8-bit weights
     "llm_int8_threshold",
     "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
-_SMALLEST = 16  # numbers per block; kernels do not support smaller blocks
+_SMALLEST = 16  # the smallest number of elements per block that kernels support
 
 _ABSMAX, _MAP = "weight.absmax", "weight.quant_map"
 _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
@@ -51,7 +51,7 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class Bitsandbytes(FourBitFormat):
-    """The format of one code. The state of a layer is a JSON text in a tensor of bytes.
+    """The format for one table of numbers. The state of a layer is a JSON text in a tensor of bytes.
 
     code: `nf4` or `fp4`. double: whether `absmax` is quantised. `completed` sets group and double.
     """
@@ -115,7 +115,7 @@ class Bitsandbytes(FourBitFormat):
         return tensors
 
     def joins(self, first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-        # the rows of every layer must begin with a new factor of the scales
+        # the scales of every layer must begin with a new factor
         whole = not self.double or first[_ABSMAX].numel() % PER_FACTOR == other[_ABSMAX].numel() % PER_FACTOR == 0
         return whole and super().joins(first, other)
 
@@ -161,7 +161,7 @@ class Bitsandbytes(FourBitFormat):
         return torch.stack([factor, torch.full_like(factor, offset)], 1)
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """The dequantised weight, for any sizes: blocks may continue in the next row."""
+        """The dequantised weight [N, K], for any N and K: a block may continue in the next row."""
         wide = torch.promote_types(dtype, torch.float32)
         absmax = tensors[_ABSMAX]
         if self.double:
@@ -187,7 +187,7 @@ def _unpacked(data: Tensor) -> Tensor:
 
 
 def _parsed(values: Sequence[Any]) -> dict[str, Any]:
-    """The state of a layer, from the bytes of its tensor; empty if they are not a JSON object."""
+    """The state of a layer, parsed from the bytes of a tensor; empty if the bytes are not a JSON object."""
     try:
         state = json.loads(bytes(values))
     except ValueError:
@@ -210,5 +210,5 @@ def four_bits(config: Mapping[str, Any]) -> StoredFormat:
 
 @stored_format("bitsandbytes_8bit")
 def eight_bits(config: Mapping[str, Any]) -> StoredFormat:
-    """Raises `Unsupported`."""
+    """Raise `Unsupported`, because no kernel supports 8-bit checkpoints of bitsandbytes."""
     raise Unsupported("its weights have 8 bits (LLM.int8), and bitsandbytes checkpoints are only read with 4 bits")

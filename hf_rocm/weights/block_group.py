@@ -1,7 +1,7 @@
 """Groups whose weights are in one allocation: the common base of fused, sharded and stacked layers.
 
-Parameters keep their identity and have their own storages over their parts. The kinds differ in the eligible layers and
-in the allocation that they form.
+Every parameter keeps its identity and has its own storage over its part of the allocation. The kinds of groups differ
+in the layers that are eligible and in the allocation that they form.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SHARED = (
 
 
 class BlockGroup(WeightGroup):
-    """A group with `parts` in `weight` [N_1 + N_2 + …, K] and `bias`, or in several such allocations."""
+    """A group whose `parts` are in `weight` [N_1 + N_2 + …, K] and `bias`, or in several such allocations."""
 
     only_in_overlays = True
     moved: ClassVar[str] = "the weights were replaced or moved after fusing; hf_rocm.prepare(model) fuses them again"
 
     @classmethod
     def refusal(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Return why these layers can't be joined, as a sentence, or None."""
+        """Return the reason why these layers can't be joined, as a sentence, or None if they can be joined."""
         raise NotImplementedError
 
     @classmethod
     def pending(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Return why the first call would not join eligible layers whose joining was deferred to it, or None."""
+        """For eligible layers that the first call is to join: return the reason why it would not join them, or None."""
         return SHARED if cls.shares(module, names) else None
 
     @classmethod
@@ -58,7 +58,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def layers(cls, module: Module, names: Sequence[str]) -> list[Any]:
-        """The existing linear layers of such a group."""
+        """The linear layers of a group with these names, without missing layers."""
         children = (module._modules.get(name) for name in names)
         return [child for child in children if child is not None]
 
@@ -151,7 +151,7 @@ class BlockGroup(WeightGroup):
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory; one alone would keep the whole block.
+        """Move parameters that are still in this group to their own memory, since one would keep the whole block alive.
 
         shared: also move parameters whose memory is shared with another tensor.
         """

@@ -1,6 +1,6 @@
 """Checkpoints of compressed-tensors: INT4 and MXFP4 packed along K, and int8 or fp8 weights in plain order.
 
-`weight_packed` of INT4 has eight numbers per word, the first in the lowest bits. They are stored with an offset of 8.
+For INT4, `weight_packed` has eight numbers per word, the first in the lowest bits, and 8 is added to every number.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class PlainOrder(EightBitFormat):
     def expected(self, n: int, k: int) -> dict[str, Expected]:
         return {
             **super().expected(n, k),
-            # scales of activations, which no GEMM here uses, but they are saved again
+            # the scale and zero point of activations: no GEMM here uses them, but they are saved again
             "input_scale": Expected(SCALES, self.one, required=False),
             "input_zero_point": Expected((INT8, FP8, torch.int32, *SCALES), self.one, required=False),
         }

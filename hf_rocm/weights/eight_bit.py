@@ -30,7 +30,7 @@ from hf_rocm.weights.encoding import QuantizedWeight, encoding
 class EightBitWeight(QuantizedWeight):
     """data: [N, K] int8 or fp8, shuffled for aiter or not; scale: [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] for blocks.
 
-    weight_only: whether x is never rounded, as with blocks.
+    weight_only: whether x is never rounded, as is the case for blocks.
     """
 
     step = 16  # a shuffled tile has 16 rows
@@ -42,7 +42,7 @@ class EightBitWeight(QuantizedWeight):
         self._choose()
 
     def _choose(self) -> None:
-        """Round x too if the device supports GEMMs in this format."""
+        """Set `rounds`: x is rounded too if the device supports GEMMs in this format."""
         format = self.data.dtype
         self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 
@@ -75,7 +75,7 @@ class EightBitWeight(QuantizedWeight):
             self.shuffled = True
 
     def _is_better_shuffled(self, dtype: torch.dtype) -> bool:
-        """Whether aiter's GEMM on shuffled weights applies. It rounds x. Shuffling in place costs no memory."""
+        """Whether to shuffle the data, because aiter's GEMM on shuffled weights, which rounds x, serves the calls."""
         if not self.rounds:
             return False
         device = describe(self.data.device)
@@ -94,7 +94,7 @@ class EightBitWeight(QuantizedWeight):
         return dequantize(self.rows(start, stop), self.scale[self.scales_of(start, stop)], dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return these rows in plain order; a view if the data is in this order."""
+        """Return these rows in plain order, as a view if the data is in plain order."""
         rows = self.data[start:stop]
         return unshuffle_rows(rows) if self.shuffled else rows
 

@@ -1,4 +1,4 @@
-"""Check whether linear layers can be fused. A refusal is a sentence. Cheap, no side effects, no copies."""
+"""Check whether linear layers can be fused. A refusal is a sentence. The checks are cheap and change nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_rocm.weights.instance_forward import is_class_forward, is_ours
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Compiled kernels assume that the addresses of weights are multiples of this.
+# Compiled kernels assume that the addresses of weights are multiples of this number.
 ALIGNMENT = 16  # bytes
 
 NO_PARAMETER = "has a weight that is not a separate parameter, as in FSDP with use_orig_params=False"
@@ -72,7 +72,7 @@ def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
 
 
 def is_stock(forward: object, module: nn.Module) -> bool:
-    """Whether it is the class's forward bound to this instance, or hf_rocm's, which computes the same result."""
+    """Whether `forward` is the class's or hf_rocm's, bound to this instance. Both compute the same result."""
     return is_class_forward(forward, module) or is_ours(forward, module)
 
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def encode(model: nn.Module) -> None:
-    """Encode every `StoredLinear` of a model that the kernels support. The report has the reasons for the others.
+    """Encode every `StoredLinear` of a model that the kernels support. The report lists the others with reasons.
 
     Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have none.
     """
@@ -56,7 +56,7 @@ def encode(model: nn.Module) -> None:
 
 
 def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
-    """The groups that are encoded together, and the reason for every other layer of the checkpoint's format."""
+    """The groups of layers to encode, and the reason for every other layer in the checkpoint's format."""
     groups, left, others = list[Group](), dict[str, str](), None
     for path, module in model.named_modules():
         eligible = []
@@ -120,5 +120,5 @@ def _encode(group: Group) -> str:
     if len(names) > 1:
         group_layers(module, names)
     if weight.scale.is_cuda:
-        torch.cuda.empty_cache()  # the freed blocks do not have the sizes of the next allocations
+        torch.cuda.empty_cache()  # the freed memory does not fit the next allocations
     return first.format.described()

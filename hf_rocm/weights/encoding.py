@@ -20,10 +20,10 @@ CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
 
 
 class QuantizedWeight(nn.Module):
-    """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: like
-    scale, or None.
+    """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: the same
+    shape as scale, or None.
 
-    Its buffers are not part of a state dict, because the layers save the weights in their own dtype. A subclass defines
+    The buffers are not part of a state dict, because the layers save the weights in their own dtype. A subclass defines
     an encoding. format: the parameters of the encoding apart from the sizes, as returned by `format_for`.
     """
 
@@ -32,9 +32,9 @@ class QuantizedWeight(nn.Module):
     bias: Tensor | None
     zeros: Tensor | None
     step = 1  # rows that are encoded together
-    per_scale = 1  # rows with the same scales
+    per_scale = 1  # rows that share their scales
     code: str | None = None  # the name of the table of 4-bit numbers
-    experts: type[Any] | None = None  # replaces stacked experts, see `quantized_experts`; None: they keep their dtype
+    experts: type[Any] | None = None  # the class that replaces stacked experts; None if they keep their dtype
     rounds = False  # whether x is rounded too, if it has many rows
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
@@ -47,7 +47,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> Any:
-        """The format for a model's weights. kind: one of the names that the encoding is registered under."""
+        """The format for a model's weights. kind: one of the names under which the encoding is registered."""
         raise NotImplementedError
 
     @classmethod
@@ -57,7 +57,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def refuses(cls, weight: Tensor, format: Any) -> str | None:
-        """Why a layer with this weight is not quantised, or None."""
+        """The reason why a layer with this weight is not quantised, or None."""
         return None
 
     @classmethod
@@ -91,7 +91,7 @@ class QuantizedWeight(nn.Module):
 
         norm, activation, residual, more: as in `ops.quantized_linear`.
         """
-        buffers: Any = self._buffers  # faster than attributes of a module
+        buffers: Any = self._buffers  # faster than attribute access on a module
         data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
         if start or stop is not None:
             data, scale = data[start:stop], scale[self.scales_of(start, stop)]

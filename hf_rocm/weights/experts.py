@@ -127,7 +127,7 @@ class Stacked(BlockGroup):
         if len(experts) != len(self.experts) or not all(map(is_, experts, self.experts)):
             self.forget(module)
             return False
-        # for example an adapter around a layer, which may be removed again
+        # a child may be replaced temporarily, for example by an adapter around it, so the group is not forgotten
         if not all(map(is_, [children.get(name) for children, name in self._children], self._were)):
             return False
         if any(self._hooks) or type(experts[0]).forward is not self._forward:
@@ -148,7 +148,7 @@ class Stacked(BlockGroup):
         return self.copies.serve(x, *self.weights())
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that form gate_up and down."""
+        """The parameters that form gate_up, and those that form down."""
         linears: list[Any] = [(part.owner or {}).get(part.name) for part in self.parts]
         weights = [linear._parameters["weight"] for linear in linears]
         return [weight for index, weight in enumerate(weights) if index % 3 < 2], weights[2::3]

@@ -1,7 +1,7 @@
 """Shuffled copies of a mixture's experts, for aiter's `fused_moe`, which requires that layout.
 
-They double the memory of the experts, so they are made only within the user's budget. As in `shuffled_copy.py`, every
-use compares them with the weights, because they can become stale.
+The copies double the memory of the experts, so they are made only within the user's budget. They can become stale. So,
+as in `shuffled_copy.py`, every use first checks whether the weights have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 @register
 class CopiedExperts(WeightGroup):
-    """Copies of the stacked parameters of transformers 5. Copies of a stacked list are stored in the list's group."""
+    """Copies of the stacked parameters of transformers 5. (Copies of stacked lists are stored in the lists' groups.)"""
 
     order = 40
 

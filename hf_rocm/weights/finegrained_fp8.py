@@ -35,13 +35,13 @@ _SETTINGS = (
     "expert_dtype",
 )
 _POWERS = tuple(dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None)
-# The supported values of these settings
+# The supported values of some settings.
 _VALUES = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static"), "expert_dtype": ("fp8",)}
 
 
 @dataclass(frozen=True)
 class FinegrainedFp8(EightBitFormat):
-    """`weight_scale_inv`: [⌈N / 128⌉, ⌈K / 128⌉], or one per tensor; `activation_scale`: one, if it is static."""
+    """`weight_scale_inv`: [⌈N / 128⌉, ⌈K / 128⌉], or one number; `activation_scale`: one number, for static scales."""
 
     marker = "weight_scale_inv"
     scale_dtypes = (*SCALES, *_POWERS)

@@ -52,7 +52,7 @@ class Fused(BlockGroup):
         self._choose()
 
     def _choose(self) -> None:
-        """Update `plain`. An instance forward is a route or accelerate's hook, which moves x to the layer's device."""
+        """Update `plain`, which is False if there is a copy, or an instance forward (a route, or accelerate's hook)."""
         self.plain = self._copy is None and all(part.forward is None for part in self.parts)
 
     @classmethod
@@ -112,7 +112,7 @@ class Fused(BlockGroup):
         return self.product(x, [part.layer(module)._parameters["weight"] for part in self.parts])
 
     def product(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Return x Wᵀ + bias, with the shuffled copy if it applies. weights: the parameters that form the block."""
+        """Return x Wᵀ + bias, with the shuffled copy if it serves x. weights: the parameters that form the block."""
         shuffled = None if self._copy is None else self._copy.serves(x, weights)
         if shuffled is None:
             return ops.linear(x, self.weight, self.bias)
@@ -139,8 +139,8 @@ class Fused(BlockGroup):
         return 0 if self._copy is None else self._copy.extra_bytes(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        # A module's children are copied before attributes that were added later. Fusing here also covers a copy that
-        # only runs compiled. Otherwise the first call of the copy fuses it.
+        # A module's children are copied before attributes that were added later, so the copied layers exist already.
+        # They are fused here, because the first call does not fuse them if the copy only runs compiled.
         module = self.module()
         twin = None if module is None else memo.get(id(module))
         if module is None or twin is None or not intact(module, self):

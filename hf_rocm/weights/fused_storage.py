@@ -44,7 +44,7 @@ def capturing() -> bool:
 def is_aliased(parameter: Tensor) -> bool:
     """Whether another tensor uses the parameter's storage and would not follow if the parameter moved."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    own = 2  # the parameter, and the storage object of this call
+    own = 2  # references by the parameter and by the storage object that this call creates
     return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)
 
 
@@ -87,9 +87,9 @@ def own_memory(parameter: Tensor) -> None:
 def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -> Tensor:
     """Move these parameters [N_i, …] into one block [N_1 + N_2 + …, …]. Returns the block.
 
-    neighbours: parameters that may be located between them and may be moved.
+    neighbours: parameters that may lie between them in memory and may be moved too.
     """
-    # A parameter created under inference_mode accepts only inference tensors; an ordinary one does not accept them.
+    # A parameter that was created under inference_mode accepts only inference tensors; other parameters reject them.
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
         others = _make_room(parameters, neighbours)
         block = torch.cat([parameter.data for parameter in parameters])
@@ -105,7 +105,7 @@ def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -
 
 
 def _apart(part: Tensor) -> Tensor:
-    """Return the same memory as a tensor with its own storage. PyTorch exports only from the current device."""
+    """Return a tensor over the same memory with its own storage. PyTorch exports only from the current device."""
     with torch.cuda.device_of(part):
         return from_dlpack(part)
 
@@ -115,11 +115,11 @@ _STEP = 512  # the granularity of PyTorch's allocator
 
 
 def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any]:
-    """Free the GPU memory that these parameters and the neighbours between them fill, so that the block fits there.
+    """Free the GPU memory of these parameters and of the neighbours between them, so that the block fits there.
 
-    transformers loads into one allocation of a model's size, which can't be released in parts. Blocks outside of it
-    would leave as much of it unused. So all these parameters are moved to a temporary copy. Returns the neighbours
-    among them.
+    transformers loads all weights into one allocation, which can't be released in parts. For every block outside this
+    allocation, an equally large part of it would stay unused. So the parameters and the neighbours between them are
+    moved to a temporary copy. Returns these neighbours.
     """
     first = parameters[0]
     if not _on_gpu(first) or first.nbytes < _LARGE:

@@ -1,7 +1,7 @@
 """Forwards of hf_rocm on instances of PyTorch's own layers. The class and other instances stay stock.
 
-A forward is a bound method with the name of the stock one. A deepcopy binds it to the copy, and unpickling in a process
-without hf_rocm yields the stock forward.
+Such a forward is a bound method with the name of the stock method. A deepcopy binds it to the copy, and unpickling in a
+process without hf_rocm yields the stock forward.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from hf_rocm import patches
 from hf_rocm.patches import ABSENT
 
-# In the instance's __dict__: whether it already had the stock forward as an attribute.
+# A key in the instance's __dict__: whether the instance already had the stock forward as an attribute.
 _HAD_STOCK = "_hf_rocm_found_forward"
 
-# accelerate's hook calls the forward that it replaced under this name.
+# `_old_forward` is accelerate's name for the forward that its hook replaced and calls.
 _SLOTS = ("forward", "_old_forward")
 
 _forwards: dict[type, Callable[..., Tensor]] = {}
@@ -57,12 +57,12 @@ def is_attached(module: nn.Module) -> bool:
 
 
 def is_ours(method: Any, module: nn.Module) -> bool:
-    """Whether it is a declared forward, bound to this instance."""
+    """Whether `method` is a declared forward, bound to this instance."""
     return getattr(method, "__func__", None) in _forwards.values() and method.__self__ is module
 
 
 def is_class_forward(method: Any, module: nn.Module) -> bool:
-    """Whether it is the forward of the class, bound to this instance, as after unpickling."""
+    """Whether `method` is the forward of the class, bound to this instance, as it is after unpickling."""
     return getattr(method, "__func__", None) is type(module).forward and method.__self__ is module
 
 

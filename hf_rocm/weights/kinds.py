@@ -21,13 +21,13 @@ def kinds() -> list[type[WeightGroup]]:
 
 
 def kind_for(module: nn.Module, binding: Any) -> tuple[type[WeightGroup], tuple[str, ...]] | None:
-    """Return the kind that groups layers of a module with this binding, and the layers' names, or None."""
+    """Return the kind that groups layers of a module with this binding, with the layers' names, or None."""
     fits = ((kind, kind.names_for(module, binding)) for kind in kinds())
     return next(((kind, names) for kind, names in fits if names), None)
 
 
 def form(module: nn.Module, binding: Any, others: dict[int, str]) -> tuple[list[str], str | None] | None:
-    """Form the group of a module. Returns (its layers' names for a report, refusal or None), or None without a group.
+    """Form the group of a module. Returns (its layers' names for a report, refusal or None), or None if no kind fits.
 
     others: the result of `tied_weights.shared`.
     """
@@ -39,7 +39,7 @@ def form(module: nn.Module, binding: Any, others: dict[int, str]) -> tuple[list[
 
 
 def why_not(module: nn.Module, binding: Any) -> str | None:
-    """Return why the next call of a module would not use the group of its binding, or None."""
+    """Return the reason why the next call of a module would not use the group of its binding, or None."""
     fit = kind_for(module, binding)
     return None if fit is None else fit[0].why_not(module, fit[1])
 

@@ -18,7 +18,7 @@ from hf_rocm.ops.blas_backend import library_linear
 from hf_rocm.ops.linear import exporting, is_pytorchs, linear_by_aiter
 from hf_rocm.weights import instance_forward
 
-# In a linear layer's __dict__, a string: the backend that it is routed to.
+# A key in a linear layer's __dict__. Its value, a string, is the backend to which the layer is routed.
 BACKEND = "_hf_rocm_linear_backend"
 
 

@@ -1,7 +1,7 @@
 """GEMM routing without model changes: run the plain linear layers of a model or of the process through `hf_rocm.ops`.
 
 Only exact `nn.Linear` is routed; quantised layers, adapters and subclasses are not changed. Calls that the fast GEMMs
-do not support (gradients, autocast, function transforms) run PyTorch's own.
+do not support (gradients, autocast, function transforms) run PyTorch's own GEMM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Route:
         self.backend = backend
 
 
-# The routes of every layer. The last one is in use. Undoing a route keeps the others.
+# The routes of every layer. The last route is in use. Undoing a route keeps the others.
 _routes: WeakKeyDictionary[nn.Module, list[_Route]] = WeakKeyDictionary()
 
 
@@ -83,7 +83,7 @@ class Routed:
 
     def _add(self, linear: nn.Module) -> None:
         before = linear.__dict__.get(BACKEND)
-        if before is None or linear not in _routes:  # a copied layer has the backend of its original
+        if before is None or linear not in _routes:  # a copied layer has its original's backend, but no routes
             _routes[linear] = [] if before is None else [_Route(before)]
         _routes[linear].append(self._route)
         linear.__dict__[BACKEND] = self.backend

@@ -1,7 +1,7 @@
-"""Weights that are still mapped from a file: on the CPU, the checkpoint is read when they are first used.
+"""Weights that are still mapped from a file: on the CPU, a weight is read from the checkpoint when it is first used.
 
-Copying them while loading would read data that stock does not read, and keep it twice: in the copy and in the pages of
-the file. So they are fused at their first use, and the pages are released.
+Copying such weights while loading would read data that stock does not read, and keep it twice: in the copy and in the
+pages of the file. So they are fused at their first use, and the pages are released.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DONTNEED = 4
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether the first page of the memory is mapped from a file or was never touched."""
+    """Whether the first page of the tensor's memory is mapped from a file or was never accessed."""
     if tensor.device.type != "cpu" or not tensor.nbytes:
         return False
     words = _words(tensor.data_ptr() // mmap.PAGESIZE, 1)
@@ -51,7 +51,7 @@ def give_back(tensor: Tensor) -> None:
 def release_freed(nbytes: int) -> None:
     """Make the C library return freed memory to the system, after `nbytes` of weights were freed on the CPU.
 
-    The library keeps freed blocks of up to 32 MB, which would amount to a second copy of the model.
+    Otherwise the library keeps freed blocks of up to 32 MB, which would amount to a second copy of the model.
     """
     trim = _trim()
     if nbytes >= _WORTH and trim is not None:
@@ -63,7 +63,7 @@ _WORTH = 2**20
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return glibc's malloc_trim, or None with a different C library."""
+    """Return glibc's malloc_trim, or None if the C library is a different one."""
     if not sys.platform.startswith("linux"):
         return None
     function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -71,7 +71,7 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def _clean(words: Tensor) -> bool:
-    """Whether no page is anonymous memory: a page of a private mapping becomes anonymous when it is written to."""
+    """Whether no page is anonymous memory. A page of a private mapping becomes anonymous when it is written to."""
     present = (words & (_PRESENT | _SWAPPED)) != 0
     return not bool((present & ((words & _OF_A_FILE) == 0)).any())
 

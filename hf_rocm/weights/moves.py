@@ -21,7 +21,7 @@ def follow_moves(module: Module) -> None:
 
 
 def waits_for_gpu(module: Module, weight: Tensor) -> bool:
-    """Whether a group with this weight is formed when it moves to a GPU, because on the CPU the stock forward runs."""
+    """Whether a group with this weight is formed only on a GPU, because on the CPU the stock forward runs."""
     return bind.mode_of(module) == bind.GPU and weight.device.type == "cpu"
 
 
@@ -40,7 +40,7 @@ def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
 
 
 def _changes_nothing(fn: Callable[[Tensor], Tensor], module: Module) -> bool:
-    """Whether `fn` returns this module's tensors themselves, as in `.to()` with their own device and dtype.
+    """Whether `fn` returns this module's tensors themselves, as for `.to()` with their current device and dtype.
 
     Libraries call `.to(device)` before every use of a model. The group and everything recorded with it must remain.
     """

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4: the forward of experts that were loaded from a checkpoint, and of those that were quantised.
+"""Routed experts in MXFP4: the forward of experts that were loaded from a checkpoint or quantised by `quantize`.
 
 Rows of gate and up alternate, as in gpt-oss.
 """
@@ -19,13 +19,13 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 class Mxfp4Experts(nn.Module):
-    """Replaces a module that transformers calls with rows, the ids of their experts and routing weights."""
+    """Replaces a module that transformers calls with rows, the ids of their experts, and routing weights."""
 
     dtype: torch.dtype
-    activation: str  # as in `ops.experts`, like limit and alpha
+    activation: str  # activation, limit and alpha: as in `ops.experts`
     limit: float
     alpha: float
-    follows = False  # whether accelerate moved the input to this layer's device
+    follows = False  # whether the input is moved to this layer's device, as accelerate did for the replaced module
 
     def packed(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """(blocks, scales, bias) of `GATE_UP` or `DOWN`, as in `ops.mxfp4_experts`."""
@@ -37,7 +37,7 @@ class Mxfp4Experts(nn.Module):
         return True
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """hidden_states: [T, H] with routing_weights [T, k]; before transformers 5, [B, S, H] with [T, E]."""
+        """hidden_states: [T, H], with routing_weights [T, k]; before transformers 5, [B, S, H], with [T, E]."""
         weights = routing_weights
         if self.follows:
             device = self.packed(DOWN)[0].device

@@ -31,7 +31,7 @@ from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
 from hf_rocm.weights import instance_forward
 from hf_rocm.weights.eligible import accepted_forward
 
-# In a convolution's __dict__: the class of the module around it, which only flattens its output.
+# A key in a convolution's __dict__: the class of the module around it, which only flattens the output.
 _FLATTENED_BY = "_hf_rocm_flattened_by"
 
 # The functions that the stock forwards call, by class.
@@ -72,7 +72,8 @@ for _cls in _CALLED:
 def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
 
-    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons for those that stay stock.
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why others stay
+    stock.
     """
     served: list[str] = []
     skipped: dict[str, str] = {}
@@ -172,9 +173,9 @@ _flattened_by: dict[Any, Callable[..., Any]] = {}
 def _flattens(cls: Any, child: str) -> Callable[..., Any] | None:
     """The forward of a module class of transformers if it uses the output of this child only as `….flatten(2)`.
 
-    With patches as rows and N as the innermost dim, `.flatten(2).transpose(1, 2)` is then contiguous. With a
-    convolution's format it is not, and neither are the hidden states of all following layers, whose residual sums then
-    take three times as long.
+    With patches as rows and N as the innermost dim, `.flatten(2).transpose(1, 2)` is then contiguous. With the
+    format of a convolution, neither this tensor nor the hidden states of all following layers are contiguous, and
+    residual sums take three times as long.
     """
     if cls.__module__.partition(".")[0] != "transformers":
         return None

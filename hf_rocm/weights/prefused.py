@@ -1,14 +1,14 @@
-"""Recognise layers that a checkpoint already stores as one matrix, which need no fusing."""
+"""Recognise layers that are already joined in one matrix in the checkpoint, and need no fusing."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.linear import Linear
 
-# The names of layers that join q, k and v, or gate and up
+# The names of layers that join q, k and v, or gate and up.
 _NAMES = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "wqkv", "W_pack", "gate_up_proj", "Wi")
 
-# GPT-2's, whose weight is transposed
+# GPT-2's linear layer, whose weight is transposed.
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 

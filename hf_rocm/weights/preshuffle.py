@@ -57,7 +57,8 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
 def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
     """Shuffle the eligible weights of a model in place. Returns a report in plain builtins.
 
-    Weights that were shuffled with other settings are restored first. Those with the same settings are kept.
+    Weights that were shuffled with other settings are restored first. Weights that were shuffled with the same settings
+    stay unchanged.
     """
     if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):
         unshuffle(model)
@@ -135,7 +136,7 @@ def _group_in(module: nn.Module) -> WeightGroup | None:
 
 
 def _inside_experts(model: nn.Module) -> set[int]:
-    """The ids of modules of stacked experts, which kernels with their own layout read as one block."""
+    """The ids of all modules inside stacked experts, which other kernels read as one block in their own layout."""
     kinds = ((module, kind_in(module)) for module in model.modules())
     return {id(member) for module, kind in kinds if kind is not None for member in kind.covers(module)}
 
@@ -188,7 +189,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
     """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
     group = _group_in(module)
     if group is not None:
-        group.unshuffle(module)  # its settings differ, or its weights were written to
+        group.unshuffle(module)  # the settings differ, or the weights were written to
     parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
     if reason is None and wanted.mode == "auto":
@@ -197,7 +198,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
 
 
 def _is_shuffled(module: nn.Module, names: tuple[str, ...], wanted: Settings) -> bool:
-    """Whether it is already shuffled with these settings. Compares a copy's values, as `.data` may have changed."""
+    """Whether the weight is shuffled with these settings. A stale copy is updated, since `.data` may have changed."""
     group = _group_in(module)
     if wanted.threshold == 0:
         kind = ShuffledGroup if names else ShuffledLinear
@@ -240,7 +241,7 @@ def _linear_refuses(linear: nn.Module, others: dict[int, str], path: str) -> str
 
 
 def _refuses(parameters: list[Any], weight: Any, bias: Any, wanted: Settings, group: WeightGroup | None) -> str | None:
-    """Return why this weight is not shuffled, apart from the budget, or None."""
+    """Return the reason why this weight is not shuffled, apart from the budget, or None."""
     if any(parameter.is_inference() for parameter in parameters):
         return "its weights were created under inference_mode, which does not count writes to them"
     if group is not None and any(size % 16 for size in group.sizes):

@@ -1,6 +1,6 @@
-"""The known gains of shuffled weights, which `preshuffle="auto"` is based on.
+"""The known gains of shuffled weights, on which `preshuffle="auto"` is based.
 
-hf_rocm measured none of them, because no AMD GPU was available. An entry is a published measurement of the same kernels
+None was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the same kernels
 and is applied only to the cases that it covers.
 """
 
@@ -16,13 +16,13 @@ from hf_rocm.ops.aiter import detect
 
 
 class Gain(NamedTuple):
-    """One measurement: GPU, first release of aiter with the kernel, dtype, and the number that divides N and K."""
+    """One measurement: GPU, first release of aiter with the kernel, dtype, and the number that must divide N and K."""
 
     arch: str
     aiter: str
     dtype: torch.dtype
     multiple: int
-    rows: int  # the fewest rows with a gain
+    rows: int  # the smallest number of rows for which there is a gain
     source: str
 
 
@@ -40,7 +40,7 @@ KNOWN = (
 
 
 def unknown(weight: Tensor, device: Device) -> str | None:
-    """Return why no gain is known for this weight [N, K] on this device, as a sentence, or None."""
+    """Return a sentence if no gain is known for this weight [N, K] on this device, or None."""
     entries = [gain for gain in KNOWN if gain.arch == device.arch]
     if not entries:
         return f"no gain is known on {device.arch or device.kind}; preshuffle='all' shuffles anyway"

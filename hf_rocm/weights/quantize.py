@@ -40,7 +40,7 @@ _MARKS = (
     "_is_quantized",
     "_pre_quantization_dtype",
 )
-_SAMPLES = 8  # rows of the random input that a layer's error is measured with
+_SAMPLES = 8  # rows of the random input with which a layer's error is measured
 
 _log = logging.getLogger("hf_rocm")
 
@@ -200,7 +200,7 @@ def _quantize(
     if len(names) > 1:
         group_layers(module, names)
     if quantized.scale.is_cuda:
-        torch.cuda.empty_cache()  # the freed blocks do not have the sizes of the next allocations
+        torch.cuda.empty_cache()  # the freed memory does not fit the next allocations
     return errors
 
 
@@ -238,7 +238,7 @@ def _round(linears: Sequence[Any], encoding: type[QuantizedWeight], format: Any)
 
 
 def _forget_format(model: nn.Module) -> None:
-    """Remove transformers' data about a quantised checkpoint from a model that is no longer quantised."""
+    """Remove what transformers stored about a quantised checkpoint from a model that is no longer quantised."""
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             for name in _MARKS:
@@ -256,7 +256,7 @@ def _empty(linear: Linear, keep: bool) -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return normally distributed numbers, the same for equal widths, without using the user's random state."""
+    """Return normally distributed numbers, the same for equal K, without using the user's random state."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_SAMPLES, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
 

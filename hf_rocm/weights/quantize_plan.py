@@ -43,8 +43,9 @@ def plan(
 ) -> tuple[list[Group], dict[str, str]]:
     """Return the groups to quantise, and the reason for every other linear layer and module of stacked experts.
 
-    refuses: returns why the encoding can't be used for a weight, or None. head: also quantise the layer that computes
-    the logits. experts: returns why stacked experts keep their dtype, or None; without it, all of them keep it.
+    refuses: a function that returns the reason why a weight can't be encoded, or None. head: also quantise the layer
+    that computes the logits. experts: a function that returns the reason why stacked experts keep their dtype, or None.
+    Without this function, all stacked experts keep their dtype.
     """
     others, left, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -88,9 +89,9 @@ def _is_stacked(module: nn.Module) -> bool:
 def _named(
     path: str, wide: tuple[str, ...], exclude: Sequence[str], stays: Mapping[str, str], *, inside: bool
 ) -> str | None:
-    """Return why a module with this name keeps its dtype, or None.
+    """Return the reason why a module with this name keeps its dtype, or None.
 
-    stays: reasons by parts of names. inside: whether it is in a repeated block, or the head.
+    stays: reasons by parts of names. inside: whether the module is in a repeated block, or is the head.
     """
     parts = path.split(".")
     for pattern in exclude:
@@ -109,7 +110,7 @@ def _named(
 
 
 def _stays(linear: Linear, others: dict[int, str]) -> str | None:
-    """Return why this layer keeps its dtype, or None."""
+    """Return the reason why this layer keeps its dtype, or None."""
     reason = linear_refusal(linear)
     if reason is not None:
         return f"it {reason}"

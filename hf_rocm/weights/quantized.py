@@ -64,8 +64,8 @@ class QuantizedLinear(PackedLinear, Replacement):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
         self.dtype = linear.weight.dtype if isinstance(linear, Linear) else linear.dtype
-        self.replaced = (linear,)  # in a tuple, not as a child; its parameters are empty, or on the CPU if kept
-        self.follows = "_hf_hook" in linear.__dict__  # accelerate moved the input to this layer's device
+        self.replaced = (linear,)  # in a tuple, so that it is not a child; its parameters are empty, or kept on the CPU
+        self.follows = "_hf_hook" in linear.__dict__  # whether accelerate moved the input to the layer's device
         self.warns = warns
         self.training = linear.training
 
@@ -180,7 +180,7 @@ class QuantizedLinear(PackedLinear, Replacement):
 
 @register
 class Quantized(WeightGroup):
-    """The layers of a module that share one `QuantizedWeight`. They reference the weight, so no addresses are kept."""
+    """Layers of a module that share one `QuantizedWeight`. They reference this weight, so no addresses are stored."""
 
     order = 10
 
@@ -205,7 +205,7 @@ class Quantized(WeightGroup):
 
     @classmethod
     def restore_model(cls, model: nn.Module) -> None:
-        """Raise `OptionError`, without changing anything, if the original weights were not kept."""
+        """Restore the original layers. Raises `OptionError` if their weights were not kept; then nothing changes."""
         gone = [path for path, module in replacements(model) if not module.kept]
         if gone:
             raise OptionError(
@@ -217,7 +217,7 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if a layer was changed."""
+        """Return the weight that the layers share, or None if a layer was replaced, hooked or given a forward."""
         children = module.__dict__["_modules"]
         shared = None
         for name in self.names:
@@ -259,7 +259,7 @@ class Quantized(WeightGroup):
         return 0 if weight is None else sum(tensor.nbytes for tensor in weight.buffers())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Quantized, (self.names, self.sizes)  # the layers of the group can't be unpickled without hf_rocm either
+        return Quantized, (self.names, self.sizes)  # hf_rocm is required anyway to unpickle the group's layers
 
 
 def group_of(module: nn.Module) -> QuantizedWeight | None:

@@ -23,7 +23,7 @@ from hf_rocm.weights.quantized import Replacement
 
 _NAMES = (GATE_UP, DOWN)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# gpt-oss has the same class in all releases, but a declared layer only from transformers 5 on
+# gpt-oss has the same class in all releases, but is a declared layer only from transformers 5 on
 _GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", transposed=True, interleaved=True)
 
@@ -44,7 +44,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         self.activation, self.limit, self.alpha = form.activation, form.limit, form.alpha
         self.form, self.warns, self.training = form, warns, experts.training
         self.follows = "_hf_hook" in experts.__dict__
-        self.replaced = (experts,)  # in a tuple, not as a child; its weights are empty, or on the CPU if kept
+        self.replaced = (experts,)  # in a tuple, so that it is not a child; its weights are empty, or kept on the CPU
         self.dtype = experts.down_proj.dtype
         for name in _NAMES:
             weight = experts._parameters[name]
@@ -57,7 +57,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
 
     @classmethod
     def refusal(cls, module: Any) -> str | None:
-        """Why such a module keeps its dtype, or None."""
+        """The reason why a module of stacked experts keeps its dtype, or None."""
         form = _form(module)
         if isinstance(form, str):
             return form
@@ -141,7 +141,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self._is_split(name) else rows
 
     def _unwoven(self, name: str, rows: Tensor) -> Tensor:
-        """The inverse."""
+        """The inverse of `_woven`."""
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self._is_split(name) else rows
 
     def _is_split(self, name: str) -> bool:
@@ -220,7 +220,7 @@ def _sizes(weight: Any, form: Form) -> tuple[int, ...]:
 
 
 def _form(module: Any) -> Form | str:
-    """The form of a module's experts, or why it is unknown."""
+    """The form of a module's experts, or the reason why it is unknown."""
     binding = bind.binding_of(module)
     layer = None if binding is None else binding.layer
     if (type(module).__module__, type(module).__qualname__) == _GPT_OSS:

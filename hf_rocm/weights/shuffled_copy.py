@@ -123,7 +123,7 @@ class ShuffledCopy(WeightGroup):
         return self.shuffled
 
     def follows(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these are still the copied weights, regardless of their values."""
+        """Whether these are the weights that were copied, even if their values have changed."""
         return self.shuffled is not None and [mark[:2] for mark in _marks(weights)] == [m[:2] for m in self._marks]
 
     def renew(self, marks: tuple[tuple[int, int, int], ...] | None = None) -> None:
@@ -146,7 +146,7 @@ class ShuffledCopy(WeightGroup):
 
 @contextmanager
 def counters_watched() -> Iterator[None]:
-    """Allow copies in a capture within the block, because a prefill compares the counters before every replay."""
+    """Allow captures to use copies within the block, because a prefill compares the counters before every replay."""
     _watched.counters = True
     try:
         yield
@@ -215,7 +215,7 @@ def unwatch() -> None:
 
 
 def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Drop the copy of a layer that is moved, for example into an adapter, or of a fused group whose layer changes."""
+    """Drop the copy of a layer that is registered again, as in an adapter, or of a group whose layer is replaced."""
     if torch.compiler.is_compiling():
         return  # the compiler traces slices of a module list through this hook
     for copy in (

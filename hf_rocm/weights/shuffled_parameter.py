@@ -140,7 +140,7 @@ class ShuffledWeight(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # calls from C++ that skip __torch_function__
+        # C++ code that does not call __torch_function__ calls this method
         return func(*tree_map(_stock, args), **tree_map(_stock, kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -153,7 +153,7 @@ class ShuffledWeight(nn.Parameter):
         return self._plain().__reduce_ex__(protocol)
 
     def _plain(self) -> nn.Parameter:
-        """Return a stock parameter with the same values. This one stays shuffled."""
+        """Return a stock parameter with the same values. This parameter stays shuffled."""
         if self.shuffled is None:
             return copy.deepcopy(self.original)
         with torch.inference_mode(False), torch.no_grad():
@@ -255,7 +255,7 @@ class ShuffledGroup(WeightGroup):
 
 
 def replace(linear: nn.Module, shuffled: Shuffled | None = None) -> ShuffledWeight:
-    """Shuffle the weight of an eligible layer in place. While it runs, a second copy of this weight is in memory.
+    """Shuffle the weight of an eligible layer in place. During the call, a second copy of this weight is in memory.
 
     shuffled: the weight, already shuffled as part of a larger matrix.
     """
@@ -293,7 +293,7 @@ def _trains(weight: Tensor, bias: Tensor | None) -> bool:
     return torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
-# Layers by the address of the shuffled bytes, which is all that a compiled graph has.
+# Layers by the address of the shuffled bytes, because a compiled graph has no reference to the layer.
 _by_data: WeakValueDictionary[int, ShuffledLinear] = WeakValueDictionary()
 
 
@@ -302,7 +302,7 @@ def _members(*names: str) -> frozenset[Any]:
     return frozenset(member if callable(member) else getattr(member, "__get__", member) for member in members)
 
 
-# Frequent queries whose result does not depend on the layout, and which must not restore the original.
+# Frequent queries whose results do not depend on the layout. They must not restore the original parameter.
 _ABOUT_SHAPE = _members(
     *("shape", "dtype", "device", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
     *("is_nested", "is_mkldnn", "is_leaf", "layout", "names", "ndim", "nbytes", "itemsize", "grad_fn"),

@@ -1,4 +1,4 @@
-"""How checkpoints store the weight of a quantised linear layer, and the encodings that represent the same numbers.
+"""Formats in which checkpoints store quantised linear layers, and the encodings that represent the same numbers.
 
 A format names the tensors of a layer. The large ones become rows of a `QuantizedWeight` and are recreated from them
 byte for byte. The small ones are kept unchanged. No number is rounded in either direction.
@@ -25,12 +25,12 @@ from hf_rocm.weights.four_bit import FourBitWeight
 Tensors = Mapping[str, Tensor]
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
-_ZERO = 8  # the number that represents 0 without zero points
+_ZERO = 8  # the number that represents 0 if there are no zero points
 _MULTIPLE = 16  # N and K must be multiples of this for the GEMMs
 
 
 class Unsupported(HfRocmError):
-    """A checkpoint uses a feature that hf_rocm has no kernel for. Stock loads it."""
+    """A checkpoint uses a feature for which hf_rocm has no kernel. Stock loads such checkpoints."""
 
 
 class TensorInfo(NamedTuple):
@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The requirements for a layer's tensor. shapes: () for any. check: returns an error for wrong values, or None."""
+    """The requirements for a layer's tensor. shapes: () allows any. check: returns an error, or None."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -84,7 +84,7 @@ class LinearFormat(StoredFormat):
     """A format of linear layers [N, K] whose `bulk` tensors are replaced with an encoded weight."""
 
     def refuses(self, n: int, k: int) -> str | None:
-        """Why the weight [N, K] can't be encoded for hf_rocm's kernels, or None. Calls dequantise such a weight."""
+        """The reason why a weight [N, K] can't be encoded and is dequantised in every call, or None."""
         if n % _MULTIPLE or k % _MULTIPLE:
             return f"its sizes {n} × {k} are not multiples of {_MULTIPLE}"
         return None
@@ -114,7 +114,8 @@ class LinearFormat(StoredFormat):
 class EightBitFormat(LinearFormat):
     """`weight`: [N, K] int8 or fp8; `marker` is the name of the scale.
 
-    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: whether x is never rounded, as with blocks.
+    scale_for: `row`, `tensor`, or `block` of 128 × 128. weight_only: whether x is never rounded, as is the case for
+    blocks.
     """
 
     bulk = ("weight",)

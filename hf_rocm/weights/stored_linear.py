@@ -1,7 +1,7 @@
 """Linear layers of a quantised checkpoint: as loaded by transformers, and with an encoded weight for hf_rocm's kernels.
 
 `StoredLinear` has the checkpoint's own tensors, so loading copies bytes. `hf_rocm.prepare` replaces it with an
-`EncodedLinear`, whose state dict contains the same tensors, and `hf_rocm.restore` brings it back.
+`EncodedLinear`, whose state dict contains the same tensors, and `hf_rocm.restore` undoes the replacement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoredLayer(nn.Module):
 
     @staticmethod
     def is_plain(name: str) -> bool:
-        """Whether transformers can load a tensor of this name. A dot in it would refer to a child module."""
+        """Whether transformers can load a tensor of this name. A name with a dot would refer to a child module."""
         return "." not in name
 
     def attach(self, name: str, tensor: Tensor) -> None:
@@ -46,7 +46,7 @@ class StoredLayer(nn.Module):
 
     @classmethod
     def refusal(cls, module: nn.Module) -> str | None:
-        """Why this class can't replace such a module, as a sentence without its subject, or None."""
+        """The reason why this class can't replace the module, as a sentence without its subject, or None."""
         raise NotImplementedError
 
     @classmethod
@@ -84,8 +84,8 @@ class StoredLayer(nn.Module):
 class StoredLinear(StoredLayer):
     """Replaces an `nn.Linear`.
 
-    A call dequantises the weight, which is slow. It is used by models that are not prepared, and by layers whose sizes
-    the kernels don't support. biased: whether the checkpoint has a bias; the model may have none.
+    Every call dequantises the weight, which is slow. This happens in models that are not prepared, and in layers whose
+    sizes the kernels don't support. biased: whether the checkpoint has a bias; the model may have none.
     """
 
     format: LinearFormat

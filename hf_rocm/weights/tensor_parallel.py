@@ -31,13 +31,13 @@ def local(parameter: Any) -> Tensor:
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the ranks that this model's layers are sharded over, as a one-dimensional DeviceMesh, or None."""
-    manager = getattr(model, "_mesh_manager", None)  # _device_mesh is a slice then; older PyTorch can't slice it
+    manager = getattr(model, "_mesh_manager", None)  # with it, _device_mesh is a slice, which older PyTorch can't slice
     mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and mesh.ndim > 1:
         mesh = mesh["tp"] if "tp" in names else None
     elif names and "tp" not in names:
-        return None  # a mesh for another kind of parallelism: 5.15 to 5.17
+        return None  # transformers 5.15 to 5.17 also sets a mesh for other kinds of parallelism
     return mesh if mesh is not None and mesh.size() > 1 else None
 
 
@@ -87,7 +87,7 @@ def _linear_refusal(linear: Any) -> str | None:
     for label, parameter in linear._parameters.items():
         if parameter is None and label == "bias":
             continue
-        own = local(parameter)  # on the CPU it may be a slice of a tensor that was read from the checkpoint
+        own = local(parameter)  # on the CPU, this may be a slice of a tensor from the checkpoint
         reason = _placement_refusal(parameter) or tensor_refusal(own, alone=not is_aliased(own))
         if reason is not None:
             return f"has a {label} that {reason}"
@@ -105,7 +105,8 @@ def _placement_refusal(parameter: Any) -> str | None:
 def _keeps_its_part(linear: Any) -> bool:
     """Whether the layer takes the whole input and returns this rank's part of the output as a plain tensor.
 
-    Up to 5.15 transformers uses a pair of hooks, and later an instance forward. All are closures over their settings.
+    Up to 5.15 transformers uses a pair of hooks, and later an instance forward. These functions are closures over their
+    settings.
     """
     hooks = hooks_of(linear)
     forward = linear.__dict__.get("forward")
@@ -125,9 +126,9 @@ def _keeps_its_part(linear: Any) -> bool:
 
 
 def _is_colwise(before: Any, after: Any) -> bool:
-    """Whether these are the functions of a colwise style that the two hooks call.
+    """Whether these functions, which the two hooks call, are those of a colwise style.
 
-    Up to 5.0 they are partials, and since then methods of a style.
+    Up to 5.0 the functions are partials, and since then they are methods of a style.
     """
     functions = [function.func if isinstance(function, partial) else function for function in (before, after)]
     names = [getattr(function, "__qualname__", "") for function in functions]
@@ -156,7 +157,7 @@ def _layout(given: Any) -> tuple[object, ...] | None:
 
 
 def is_transformers(function: Any) -> bool:
-    """Whether a hook or forward belongs to transformers' tensor parallelism. It calls the original forward."""
+    """Whether a function (a hook or a forward) or class belongs to transformers' tensor parallelism."""
     return str(getattr(function, "__module__", "")).startswith(
         ("transformers.integrations.tensor_parallel", "transformers.distributed.tensor_parallel")
     )

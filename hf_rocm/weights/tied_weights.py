@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 
 def shared(model: nn.Module) -> dict[int, str]:
-    """Return a sentence for the id of every parameter and buffer that shares memory with another or has two names."""
+    """Map the ids of parameters and buffers that share memory with others, or have two names, to a sentence."""
     sentences: dict[int, str] = {}
     last: _Place | None = None
     for place in sorted(_places(model), key=lambda place: place[:4]):

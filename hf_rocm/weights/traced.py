@@ -1,8 +1,8 @@
 """The fused GEMM in a compiled graph: an op that looks up the block when it runs.
 
-Addresses can't be compared while a graph is traced, and the graph must not be retraced when weights move. So it
-references only the parameters. The op checks at run time whether they form a live block. If they don't, it multiplies
-them one by one.
+Addresses can't be compared while a graph is traced, and the graph must not be retraced when weights move. So the graph
+references only the parameters. The op checks at run time whether they form a live block. If they don't, it computes one
+GEMM per parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_rocm.layers.weight_group import WeightGroup
 from hf_rocm.ops.linear import exporting
 from hf_rocm.weights.fused_storage import block_of
 
-# An op of Library.define costs 3 µs per call, one of torch.library.custom_op 10 µs.
+# An op that is defined by Library.define costs 3 µs per call; torch.library.custom_op would cost 10 µs.
 _library = torch.library.Library("hf_rocm", "FRAGMENT")
 _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 
@@ -38,7 +38,7 @@ def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
         linear: Any = module._modules.get(part.name)
         if type(linear) is not Linear or len(linear._forward_hooks) or len(linear._forward_pre_hooks):
             return None
-        if "forward" in linear.__dict__:  # even a harmless hook: objects can't be compared while tracing
+        if "forward" in linear.__dict__:  # it may be harmless, but objects can't be compared while tracing
             return None
         weight, bias = linear.weight, linear.bias
         if gradients and weight.requires_grad:

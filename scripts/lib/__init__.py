@@ -1,1 +1,1 @@
-"""Shared code of the scripts. It uses only the standard library, because it runs before any set-up."""
+"""Shared code of the scripts. Modules that run before the set-up import only the standard library."""

@@ -1,4 +1,4 @@
-"""Parse a stock attention forward statement by statement. An unknown statement is an error, so none is ignored.
+"""Parse a stock attention forward statement by statement. Unknown statements are errors and are never ignored.
 
 Supported: separate or joined projections, norms over a head or over the whole projection, rotary positions, the cache,
 the attention interface with its terms, the output projection and its dropout.
@@ -21,18 +21,18 @@ class Part:
     """Query, key or value: the linear layer that computes it, and the operations on its output."""
 
     linear: str
-    flat_norm: str | None = None  # over the whole projection, before it is split into heads
+    flat_norm: str | None = None  # a norm over the whole projection, before it is split into heads
     head_norm: str | None = None
-    head_dim: str | None = None  # set after the split into heads
-    moved: bool = False  # [B, heads, S, D]
+    head_dim: str | None = None  # set once the projection is split into heads
+    moved: bool = False  # whether its layout is [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
-    chunk: int | None = None  # which third of every head it is, in a joined projection
+    chunk: int | None = None  # its third of every head, in a joined projection
     scale: str | None = None  # a factor of the queries, which can become attention's scale
 
 
 @dataclass
 class Attention:
-    """The facts about an attention class that an overlay needs."""
+    """The properties of an attention class that an overlay needs."""
 
     cls: str
     parameters: list[ast.arg]
@@ -172,7 +172,7 @@ class _Reader:
             return "output"
         if not isinstance(value, Part) or "norm" not in name or value.flat_norm or value.head_norm:
             raise Unknown
-        if value.scale:  # a norm cancels a factor
+        if value.scale:  # the norm would cancel this factor
             raise Unknown
         if self.attention.rope:  # `layers.heads` applies norms before the rotation
             raise Unknown

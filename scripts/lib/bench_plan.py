@@ -16,7 +16,7 @@ _ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 @dataclass(frozen=True)
 class Plan:
     """One segment. cases: (kind, batch, prompt, new). run: whether it measures cases, kernels or starts of fresh
-    processes. layers, dtype: override those of the shape. tp: the number of GPUs of a sharded model."""
+    processes. layers, dtype: override the layers and dtype of the shape. tp: the number of GPUs of a sharded model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()
@@ -72,7 +72,7 @@ SEGMENTS: dict[str, Plan] = {
 
 
 def measure(name: str, plan: Plan, progress: Callable[[str], None], *, device: str | None, rounds: int | None) -> Any:
-    """Measure the segment."""
+    """Measure a segment, and return its result."""
     import torch
 
     from hf_rocm.tools.bench.cases import Case

@@ -97,7 +97,7 @@ def machine(segments: dict[str, Any]) -> str:
 
 
 def times(segments: Sequence[Any]) -> Iterator[str]:
-    """One row per case, one column per side: medians in milliseconds, and how hf_rocm compares with the others."""
+    """One row per case, one column per side: medians in milliseconds, and hf_rocm relative to the others."""
     from hf_rocm.tools.bench.report import gains, large, markdown, milliseconds
 
     results = [(segment, result) for segment in segments for result in segment.results]
@@ -161,13 +161,13 @@ def _unit(cases: Sequence[Any]) -> str:
 
 
 def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
-    """One value, or the smallest and the largest."""
+    """The value, if all are equal; otherwise the smallest and the largest."""
     low, high = shown(min(values)), shown(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def shared(segment: Any) -> Iterator[str]:
-    """The notes below a table of several GPUs: interconnect, versions, comparison of tokens, exchanges."""
+    """Yield the notes below a table of several GPUs: interconnect, versions, comparison of tokens, exchanges."""
     from hf_rocm.tools.bench.report import exchange, notes, parallel
 
     versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))

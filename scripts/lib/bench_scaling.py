@@ -78,7 +78,7 @@ def allowed() -> str:
 
 
 def steps() -> str:
-    """Milliseconds per step."""
+    """The milliseconds of a decode step, by number of ranks."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -94,7 +94,7 @@ def steps() -> str:
 
 
 def prompts() -> str:
-    """GEMMs and transfers with large messages: rings over one link, and over all links at once."""
+    """The times of GEMMs and of transfers with large messages: rings over one link, and over all links at once."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

@@ -1,4 +1,4 @@
-"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without needing one, and analyse the
+"""scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without such a GPU, and analyse the
 code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
@@ -27,7 +27,7 @@ from lib.environments import ROOT
 
 KERNELS = "hf_rocm.ops.triton.kernels"
 
-# Short names of constants.
+# Short labels for the constants of kernels.
 SHORT = {
     "BLOCK": "block",
     "DIM": "d",
@@ -92,7 +92,7 @@ def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
 
 
 def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterator[tuple[str, int, str]]:
-    """(module, index in its BUILDS, architecture)."""
+    """Yield (module, index in the module's BUILDS, architecture)."""
     if os.environ.get("TRITON_INTERPRET"):
         raise ScriptError("TRITON_INTERPRET is set, and interpreted kernels cannot be compiled\n\nhint: unset it")
     try:
@@ -114,7 +114,7 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
 
 
 def _build(job: tuple[str, int, str]) -> Built:
-    """Build one kernel for one architecture, in a process of the pool."""
+    """Compile one kernel for one architecture. Runs in a process of the pool."""
     from triton.backends.compiler import GPUTarget
 
     from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
@@ -140,7 +140,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """Return an error if the tests can't execute this code. It is parsed as in the tests."""
+    """Return an error if the tests can't execute this code. The code is parsed as in the tests."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:
@@ -151,7 +151,7 @@ def _unknown(text: str, architecture: str) -> tuple[str, ...]:
 
 
 def _facts(compiled: Any) -> dict[str, int]:
-    """The assembler's statistics, and what the code itself shows."""
+    """The assembler's statistics, the size of the local memory, and the number of matrix instructions."""
     text = compiled.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -182,7 +182,7 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
 
 
 def _form(build: Any) -> str:
-    """What distinguishes this build of the kernel from others: types, constants, absent tensors."""
+    """The properties that distinguish this build of the kernel from others: types, constants, absent tensors."""
     types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
     words = ["/".join(types)]
     for name, value in build.constants.items():

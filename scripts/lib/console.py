@@ -44,7 +44,7 @@ def paragraph(text: str) -> None:
 
 
 def quoted(text: str) -> None:
-    """Print output of another process after a bar. Lines that are too long are wrapped."""
+    """Print the output of another process, with a bar before every line. Lines that are too long are wrapped."""
     for one in text.strip().splitlines():
         for part in textwrap.wrap(one, columns() - 4, subsequent_indent="  ", break_long_words=False) or [""]:
             say(f"  │ {part}".rstrip())
@@ -101,8 +101,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
-    """Run a script. It exits with the value of `main`, 1 with a message on failure, or 130 or 143 if interrupted."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends its child processes
+    """Run a script. The exit code is the value of `main`, 1 (with a message) on failure, or 130 or 143 on a signal."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended too
     try:
         sys.exit(main(sys.argv[1:]))
     except ScriptError as error:

@@ -30,8 +30,8 @@ GPUS = (
     Gpu("Ryzen AI 9 HX 370", "gfx1150", 0.12e12, 96e9, 16 * 512 * 2.9e9, computed=True),
 )
 
-# The bytes of the matrices that a decode step reads for one row, of the keys and values of one token, and of all
-# weights; and the operations per token in prefill, without attention and head. In bf16, from the shapes of
+# Model → (bytes of the matrices that a decode step reads for one row, bytes of the keys and values of one token, bytes
+# of all weights, operations per token in prefill without attention and head), in bf16, for the shapes of
 # hf_rocm.tools.bench.
 MODELS = {
     "llama-8b": (15.01e9, 131072, 16.06e9, 13.96e9),

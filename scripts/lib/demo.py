@@ -79,7 +79,7 @@ def gigabytes(size: int) -> str:
 
 
 class Demo:
-    """The demo's steps. The model is trained while the project and MiniLM are installed."""
+    """The demo's steps. The project and MiniLM are installed while the model is trained."""
 
     def __init__(self, steps: int, *, with_minilm: bool) -> None:
         self.checks = Checks()

@@ -66,7 +66,7 @@ def remove() -> int:
 
 
 def size() -> int:
-    """Bytes of the files in .demo."""
+    """The size of the files in .demo, in bytes."""
     return sum(file.lstat().st_size for file in DEMO.rglob("*") if not file.is_dir())
 
 
@@ -75,7 +75,7 @@ def _ingredients() -> str:
 
 
 def _is_stock(environment: Environment) -> bool:
-    """Whether the installed transformers is as released, after the overlays of an interrupted demo are removed."""
+    """Remove the overlays of an interrupted demo. Returns whether the installed transformers is then as released."""
     command = environment.path / "bin" / "hf-rocm"
     if command.exists():
         run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be removed")

@@ -78,7 +78,7 @@ class Runs:
         return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 
     def shown(self, *words: str) -> None:
-        """Run a command as users call it, and show its output."""
+        """Run a command in the way users do, and show its output."""
         say(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
         output = self.output([self.environment.path / "bin" / words[0], *words[1:]])
         quoted(output)
@@ -105,7 +105,7 @@ class Runs:
 
 @contextmanager
 def background(environment: Environment, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs during other steps. `show` prints its output. It ends with the block."""
+    """Run a Python process during other steps. It is killed at the end of the block. `show` prints its output."""
     command = [str(environment.python), "-u", *map(str, words)]
     process = subprocess.Popen(
         command,
@@ -137,6 +137,6 @@ def _folder(command: str, way: str) -> Path:
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """No network, no progress bars, and one thread, because two processes run at once and idle threads waste cores."""
+    """Variables for no network, no progress bars, and one thread, since two processes run at once on the same cores."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", COLUMNS=str(columns() - 4), **quiet, **changes)

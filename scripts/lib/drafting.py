@@ -72,7 +72,7 @@ class Draft:
 
 
 def draft(source: bytes | str, *, module: str, first: str, bart: bytes | str = "") -> Draft:
-    """The overlay of a stock file, with the classes that are recognised.
+    """Draft the overlay of a stock file, with forwards for the classes that are recognised.
 
     bart: the release's modeling_bart.py, whose attention many models copy.
     """
@@ -136,7 +136,7 @@ def _statements(forward: ast.FunctionDef) -> str:
 
 
 def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Tables in which a model looks up its attention class by the implementation's name, as in older releases."""
+    """Yield the tables in which models of older releases look up their attention class by implementation."""
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             entries = zip(statement.value.keys, statement.value.values, strict=True)
@@ -146,7 +146,7 @@ def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _declared(cls: ast.ClassDef, forward: ast.FunctionDef) -> str | None:
-    """The declared layer to which a class is bound, as written after `layers.`; None for other classes."""
+    """The declared layer to which a class is bound, as the text after `layers.`; None for other classes."""
     if cls.name.endswith("RMSNorm"):
         return _norm(cls, forward)
     if cls.name.endswith(("MLP", "FeedForward")):
@@ -225,7 +225,7 @@ def _mlp(forward: ast.FunctionDef) -> str:
 
 def _experts(cls: ast.ClassDef) -> str:
     decorators = [ast.unparse(decorator) for decorator in cls.decorator_list]
-    if decorators == [_STACKED]:  # gate and up side by side, not transposed, and without a bias
+    if decorators == [_STACKED]:  # by default gate and up are concatenated, not transposed, and have no bias
         return "StackedExperts()"
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
     if options is not None:
@@ -312,7 +312,7 @@ def _fuses(shape: Attention) -> tuple[str, ...]:
 
 
 def _norms(shape: Attention) -> str:
-    """The argument with the norms over the head dim, if there are any."""
+    """The text of the argument with the norms over the head dim, if there are any."""
     query, key, _ = shape.parts
     names = f'("{query.head_norm}", "{key.head_norm}")'
     return f", norms={names}" if query.head_norm or key.head_norm else ""
@@ -357,7 +357,7 @@ def _projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
 
 
 def _rotates_halves(name: str, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Whether the rotary function computes what ops.rope computes: it rotates halves, in the tensors' own dtype."""
+    """Whether the rotary function computes what ops.rope computes: it rotates halves, in the dtype of the tensors."""
     rope, half = functions.get(name), functions.get("rotate_half")
     if rope is None or half is None:
         return False

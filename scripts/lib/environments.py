@@ -1,7 +1,8 @@
 """The virtual environments, which git ignores: a base with torch and the tools, and one per transformers release.
 
 A release's environment imports the base's packages through a .pth file, so torch is installed only once. An environment
-is complete if its stamp, written last, equals the hash of its inputs; otherwise it is created again.
+is complete if its stamp, which is written last, equals the hash of its inputs. Otherwise the environment is created
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NEEDS_PYTHON = {"5.23.0": (3, 11)}
 RUNNABLE = tuple(version for version in RELEASES if sys.version_info >= NEEDS_PYTHON.get(version, (3, 10)))
 NEWEST = RUNNABLE[-1]
 
-# AMD's package, and the packages that it imports. It fails with newer releases of Triton, which torch may require.
+# AMD's package, and the packages that it imports. AMD's package fails with newer releases of Triton, which torch may
+# require.
 AITER = ("amd-aiter==0.1.7.post2.dev18", "ninja", "setuptools")
 AITER_TRITON = "triton==3.6.0"
 # This package decodes machine code, to compare it with the assembly that tests/amdgcn executes.
@@ -41,7 +43,7 @@ DECODER = "tinygrad==0.14.0"
 FORMATS = ("compressed-tensors", "loguru")
 
 TORCH = ("torch", "numpy")
-# typer and rich are dependencies of hf-rocm that mypy reads; the others are for the tests.
+# typer and rich are dependencies of hf-rocm that mypy reads. The other packages are for the checks and the tests.
 TOOLS = (
     "pytest",
     "hypothesis",
@@ -54,10 +56,10 @@ TOOLS = (
     "safetensors",
     "psutil",
     "uv",
-    "parameterized",  # transformers' own tests
-    "mkdocs",  # the documentation
-    "pillow",  # a chart as PNG
-    "fastapi",  # this and the next two: for `transformers serve`, which tests/serving starts
+    "parameterized",  # required by transformers' own tests
+    "mkdocs",  # builds the documentation
+    "pillow",  # writes the chart as PNG
+    "fastapi",  # this and the next two are required by `transformers serve`, which tests/serving starts
     "uvicorn",
     "openai",
 )
@@ -129,7 +131,7 @@ def wheel(builder: Environment, directory: Path) -> Path:
 
 
 def release(version: str, shared: Environment, built: Path, *, aiter: bool = False) -> Environment:
-    """An environment with transformers==version and the wheel, which uses the packages of `shared` otherwise.
+    """An environment with transformers==version and the wheel. All other packages are those of `shared`.
 
     aiter: also install AMD's package, which the other environments must not have.
     """
@@ -167,7 +169,7 @@ _locks: list[int] = []
 def lock() -> Iterator[None]:
     """Allow only one set-up or test run in this checkout at a time.
 
-    Child processes of `run` inherit the lock, so the last pip of a killed set-up ends before the next set-up begins.
+    Child processes of `run` inherit the lock, so the next set-up waits for the last pip of a killed set-up.
     """
     ENVIRONMENTS.mkdir(exist_ok=True)
     with (ENVIRONMENTS / ".lock").open("w") as handle:

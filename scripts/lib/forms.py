@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from hf_rocm.overlay.digest import EITHER
 
-Forms = Mapping[str, tuple[str, ...]]  # digest → the releases that have it, the oldest form first
+Forms = Mapping[str, tuple[str, ...]]  # digest of a form → the releases with this form; the oldest form is first
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -32,8 +32,8 @@ def text_of(source: bytes | str, name: str) -> str:
 
 
 def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> Iterator[str]:
-    """For each new version of a definition, return its text, or the differences from the previous version.
-    texts: by digest. forms: the versions of the releases, the oldest first. known: those that were accepted before.
+    """For each new version of a definition, yield its text, or the differences from the previous version.
+    texts: digest → text. forms: all versions, the oldest first. known: the versions that were accepted before.
     """
     before: str | None = None
     for digest, releases in forms.items():

@@ -1,4 +1,4 @@
-"""Compare stock and hf_rocm in calls of `generate` beyond greedy decoding: outputs, beams, encoder-decoder models."""
+"""Compare stock and hf_rocm in calls of `generate`: greedy, returned outputs, beams, encoder-decoder models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETURNS = {"return_dict_in_generate": True, "output_scores": True}
 
 @dataclass(frozen=True)
 class Call:
-    """One call. model: a shape below. new: the number of new tokens per row. arguments: those of generate."""
+    """One call. model: a key of `_SHAPES`. new: the number of new tokens per row. arguments: arguments of generate."""
 
     name: str
     model: str
@@ -36,7 +36,7 @@ CALLS = (
 _BART = {"encoder_attention_heads": 16, "decoder_attention_heads": 16, "d_model": 1024}
 _WHISPER = {"encoder_attention_heads": 20, "decoder_attention_heads": 20, "d_model": 1280, "vocab_size": 51866}
 
-# shape → its class, its config, and whether it is small enough for a CPU in a test
+# shape → (model class, config class, arguments of the config)
 _SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-1b": (
         "LlamaForCausalLM",

@@ -10,7 +10,7 @@ from lib.console import ScriptError, step
 
 
 def fault_injection() -> None:
-    """Return if strace can inject faults here. Otherwise raise `ScriptError`, because promises would not be tested."""
+    """Install strace if possible. Raises `ScriptError` if strace can't inject faults, which some tests require."""
     if shutil.which("strace") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         with step("strace"):
             for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):

@@ -47,7 +47,7 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that determine the choice.
+    """The facts that determine which release is installed.
     hip: the ROCm that torch was built for; aiter: the installed version of AMD's package.
     """
 
@@ -115,7 +115,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
 
 
 def _unchecked(release: str) -> list[str]:
-    """A note about a release whose declarations the tests don't contain."""
+    """A note, if the release is newer than the last release that was checked."""
     sys.path.append(str(ROOT))
     from packaging.version import Version
 

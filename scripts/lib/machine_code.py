@@ -16,7 +16,7 @@ KERNELS = "tests/triton"
 
 
 def suites(environment: Environment, *, share: str, architectures: Sequence[str] = ARCHITECTURES) -> list[Suite]:
-    """The suites for these architectures. share: which of the cases they run, `sample`, `large` or `all`."""
+    """The suites for these architectures. share: the cases to run, such as `few`, `sample` or `all`."""
     planned = []
     for arch in architectures:
         chosen = ("--machine-code", arch, "--machine-code-share", share)

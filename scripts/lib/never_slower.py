@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 @dataclass(frozen=True)
 class Case:
     """One situation. change: a user's or a library's change of both models. run: `generate`, `forward` or `train`.
-    arguments: those of generate. graphs: the argument of `prepare`. needs: a package that the case requires."""
+    arguments: arguments of generate. graphs: the argument of `prepare`. needs: a package that the case requires."""
 
     name: str
     run: str = "generate"
@@ -33,7 +33,7 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """Seconds per call on both sides, by round, or why the case was not measured."""
+    """The seconds per call on both sides, by round, or the reason why the case was not measured."""
 
     case: str
     stock: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""Find a Python that is new enough. This file must also run with older ones."""
+"""Find a Python that is new enough. This file must also run in older Pythons."""
 
 import importlib.util
 import os

@@ -1,7 +1,7 @@
 """Compare continuous batching of a prepared model with stock: `generate_batch` for requests of mixed lengths.
 Both sides use the same weights and calls: a warm-up batch, which also records graphs, and then the measured batch with
-the same manager. Tokens are checked with stock's forward: the logit of a generated token may differ from the largest
-logit at its position only by rounding, on both sides.
+the same manager. Tokens are checked with stock's forward: on both sides, the logit of a generated token may differ from
+the largest logit at its position only by rounding.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Side(NamedTuple):
 class Outcome(NamedTuple):
     stock: Side
     prepared: Side
-    same: float  # the fraction of equal tokens, counted up to the first different one of each request
+    same: float  # the fraction of equal tokens; those after a request's first different token do not count
     spread: float  # the standard deviation of the checked logits
 
     @property
     def wrong(self) -> bool:
-        """Whether hf_rocm's tokens are further from the largest logits than stock's by more than rounding."""
+        """Whether the gap of hf_rocm is larger than stock's by more than rounding."""
         return self.prepared.gap > max(2 * self.stock.gap, self.spread / 20)
 
 
@@ -111,7 +111,7 @@ def _prompts(load: Load, vocabulary: int) -> list[list[int]]:
 
 
 def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, list[list[int]]]:
-    """The seconds and the tokens of the second of two equal batches."""
+    """Run two equal batches. Returns the seconds and the tokens of the second one."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 

@@ -20,7 +20,7 @@ REPORTS = ENVIRONMENTS / "reports"
 HEARTBEAT = 30.0  # seconds between progress lines if a line can't be redrawn
 TEST_TIMEOUT = 900.0  # seconds after which a test counts as hanging: its stacks are printed, and its suite ends
 
-# pytest's exit codes: everything passed, some failed. Any other code means that the suite itself failed.
+# pytest's exit codes: all tests passed, some failed, there were no tests. With any other code, the suite itself failed.
 PASSED, FAILED, EMPTY = 0, 1, 5
 
 

@@ -42,7 +42,8 @@ RELEASE_DEPENDENT = (
     "tools/tuning/test_record.py",
 )
 
-# Every model that has an overlay, in every release: a separate suite, so that two cores share the work.
+# Tests of every model that has an overlay, in every release. They form a separate suite, so that two cores share the
+# work.
 MODELS = "tests/coverage"
 
 # Tests of the patcher that use the files of a release only as bytes, or use no release.
@@ -86,12 +87,12 @@ LEFT_OUT = {
     "5.19.0": (*BETWEEN, "tests/weights", "tests/forwards", "tests/generation/test_user_caches.py"),
 }
 
-# Tests with several processes: ranks, servers. They run in the last 4.x and the newest release, also in a separate
-# suite.
+# Tests with several processes, such as ranks or servers. They run with the last 4.x and the newest release, also in a
+# separate suite.
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Those of them that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
+# Tests of `PROCESSES` that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
 WITHOUT_TRANSFORMERS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in (
@@ -116,20 +117,20 @@ PARTS = {
 AITER_TESTS = "tests/aiter"
 BESIDE_AITER = f"{NEWEST}, amd-aiter"
 
-# Tests from transformers' own mixins, in its source distribution, with tiny models
+# Tests from transformers' own mixins, which are in its source distribution, with tiny models.
 UPSTREAM_TESTS = "tests/upstream"
 UPSTREAM = f"{NEWEST}, its own tests"
 
-# Triton kernels in Triton's interpreter, which a process uses for all kernels or for none. They run in the environment
-# with amd-aiter, which has Triton.
+# Tests of Triton kernels in Triton's interpreter, which a process uses for all kernels or for none. They run in the
+# environment with amd-aiter, which has Triton.
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
 
-# The interpreter of AMD's instructions, with the same Triton; `machine_code` runs the kernels on it.
+# Tests of the interpreter of AMD's instructions, with the same Triton. `machine_code` runs the kernels on it.
 INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 
-# Separate suites: folder → environment.
+# Separate suites: environment → folder.
 APART = {
     BESIDE_AITER: AITER_TESTS,
     INTERPRETED: TRITON_TESTS,
@@ -158,7 +159,7 @@ LONGEST = (
     BESIDE_AITER,
 )
 
-# Suites that need hardware. Without it, conftest.py skips them with these reasons.
+# Reason for which conftest.py skips tests without the hardware → command that runs these tests.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
 # Tests with injected faults take minutes and don't depend on the release, so they run only in the newest one.

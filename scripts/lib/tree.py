@@ -20,7 +20,7 @@ class Tree:
 
     @property
     def digest(self) -> str:
-        """One hash over every path, mode and content."""
+        """One hash of all paths, modes and contents."""
         lines = (f"{path}\0{mode:o}\0{content}\n" for path, (mode, content) in sorted(self.files.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 

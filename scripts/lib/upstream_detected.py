@@ -22,7 +22,8 @@ _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 
 class Detected(NamedTuple):
-    """One fault in some tests of a model. reached: tests in which it changed a call; noticed: how many of these fail.
+    """One fault in some tests of a model. reached: the number of tests in which the fault changed a call; noticed: the
+    number of these tests that fail.
     Of transformers' tests, only those that pass with and without overlays are counted.
     """
 
@@ -34,7 +35,7 @@ class Detected(NamedTuple):
 
 
 def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, Result]) -> list[Detected]:
-    """Repeat the tests that ran a forward of hf_rocm, one fault at a time. settings: those of the overlaid pass."""
+    """Repeat the tests that ran a forward of hf_rocm, one fault at a time. settings: the overlaid pass."""
     ran = {test for test, result in overlaid.items() if sum(result.hits.values())}
     ran &= {test for test in stock if stock[test].outcome == overlaid[test].outcome == "passed"}
     left_out = tuple(test for test in overlaid if test not in ran)

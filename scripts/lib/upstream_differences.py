@@ -45,7 +45,7 @@ class Unavoidable:
 class Comparison:
     """Both passes side by side.
 
-    regressions: tests that pass with stock but not with overlays, and aren't listed. unavoidable: those that are
+    regressions: tests that pass with stock but not with overlays, and aren't listed. unavoidable: such tests that are
     listed. repaired: tests that fail with stock and pass with overlays. stale: entries whose tests ran and don't
     differ. idle: models whose overlaid forwards were never called.
     """

@@ -1,9 +1,10 @@
-"""Faults injected into hf_rocm's operations, and larger weights: a pytest plugin that shows which tests detect them.
+"""A pytest plugin that injects faults into hf_rocm's operations, to show which tests detect them.
 
-It is loaded with `-p upstream_faults`, together with `upstream_plugin` in transformers' tests, and alone in hf_rocm's.
-UPSTREAM_FAULT names the fault, UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers
-initialises. Every implementation of an operation is wrapped, so tier and route do not change. UPSTREAM_FAULT_LOG is a
-file with one JSON line per phase of a test: its outcome, and the number of changed calls so far.
+The plugin is loaded with `-p upstream_faults`, in transformers' tests together with `upstream_plugin`. Every
+implementation of an operation is wrapped, so tier and route do not change. Environment variables: UPSTREAM_FAULT is the
+name of a fault. UPSTREAM_SPREAD is a factor on the standard deviation of the weights that transformers initialises.
+UPSTREAM_FAULT_LOG is a file with one JSON line per phase of a test: its outcome, and the number of changed calls so
+far.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def window(call: Call) -> Call:
         given = terms.get("mask")
         if given is not None:
             hidden = given != 0 if given.dtype.is_floating_point else ~given.bool()
-            # hidden by at least two: a padding query may see itself
+            # hidden keys that at least two earlier queries see; one is not enough, as a padding query may see itself
             older = (~hidden).int().cumsum(dim=-2).ge(2) & hidden
             if older.any():
                 changed["mask"] = given.masked_fill(older, 0.0 if given.dtype.is_floating_point else True)

@@ -21,7 +21,7 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# Seconds after a test's own limit until a process that ignores its alarm is killed.
+# The seconds after a test's time limit until a process that ignores its alarm is killed.
 GRACE = 30.0
 
 
@@ -57,7 +57,8 @@ class Interpreter:
 class Pass:
     """How the tests of a tree are run. site: the folder with transformers (None: the one on the Python's import path).
 
-    fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests.
+    fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests
+    that are not run.
     """
 
     interpreter: Interpreter
@@ -85,7 +86,7 @@ def run(settings: Pass) -> dict[str, Result]:
                 break
             reason = "the process hung" if code == -signal.SIGKILL else f"the process exited with {code}"
             results[running] = Result("timeout" if code == -signal.SIGKILL else "crashed", reason=reason)
-    # 0 and 1: all tests ran; 5: no tests were left after a crash in the last one
+    # 0 and 1: all tests ran; 5: no tests remained after a crash in the last test
     if code not in (0, 1, 5) or not results:
         raise ScriptError(f"pytest did not run transformers' tests (exit code {code})\n\n{output[-3000:]}")
     return results
@@ -96,7 +97,7 @@ def overlaid_site(interpreter: Interpreter, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     package = _package(interpreter)
-    # temporary files of modules that another process compiles
+    # do not copy temporary files of modules that another process is compiling
     shutil.copytree(package, folder / "transformers", ignore=shutil.ignore_patterns("*.pyc.*"))
     for metadata in package.parent.glob("transformers-*.dist-info"):
         shutil.copytree(metadata, folder / metadata.name)
@@ -121,7 +122,7 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    # only these, because the names of the other modules there are too common for the import path
+    # copy only these files, because the names of the other modules there are too common for the import path
     for file in (PLUGIN, FAULTS):
         shutil.copy2(file, scratch / "plugin")
     command = [
@@ -167,7 +168,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes that a test leaves running end with it
+            start_new_session=True,  # so that processes that a test leaves running are killed too
         )
         try:
             code = _watch(process, settings)
@@ -177,7 +178,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
 
 
 def _watch(process: subprocess.Popen[bytes], settings: Pass) -> int:
-    """Wait for the process to end. Kill it if it writes nothing for longer than a test may take."""
+    """Wait for the process to end. Kill it if it writes nothing to the log for longer than a test may take."""
     last_output, seen = time.monotonic(), 0.0
     while process.poll() is None:
         time.sleep(0.2)
@@ -214,7 +215,7 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
 
 def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
     command = [str(interpreter.python), *arguments]
-    elsewhere = tempfile.gettempdir()  # in a checkout, its modules would be imported first
+    elsewhere = tempfile.gettempdir()  # in a checkout, Python would import the checkout's modules first
     environ = interpreter.environ()
     done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -2,7 +2,7 @@
 
 It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, the file
 to which a JSON line is written when a test starts and when it ends, so that a test that crashes the process can be
-identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays must or must not be active.
+identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays must be active or absent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TooSlow(BaseException):
 
 
 class _Progress:
-    """The test that is running."""
+    """The state of the test that is running."""
 
     def __init__(self) -> None:
         self.outcome, self.reason = PASSED, ""
@@ -138,7 +138,7 @@ def _too_slow(signum: int, frame: object) -> None:
 
 
 def _seed(test: str) -> None:
-    """Seed every random generator that the tests use. transformers' common test module has its own."""
+    """Seed every random generator that the tests use. transformers' common test module has its own generator."""
     number = zlib.crc32(test.encode())
     random.seed(number)
     for name, module in list(sys.modules.items()):

@@ -1,8 +1,8 @@
 """The source of transformers' own tests, and the folder in which they run.
 
 A release's source distribution contains only the shared mixins. The tests of the models and of `generation/` are only
-in the public repository: pass a checkout to run them. Otherwise the mixins are applied to the thin classes in
-tests/upstream. This repository contains no file of transformers.
+in the public repository; to run them, a checkout must be passed. Otherwise the mixins are applied to the thin classes
+in tests/upstream. This repository contains no file of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CONFIGURATION = "[pytest]\naddopts =\nfilterwarnings =\n"
 def source_distribution(release: str, builder: Environment) -> Path:
     """The folder with the tests of a release's source distribution, which is downloaded once.
 
-    builder: an environment with pip. Raises `ScriptError` if it can't be downloaded, or differs from the recorded one.
+    builder: an environment with pip. Raises `ScriptError` if the distribution can't be downloaded, or if its hash
+    differs from the recorded one.
     """
     folder = fetched(release)
     if folder is not None:
@@ -88,7 +89,7 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # for imports in a later release's mixins
+        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # required by imports in a later release's mixins
             place = target / "tests" / standin.relative_to(PREPARED / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)

@@ -41,15 +41,15 @@ _KEYWORDS = {
     "eval",
     "RUN",
 }
-_TESTS = ("[", "[[", "test", "which", "type", "hash", "-v")  # `command -v` without its first word
+_TESTS = ("[", "[[", "test", "which", "type", "hash", "-v")  # -v: what remains of `command -v`
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command. words: its words without quotes; the first is the program. assigned: assignments
-    (`NAME=value`) before it, or alone. guarded: whether a test of the platform is around it. tolerated: whether `|| …`
-    follows, which handles its failure.
+    """One simple command. words: its words without quotes; the first is the program. assigned: the assignments
+    (`NAME=value`) before the program, or without one. guarded: whether the command runs only after a test of the
+    platform. tolerated: whether `|| …` follows, which handles its failure.
     """
 
     line: int
@@ -90,10 +90,10 @@ class _Blocks:
         # whether each enclosing block tests the platform, outermost first; a guard covers nested blocks
         self._guards = [False]
         self._testing = False  # whether the parser is between `if` and `then`
-        self._listed = False  # whether a test of the platform and `&&` came before
+        self._listed = False  # whether a test of the platform precedes the command in an `&&` list
 
     def read(self, line: int, words: list[str], separator: str, *, tolerated: bool) -> Command | None:
-        """Return the command in these words, or None if they contain no command, such as a keyword alone."""
+        """Return the command in these words, or None if they contain no command (for example, only a keyword)."""
         assigned = []
         while words and (words[0] in _KEYWORDS or _ASSIGNMENT.match(words[0])):
             keyword = words.pop(0)
@@ -131,7 +131,7 @@ class _Blocks:
 def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
     """Yield (line, words with their quotes, the separator that follows) for each simple command."""
     words: list[str] = []
-    joined, start = False, line  # whether the next piece continues the last word; the first line of the command
+    joined, start = False, line  # whether the next piece continues the last word; the command's first line
     skipping = False  # whether the parser is in a comment
     for match in _PIECE.finditer(text):
         piece = match[0]

@@ -1,4 +1,4 @@
-"""Select the files in a tree to read, and their readers, with a reason for every file that is left out."""
+"""Select the files of a tree to read, with their readers, and give the reason for every file that is left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, 
 LARGEST = 2 * 1024 * 1024  # the size limit in bytes; larger files are usually generated
 LARGEST_NOTEBOOK = 16 * 1024 * 1024  # the limit for notebooks, which may contain images
 
-# An interpreter such as `sh` in the first line of a file without a suffix.
+# A first line that names a shell such as `sh` as the interpreter, for files without a suffix.
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")
 _FOREIGN = {".git", ".hg", ".svn", "__pycache__", "node_modules", "site-packages", ".venv", "venv", ".tox", ".eggs"}
 _OWN = re.compile(
@@ -29,8 +29,9 @@ _VENDOR = re.compile(r"[-_.]?(?:rocm|amdgpu|amd|hip|cuda|nvidia|gpu|cu1\d\d?)(?!
 
 @dataclass(frozen=True)
 class Reader:
-    """How to read a kind of file. kind: the name of the kind in a report. places: returns the findings in a text.
-    largest: the size limit in bytes. partly: returns which parts of a text can't be read, or ''.
+    """How to read a kind of file. kind: the name of the kind in a report. places: a function that returns the findings
+    in a text. largest: the size limit in bytes. partly: a function that describes the parts of a text that can't be
+    read, or returns ''.
     """
 
     kind: str
@@ -41,9 +42,9 @@ class Reader:
 
 @dataclass
 class Sources:
-    """The selected files. files: the files to read, with their readers. left_out: path → why it is not read; the path
-    of a folder ends in a slash. suffixes: suffix (or the name of a file without one) → the number of files for which
-    there are no rules.
+    """The selected files. files: the files to read, with their readers. left_out: path → the reason why it is not read;
+    the path of a folder ends with a slash. suffixes: suffix, or the name of a file without a suffix → the number of
+    such files, for which there are no rules.
     """
 
     files: dict[Path, Reader] = field(default_factory=dict)
@@ -136,7 +137,7 @@ KINDS = tuple(dict.fromkeys(reader.kind for _, reader in _READERS))
 
 
 def _counterparts(names: list[str]) -> dict[str, str]:
-    """Return name without a vendor → name for ROCm, such as Dockerfile → Dockerfile.rocm or ops → ops-hip."""
+    """Map names without the vendor to names for ROCm, such as Dockerfile → Dockerfile.rocm or ops → ops-hip."""
     return {_VENDOR.sub("", name): name for name in sorted(names) if _ROCM.search(name)}
 
 
@@ -151,7 +152,7 @@ def _is_shell(file: Path) -> bool:
 
 
 def _foreign(folder: Path) -> str | None:
-    """Return why a folder is left out, or None."""
+    """Return the reason why a folder is left out, or None if it is not left out."""
     if folder.is_symlink():
         return "a link to a folder"
     if folder.name in _FOREIGN:

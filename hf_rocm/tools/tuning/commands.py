@@ -25,7 +25,7 @@ class Tuning:
 
     shapes: all recorded shapes that the engine supports. left_out: the other shapes. done: shapes that were tuned
     before. todo: the remaining shapes, or all shapes if they are to be tuned again. file: the file with the shapes.
-    obstacle: why the shapes can't be tuned here, or None.
+    obstacle: the reason why the shapes can't be tuned here, or None.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Tuning:
 
     @property
     def elsewhere(self) -> dict[str, list[str]]:
-        """The commands for a machine without the obstacle: with hf-rocm, and with aiter's sources alone."""
+        """The commands to tune the shapes on another machine: with hf-rocm, and with only aiter's sources."""
         lines = {"with hf-rocm": ["hf-rocm", "tune", "--shapes", str(self.file)]}
         if self.engine == AITER:
             release = Release(self.release.version, self.release.layout)
@@ -67,7 +67,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a tuner run. variables: the variables that enable the table, if hf_rocm doesn't."""
+    """The result of a tuner run. variables: the variables that enable the table, if hf_rocm doesn't enable it."""
 
     tuned: int
     missing: list[Gemm]
@@ -155,7 +155,7 @@ def run(job: Tuning, *, progress: Progress | None = None) -> Result:
 
 
 def no_gpu() -> str | None:
-    """Return why no model can be tuned on this machine, or None."""
+    """Return the reason why no model can be tuned on this machine, or None if tuning is possible."""
     from hf_rocm.device import is_rocm
 
     return None if is_rocm() and machine.gpu() is not None else "there is no AMD GPU under ROCm here"
@@ -186,7 +186,7 @@ def _engine(named: str | None, gpu: Gpu | None) -> str:
 
 
 def _obstacle(job: Tuning, *, named: bool) -> str | None:
-    """Return why this job can't be tuned on this machine, or None."""
+    """Return the reason why this job can't be tuned on this machine, or None if it can be tuned."""
     if (missing := no_gpu()) is not None or job.gpu is None:
         return missing or "there is no AMD GPU under ROCm here"
     if named and (machine.gpu(), machine.installed()) != (job.gpu, job.release):

@@ -29,8 +29,9 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 Progress = Callable[[int, int], None]
 
-PATIENCE = 3  # failed attempts without a new row before the tuner is stopped; up to 0.1.15, it would make thirty
-_GRACE = 30.0  # seconds in which the tuner may exit after an interrupt
+# The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make thirty.
+PATIENCE = 3
+_GRACE = 30.0  # the seconds that the tuner has to exit after an interrupt
 _ATTEMPT_FAILED = "process exitcode is"
 
 
@@ -154,7 +155,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
-    """Put the new rows before the rows of earlier runs. Returns the full keys of the new rows."""
+    """Put the new rows before the rows of earlier runs. Returns the keys of the new rows, with the architecture."""
     if not tuned.is_file():
         return set()
     new = read(tuned, release.layout, release.version)

@@ -24,7 +24,7 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-MAX_ANSWERS = 10_000  # the most truth values that a model without weights may read; more mean an endless loop
+MAX_ANSWERS = 10_000  # how many truth values a model without weights may read; more indicate an endless loop
 
 
 def record(
@@ -45,9 +45,10 @@ def record(
 
 @contextmanager
 def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
-    """Build the model in this folder or with this name, without allocating memory. Valid only in the block.
+    """Build the model in this folder or with this name, without allocating memory. It is valid only in the block.
 
-    dtype: its name, such as bfloat16; by default the checkpoint's. Raises `LoadError` if there is no config.
+    dtype: the name of a dtype, such as bfloat16; by default the checkpoint's dtype. Raises `LoadError` if there is no
+    config.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,7 +75,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
             with _no_initial_values():
                 built = build(config, **_with_dtype({"dtype": named})).eval()
             yield built
-        except Exception as error:  # torch raises exceptions of many types if it needs the value of a fake tensor
+        except Exception as error:  # torch raises exceptions of many types if code needs the value of a fake tensor
             if type(error).__module__.partition(".")[0] != "torch" and not isinstance(error, RuntimeError):
                 raise
             raise TuningError(
@@ -101,7 +102,7 @@ def _named(dtype: str) -> torch.dtype:
 
 
 class _Answers(TorchDispatchMode):
-    """Make every truth value True, since the masks with which generate starts are all ones."""
+    """Return True for every bool that is read from a fake tensor: the masks with which generate starts are all ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ def _class_for(model: str, config: Any) -> Any:
 
 
 def _no_initial_values() -> Any:
-    """Disable weight initialisation, which would never end if it samples values until they lie in a range."""
+    """Disable weight initialisation. With fake tensors, sampling until all values lie in a range would never end."""
     try:
         module = importlib.import_module("transformers.initialization")
     except ModuleNotFoundError:  # before 5.0
@@ -181,7 +182,7 @@ def _no_initial_values() -> Any:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """Return the dtype in the checkpoint's config, or in the text part of it."""
+    """Return the dtype in the checkpoint's config, or in the text part of the config."""
     parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     for part in parts:
         dtype = getattr(part, "dtype", None) or getattr(part, "torch_dtype", None)

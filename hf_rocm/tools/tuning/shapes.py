@@ -23,8 +23,8 @@ from hf_rocm.ops.aiter.tables.table import DTYPES, Key, text_of
 
 
 class Gemm(NamedTuple):
-    """[M, K] times [N, K]ᵀ. dtype: that of inputs and output, such as `torch.bfloat16`. shuffled: whether the weight is
-    in aiter's layout."""
+    """[M, K] times [N, K]ᵀ. dtype: the dtype of the inputs and the output, such as `torch.bfloat16`. shuffled: whether
+    the weight is in aiter's layout."""
 
     m: int
     n: int
@@ -57,7 +57,7 @@ class Recording(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def shapes(self, joined: Iterable[tuple[Linear, ...]] = ()) -> list[Gemm]:
-        """Return every GEMM once, the smallest first. joined: groups of layers that are fused."""
+        """Return every GEMM once, in ascending order. joined: groups of layers that are fused."""
         left = dict(self._seen)
         gemms: dict[Gemm, None] = {}
         for group in joined:

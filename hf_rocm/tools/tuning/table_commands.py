@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter.tables.table import Problem, Row, Table, read
 
 @dataclass
 class Checked:
-    """The result of checking one file. error: why it can't be read as a table."""
+    """The result of checking one file. error: the reason why it can't be read as a table."""
 
     path: Path
     rows: int = 0
@@ -76,7 +76,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class MergedFile:
-    """The table that was written."""
+    """The table that `merge` wrote."""
 
     path: Path
     rows: int

@@ -21,12 +21,12 @@ TITLES = {
     STATIC: "the same on a static cache",
     WINDOW: "a row longer than the sliding window",
 }
-KEPT = 96  # the number of positions that are compared per call: the last ones
+KEPT = 96  # the number of positions that are compared per call: the last positions of all rows together
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call. ids: [B, S]. mask: [B, keys so far] or None. positions: [B, S] or None. start: keys before the call."""
+    """One call. ids: [B, S]. mask: [B, start + S] or None. positions: [B, S] or None. start: keys before the call."""
 
     ids: Tensor
     mask: Tensor | None = None
@@ -67,8 +67,8 @@ class Case:
     ) -> None:
         """Call the model for every step.
 
-        dtype: the dtype of the cache. seen: is called with the number of each step and the model's output. within:
-        returns a context for a step.
+        dtype: the dtype of the cache. seen: a function that is called with the number of each step and the model's
+        output. within: a function that returns a context manager for a step.
         """
         model: Any = subject.model
         with torch.inference_mode(False), torch.no_grad(), _window(subject, self.window):
@@ -79,7 +79,7 @@ class Case:
                 seen(number, output)
 
     def final_keep(self, number: int) -> Tensor:
-        """Return [B, S] for the output of a call. An encoder-decoder's output has the decoder's positions."""
+        """Return [B, S] bool: the positions to compare in a call's output, which are the decoder's if there is one."""
         decoder = self.further.get("decoder_input_ids")
         return self.steps[number].keep if decoder is None else torch.ones_like(decoder, dtype=torch.bool)
 
@@ -88,7 +88,7 @@ class Case:
 
 
 def cases(subject: Subject, ids: Tensor, *, quick: bool) -> dict[str, Case | str]:
-    """Return name → case, or why the case isn't run, as a sentence. ids: [S] tokens of a text."""
+    """Map names to cases, or to the reason why a case isn't run, as a sentence. ids: [S] tokens of a text."""
     length = min(32 if quick else 64, max(8, len(ids) // 2))
     named: dict[str, Case | str] = {PROMPT: _prompt(subject, ids, length), PADDED: _padded(subject, ids, length)}
     if subject.kind != DECODER:
@@ -106,7 +106,7 @@ def _prompt(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
-    """Return rows with left padding for a decoder, as generate needs it, and with right padding for other models."""
+    """Return rows with left padding for a decoder, as generate requires, and with right padding for other models."""
     lengths = (length, length // 2 + 1, max(3, length // 5))
     rows = torch.stack([ids[place : place + length] for place in range(3)])
     mask = torch.zeros_like(rows)
@@ -195,7 +195,7 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
         return None
     if (
         case.cache == "dynamic"
-    ):  # given the config, newer releases cache only the window of sliding layers, as generate does
+    ):  # with the config, newer releases cache only the window of sliding layers, as in generate
         takes_config = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
         return transformers.DynamicCache(config=subject.text_config) if takes_config else transformers.DynamicCache()
     known = inspect.signature(transformers.StaticCache.__init__).parameters

@@ -11,7 +11,8 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 class Fault:
     """The first place where the error of hf_rocm exceeds its bound.
 
-    layer: the path of the layer; empty if every layer alone is within its bound and only the end result is not.
+    layer: the path of the layer; empty if every layer alone is within its bound, and only the end result exceeds its
+    bound.
     operation: a point inside the layer. error, allowed: relative errors.
     """
 
@@ -37,7 +38,7 @@ class Check:
     """One comparison.
 
     error, allowed: the relative error at the worst position, and its bound. numbers: other measurements by name. note:
-    why the check was not run, or a remark. fault: the first place that failed, or None.
+    the reason why the check was not run, or a remark. fault: the first place that failed, or None.
     """
 
     name: str
@@ -54,8 +55,8 @@ class Check:
 class LayerError:
     """The errors of one layer's output at the worst position, relative to the reference.
 
-    travelled, stock_travelled: end to end, including the errors of earlier layers, for hf_rocm and for stock in the
-    same dtype. own, stock_own: on stock's input. allowed: the bound for `own`.
+    travelled, stock_travelled: the errors end to end, including those of earlier layers, for hf_rocm and for stock in
+    the same dtype. own, stock_own: the errors on stock's input. allowed: the bound for `own`.
     """
 
     layer: str

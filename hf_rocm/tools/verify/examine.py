@@ -39,8 +39,9 @@ def examine(
 ) -> Examined:
     """Compare hf_rocm with the reference in one case.
 
-    within: returns a context for a call of hf_rocm. recorded: a known reference, for example from a golden file, which
-    only contains the outputs of layers. keep: keep the reference's values inside layers if they fit in memory.
+    within: a function that returns a context manager for a call of hf_rocm. recorded: a known reference, for example
+    from a golden file, which contains no values inside layers. keep: keep the reference's values inside
+    layers if they fit in memory.
     """
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()
@@ -48,7 +49,7 @@ def examine(
     groups = list(_groups(subject, case)) if recorded is None else [_looked_into(recorded)]
     for inside in groups:
         exact = recorded or reference_of(subject, case, inside)
-        # after stock, which may be unable to run the case
+        # this runs after the reference, which raises an error if stock can't run the case
         free = free or run(subject, case, subject.dtype, within=within)
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
@@ -71,7 +72,7 @@ def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
     hidden = int(getattr(config, "hidden_size", 1024))
     sizes = getattr(config, "intermediate_size", None) or 4 * hidden
     wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one size per layer
-    nbytes = rows * (12 * hidden + 4 * wide) * 8  # an estimate per layer: three runs, one of them in four bytes
+    nbytes = rows * (12 * hidden + 4 * wide) * 8  # estimated per layer, for three runs: 2, 2 and 4 bytes
     size, names = max(1, ROOM // max(1, nbytes)), list(subject.blocks)
     for start in range(0, max(1, len(names)), size):
         yield set(names[start : start + size])

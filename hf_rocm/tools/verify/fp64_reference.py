@@ -41,7 +41,7 @@ def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights of a model to another dtype, in place.
 
-    Buffers of modules without weights, such as rotary angles, have a precision of their own and stay unchanged.
+    Buffers of modules without weights, such as rotary angles, have their own precision and stay unchanged.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -58,7 +58,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if dtype == torch.float64:
-        torch.set_default_dtype(dtype)  # masks are created in the default dtype: fp64's smallest value overflows fp32
+        torch.set_default_dtype(dtype)  # masks have the default dtype, and fp64's smallest value overflows fp32
     try:
         with _Wide(dtype):
             yield
@@ -86,7 +86,7 @@ def _around(modules: list[nn.Module], dtype: torch.dtype) -> Around:
 def _widen(module: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Replace narrower parameters and buffers of a module with wide copies. Returns the originals."""
     parameters = {name: tensor for name, tensor in module._parameters.items() if _narrow(tensor, dtype)}
-    # buffers of modules without parameters, such as rotary angles, have a precision of their own
+    # buffers of modules without parameters, such as rotary angles, have their own precision
     buffers = {name: tensor for name, tensor in module._buffers.items() if parameters and _narrow(tensor, dtype)}
     for name in parameters:
         module._parameters[name] = nn.Parameter(_tensor(parameters[name]).to(dtype), requires_grad=False)

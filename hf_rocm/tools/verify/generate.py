@@ -1,4 +1,4 @@
-"""Check greedy tokens: every token must be stock's or almost the best in the reference, with and without recordings."""
+"""Check that every greedy token is the best or almost the best in the reference, with and without recordings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
     If two tokens are almost equally likely, rounding decides between them, and the texts differ afterwards. So every
     token of hf_rocm is checked on hf_rocm's own text. Its logit in the reference may be below the best logit by the sum
-    of both logits' errors. Each error may be twice stock's own error plus a rounding step.
+    of both logits' errors. Each of these errors may be up to twice stock's own error plus a rounding step.
     """
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")

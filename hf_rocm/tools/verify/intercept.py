@@ -1,6 +1,6 @@
 """Intercept the calls of modules without changing the modules.
 
-A hook or a forward on an instance would change the route, because layers with hooks don't run fused. So
+A hook or a `forward` attribute on an instance would change the route, because such layers don't run fused. So
 `nn.Module.__call__` is replaced during a run, and the instances stay unchanged.
 """
 

@@ -1,4 +1,4 @@
-"""Compare hf_rocm with the reference, to determine which layers and operations, and whether the result, are wrong."""
+"""Compare hf_rocm with the reference, to find wrong layers and operations, and to check the end result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_rocm.tools.verify.reference import Reference, Run
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
 
-LEAST = 8  # the fewest numbers per position; with fewer, the relative error depends on chance
+LEAST = 8  # the minimum number of values per position; with fewer, the relative error depends on chance
 
 Bounds = dict[tuple[str, str], Allowed]  # (layer, point) → bounds
 
@@ -41,9 +41,10 @@ def judge(
 
 
 def bounds_of(subject: Subject, reference: Reference) -> Bounds:
-    """Return the bounds by layer and point: from the eager run's error there, but at least the median over all layers.
+    """Return the bounds by layer and point. Every bound is at least the median of the point's bounds over all layers.
 
-    The error of the eager run in a single layer may be small by chance, and larger with a different order of summation.
+    A bound is derived from the eager run's error. In a single layer this error may be small by chance, and would be
+    larger with a different order of summation.
     """
     errors: dict[tuple[str, str], list[Difference]] = {}
     for eager, wide in zip(reference.eager.points, reference.local.points, strict=True):
@@ -67,7 +68,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 
 
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
-    """Return layer → the first point, in stock's order, whose error exceeds its bound. Layers are in order.
+    """Map layers to the first point, in stock's order, whose error exceeds its bound. The layers are in stock's order.
 
     run: a run in which every layer had the same input as in stock.
     """
@@ -89,7 +90,7 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
 
 def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """Return [N] bool: the rows that were routed to other experts, because two scores are almost equal."""
+    """Return [N] bool: the rows that were routed to different experts, because two scores are almost equal."""
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     top = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -108,7 +109,7 @@ def _compared(actual: Tensor, expected: Tensor, rerouted: Tensor | None) -> Diff
 
 
 def _final(subject: Subject, reference: Reference, run: Run) -> Check:
-    """Check the end result of the runs end to end."""
+    """Check the end result. run: hf_rocm's run end to end."""
     exact, eager, actual = finals(reference.wide, reference.eager, run)
     stock = difference(eager, exact)
     off, bound = end_to_end(subject, difference(actual, exact), stock)
@@ -128,10 +129,10 @@ def finals(*runs: Run) -> list[Tensor]:
 
 
 def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
-    """Return the difference of an end result to compare with its bound, and the bound.
+    """Return the difference of an end result that must not exceed its bound, and the bound.
 
     With routed experts, a token that is routed to another expert has a large error, and so do the tokens that attend to
-    it. For such models the median over the positions is compared.
+    it. For such models, the median over the positions is compared.
     """
     if not is_mixture(subject):
         return off, allowed([stock], subject.dtype)

@@ -1,7 +1,7 @@
 """The difference between two results, and its bound.
 
-The difference is relative to the norm at each position. In a language model, the numbers at one position may be a
-thousand times larger than at another position, and would dominate the largest absolute difference.
+The difference is relative to the norm at each position. In a language model, the values at one position may be a
+thousand times larger than those at another position, and would dominate the largest absolute difference.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hf_rocm.ops.registry import Route, watching
 from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
 
 OUTPUT = "output"  # the output of the whole layer
-ENTERS = "in "  # the input of a linear layer: the result of attention or of the activation
+ENTERS = "in "  # the prefix for the input of a linear layer: the result of attention or of the activation
 ROTATED = ("rotated query", "rotated key")
 ATTENTION = {"attention", "varlen_attention", "decode_attention"}
 
@@ -37,7 +37,7 @@ class Recorder:
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
         self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
-        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are points already
+        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are recorded already
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}
@@ -147,7 +147,7 @@ def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
 
 
 def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
-    """Return a point of another run. In a prepared model, attention's result replaces the next linear layer's input."""
+    """Return the point with this name. If a linear layer's input was not recorded, return attention's result."""
     point = points.get(name)
     if point is None and name.startswith(ENTERS):
         point = points.get(_below(name.removeprefix(ENTERS).rpartition(".")[0], "attention"))

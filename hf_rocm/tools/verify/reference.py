@@ -48,7 +48,7 @@ class Reference:
 
 
 def reference_of(subject: Subject, case: Case, inside: set[str]) -> Reference:
-    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` on a failure."""
+    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` if it can't run."""
     try:
         with subject.stock():
             eager = run(subject, case, subject.dtype, inside=inside, rotary=True)
@@ -72,8 +72,8 @@ def run(
 ) -> Run:
     """Run a case in the model's current state.
 
-    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. within: returns a context
-    for a call.
+    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. within: a function that
+    returns a context manager for a call.
     """
     result = Run()
     recorder = Recorder(subject.blocks, subject.outside, inside=inside or set(), rotary=rotary)

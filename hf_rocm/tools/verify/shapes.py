@@ -1,4 +1,4 @@
-"""Models with random weights, for verifying without a checkpoint, from any config or from a small named one."""
+"""Models with random weights, for verifying without a checkpoint: from any config, or from a small named config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL: dict[str, Any] = {
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
 _SLIDING = {**_GROUPED, "sliding_window": 24}
 
-# name → (model type, arguments of its config). Kernels support the head dims, and windows are shorter than the rows.
+# name → (model type, arguments of its config). The kernels support these head dims, and windows are shorter than rows.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-bert": ("bert", _SMALL),
     "tiny-gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
@@ -84,7 +84,7 @@ def _fill(model: nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
-        elif parameter.ndim == 1:  # norms and biases keep their mean, but their values are spread
+        elif parameter.ndim == 1:  # norms and biases keep their mean, but their values vary
             parameter.add_(torch.randn_like(parameter) * 0.2)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)

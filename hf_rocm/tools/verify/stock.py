@@ -61,8 +61,8 @@ def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
 def _shortest_first(step: Step) -> Step:
     """Return the same rows with the shortest one first.
 
-    Otherwise, a kernel that uses the first row's positions for all rows would only shift the positions of padded rows,
-    and attention does not depend on such a shift.
+    Otherwise, the error of a kernel that uses the first row's positions for all rows would not be detected: it would
+    only shift the positions of padded rows, and attention does not depend on such a shift.
     """
     assert step.mask is not None
     order = step.mask.sum(-1).argsort()

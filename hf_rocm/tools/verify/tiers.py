@@ -1,4 +1,4 @@
-"""Check every tier: run all operations that it can serve, and list the others with the reasons."""
+"""Check every tier: run all operations that it can serve, and list the others with reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
 
 
 def _refuses(subject: Subject, case: Case, served: dict[str, int], tier: str) -> str | None:
-    """Return why the tier can't serve this operation in the first calls of the case, or None."""
+    """Return the reason why the tier can't serve these operations in the first two calls of the case, or None."""
     try:
         run(subject, replace(case, steps=case.steps[:2]), subject.dtype, within=_naming(served, tier))
     except TierUnavailable as error:

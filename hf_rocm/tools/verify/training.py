@@ -55,7 +55,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
 
 
 def _where(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
-    """Return the last wrong layer: gradients are computed backwards, so the error began there."""
+    """Return the last wrong layer. Gradients are computed from the last layer back, so the error began there."""
 
     def layer_of(name: str) -> str:
         return next((block for block in subject.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
@@ -101,7 +101,7 @@ def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Ten
 
 
 def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor], step: float) -> dict[str, Difference]:
-    """Return parameter → difference, with the gradient as one vector.
+    """Map parameters to the differences of their gradients, each compared as one vector.
 
     A gradient that is only rounding error, such as a key bias's, has no meaningful norm, so the median norm is used.
     """

@@ -119,7 +119,7 @@ def fp8(module: Module) -> Iterator[Place]:
 
 
 def _makes(module: Module, node: ast.AST) -> bool:
-    """Return whether a type is used, and not only compared or listed in a table of types."""
+    """Return whether the code uses a type, rather than only comparing it or listing it in a table of types."""
     for parent in module.above(node):
         if isinstance(parent, ast.Compare | ast.Dict | ast.Set | ast.List | ast.Tuple | ast.Subscript):
             return False
@@ -146,7 +146,7 @@ def lanes(module: Module) -> Iterator[Place]:
 
 
 def sources(module: Module) -> Iterator[Place]:
-    """Check CUDA C++ in strings that load_inline or CuPy compile, as in a source file."""
+    """Check CUDA C++ in strings that load_inline or CuPy compiles, with the rules for source files."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)

@@ -59,15 +59,15 @@ SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".i
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 _CONDITION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)")
 _PLATFORM = re.compile(r"HIP|ROCM|AMD|__gfx")
-# asm with a PTX mnemonic: dotted lower-case words, which GCN mnemonics do not contain.
+# `asm`, and a string that begins with a PTX mnemonic: lower-case words with dots, which GCN mnemonics do not contain.
 _ASM = re.compile(r"\basm\s*(?:(?:volatile|__volatile__)\s*)?\(")
 _MNEMONIC = re.compile(r'"(?:\{|\\n|\\t|\s)*(?:@!?%?p\s+)?\.?[a-z][a-z0-9]*(?:\.[a-z0-9:]+)+[\s\\%"]')
-# Words that only occur in CUDA and HIP: SYCL, Metal and the CPU count lanes differently.
+# Words that occur only in CUDA and HIP code. Without them, 32 lanes may be correct, as in SYCL, Metal or CPU code.
 _CUDA = re.compile(
     r"\b(?:threadIdx|__global__|__device__|__host__|__shfl\w*|cuda\w*)\b|(?<!\w)k?warp_?size", re.IGNORECASE
 )
 _SHUFFLE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+__shfl\w*_sync\b", re.MULTILINE)
-# Strings, characters and comments. An unclosed one also matches, so that no text is read twice.
+# Strings, character literals and comments. Unclosed ones match too, so that no text is scanned twice.
 _COMMENT = re.compile(r""""(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])'|//[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 _MASK = re.compile(r"_sync\s*\(\s*(0xffffffff|-1u|FULL_MASK\b|~0u?)(?![0-9a-f])", re.IGNORECASE)
 # A thread index divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`.
@@ -86,9 +86,9 @@ _NARROW = re.compile(r"\b(unsigned( int)?|uint32_t|int)\s+\w+\s*=\s*__(ballot|ac
 
 
 def of_native(text: str) -> Iterator[Place]:
-    """Yield findings in a source file, except in a preprocessor condition on HIP or ROCm."""
+    """Yield findings in a source file, except inside preprocessor conditions on HIP or ROCm."""
     conditions: list[bool] = []
-    platform = 0  # the number of conditions that name the platform
+    platform = 0  # the number of enclosing conditions on the platform
     text = _without_comments(text)
     lines, cuda = text.splitlines(), _CUDA.search(text) is not None and "sycl::" not in text
     for number, line in enumerate(lines, 1):
@@ -126,7 +126,7 @@ def defines_shuffles(text: str) -> bool:
 
 
 def _step(conditions: list[bool], word: str, platform: bool) -> int:
-    """Enter, change or leave a condition. Returns by how much the number of conditions on the platform changes."""
+    """Enter, change or leave a condition. Returns the change in the number of conditions on the platform."""
     if word in ("if", "ifdef", "ifndef"):
         conditions.append(platform)
         return int(platform)

@@ -16,7 +16,7 @@ IMPORT = Rule(
     "import it inside `try: … except ImportError`, or only `if torch.version.hip is None`",
 )
 
-# Package → words in a test for it, such as `is_flash_attn_2_available`, `HAS_TRT` or `args.wandb`.
+# Package → words in names that test for it, such as `is_flash_attn_2_available`, `HAS_TRT` or `args.wandb`.
 _ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
 
 

@@ -95,7 +95,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not an extra for one vendor
+        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not specific to a vendor
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))
     python = project.get("requires-python")
@@ -117,7 +117,7 @@ def of_requirements(text: str) -> Iterator[Place]:
 
 
 class _Sources:
-    """uv's package indexes by URL, and whether packages from an index are only in an extra or a group."""
+    """uv's package indexes by URL, and whether an index is used only for extras or groups."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         uv = _table(_table(content, "tool"), "uv")
@@ -125,7 +125,7 @@ class _Sources:
         for index in uv.get("index", ()) if isinstance(uv.get("index"), list) else ():
             if isinstance(index, dict):
                 self._indexes.setdefault(str(index.get("url")), []).append(index)
-        self._always: set[object] = set()  # names of indexes that are used without an extra
+        self._always: set[object] = set()  # names of indexes that are used without an extra or group
         for value in _table(uv, "sources").values():
             for source in value if isinstance(value, list) else [value]:
                 if isinstance(source, dict) and "extra" not in source and "group" not in source:
@@ -141,7 +141,7 @@ class _Sources:
 
 
 def of_index(text: str, line: int) -> Iterator[Place]:
-    """Check a package index, as in pip's options."""
+    """Check an option of pip that contains the URL of a package index."""
     if _CUDA_INDEX.search(text):
         yield Place(CUDA_PIN, line, text)
 

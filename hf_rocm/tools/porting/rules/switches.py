@@ -1,4 +1,4 @@
-"""TF32 and cuDNN flags, which have a different effect on ROCm, or none."""
+"""TF32 and cuDNN flags, which have a different effect on ROCm, or no effect."""
 
 from __future__ import annotations
 

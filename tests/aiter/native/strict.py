@@ -1,4 +1,4 @@
-"""Shared by all stand-ins: calls are recorded, wrong ones raise, and a test can break a kernel."""
+"""Code that all stand-ins share: it records calls, raises for wrong ones, and breaks a kernel if a test requests it."""
 
 from __future__ import annotations
 

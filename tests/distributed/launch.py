@@ -25,7 +25,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HF_ROCM_TEST_RUN"
 
-# gloo runs on the CPU; with a GPU, transformers would shard over it
+# gloo runs on the CPU; if there were a GPU, transformers would shard over it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
@@ -35,7 +35,7 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 class Result:
     """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
-    code: the exit status; −9 is SIGKILL; None means that it was killed at the time-out.
+    code: the exit status; −9 is SIGKILL; None means that the process was killed at the time-out.
     left: command lines of other processes of the run that were still running; they were killed.
     """
 
@@ -136,7 +136,7 @@ class _Started:
 
 
 def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
-    # files instead of pipes: a rank with much output must not block while another one is read
+    # files instead of pipes, so that a rank with much output does not block while another rank's output is read
     out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the process
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],

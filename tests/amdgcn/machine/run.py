@@ -140,8 +140,8 @@ class Launch:
         return Scratch(size, self._garbage(size // 4), waves)
 
     def _garbage(self, count: int) -> np.ndarray:
-        """Bits that are a huge unsigned integer, and a NaN in float32, bf16 and float16. Most bytes are a NaN in OCP's 8-bit
-        formats."""
+        """Bits that are a huge unsigned integer, and a NaN in float32, bf16 and float16. Most bytes are a NaN in OCP's
+        8-bit formats."""
         bits = self.random.integers(0, 2**32, (count, self.program.target.lanes), np.uint32)
         return bits & np.uint32(0x80208020) | np.uint32(0x7FDF7FDF)
 

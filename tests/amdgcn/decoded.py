@@ -119,8 +119,8 @@ def section(binary: bytes, name: bytes) -> bytes:
 
 
 def _decode(code: bytes, at: int, family: str) -> Any:
-    """Decode the instruction at an offset. RDNA's buffer instructions are decoded separately, because
-    `decode_inst` does not try their encoding."""
+    """Decode the instruction at an offset. RDNA's buffer instructions are decoded separately, because `decode_inst`
+    does not try their encoding."""
     from tinygrad.renderer.amd import decode_inst
 
     data = code[at : at + 20]

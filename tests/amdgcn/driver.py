@@ -153,7 +153,7 @@ class Launcher:
 
 # The seed of a compiled kernel's first launch. It increases with every launch, which varies wave order and garbage.
 SEED = 0
-DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions per launch
+DEFAULT_LIMIT = LIMIT = 50_000_000  # maximum number of wave instructions per launch
 WATCHERS: list[Watcher] = []  # called after every launch
 KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before every launch
 

@@ -36,8 +36,8 @@ SLOWER = 4  # a launch stops after this many times the instructions of a launch 
 class Planted:
     """The outcome of one fault.
 
-    detected: how the first failing case failed, or None; cases: the number of cases that ran; names: the first of these
-    cases; proof: why the fault changes nothing, or None if that is not proven.
+    detected: how the first failing case failed, or None if none failed; cases: the number of cases that ran; names: the
+    first of these cases; proof: why the fault changes nothing, or None if that is not proven.
     """
 
     arch: str
@@ -198,8 +198,8 @@ def _listed(functions: list[Any], function: Any) -> Iterator[None]:
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
-    """Run a case again without output. Returns how it failed, in one or two words, or None. following: an item whose
-    fixtures stay active."""
+    """Run a case again without output. Returns how it failed, in one or two words, or None if it passed. following: an
+    item whose fixtures stay active."""
     from _pytest.runner import runtestprotocol
 
     item.session._setupstate.teardown_exact(item)  # tear down the fixtures of other modules

@@ -73,8 +73,8 @@ def _scalar(program: Program, index: int) -> bool:
 
 
 def _in_flight(program: Program) -> dict[int, Flight]:
-    """The operations that may be in flight before every reachable instruction. An operation counts as
-    completed only after a wait for zero."""
+    """The operations that may be in flight before every reachable instruction. An operation counts as completed
+    only after a wait for zero."""
     before: dict[int, Flight] = {}
     left: list[tuple[int, Flight]] = [(0, frozenset()), (program.source.entry, frozenset())]
     while left:

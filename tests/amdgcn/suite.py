@@ -31,8 +31,8 @@ ELSEWHERE: Mapping[str, str] = {
 # They run only with all cases.
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
-# Names of functions that test the host, or have no reference for the kernel's result. Every share except "all" excludes
-# them.
+# Names of functions that test the host, some of them without a reference for the kernel's result. Every share except
+# "all" excludes them.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|no_tokens"
     r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
@@ -86,7 +86,7 @@ def gpu() -> Gpu | None:
 
 
 def arch() -> str | None:
-    """The GPU's architecture, or None."""
+    """The GPU's architecture, or None if kernels are interpreted."""
     return None if _gpu is None else _gpu.arch
 
 

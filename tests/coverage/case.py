@@ -51,7 +51,7 @@ class Case:
     kind: str = "text"
     experts: Mapping[str, str] = field(default_factory=dict)
     experts_stay_stock: bool = False  # a mixture-of-experts model whose experts stay stock
-    seed: int = 0  # the seed of the random weights
+    seed: int = 0  # added to the seed of the random weights
     image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
     variant: str = ""  # a second configuration of the same overlay
     # scenarios that are skipped because stock itself can't run them, with the reason

@@ -65,8 +65,8 @@ def run_ranks(
 
     Returns one result per rank.
 
-    script: a path, or the text of a program. environ: additional variables, or a function from the rank to
-    them. ranks: which ranks are started, by default all. timeout: seconds for all of them together.
+    script: a path, or the text of a program. environ: additional variables, or a function that
+    returns them for a rank. ranks: the ranks that are started, by default all. timeout: seconds for all ranks together.
     """
     ranks = range(world) if ranks is None else ranks
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -108,7 +108,7 @@ def succeeded(results: Sequence[Result]) -> list[Result]:
 
 
 def free_port() -> int:
-    """An unused port below the ephemeral range, from which other tests allocate ports."""
+    """An unused port below the ephemeral range, because other tests allocate ports from that range."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

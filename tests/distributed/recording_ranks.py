@@ -151,7 +151,7 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # the states of both ranks are equal again
+    generate(model)  # both ranks have started over, so their counts are equal again
     assert state.replayed > before
 
 

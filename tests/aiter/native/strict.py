@@ -39,7 +39,7 @@ def broken(name: str) -> str | None:
 
 
 def leaf(function: Any) -> Any:
-    """Wrap a stand-in: record its calls, disable autograd, and break it if a test requests it."""
+    """Wrap a stand-in: record its calls, raise if an argument needs a gradient, and break it if a test requests it."""
     name = function.__name__
 
     @functools.wraps(function)

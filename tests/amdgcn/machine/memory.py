@@ -50,7 +50,7 @@ class Buffer:
         self.hidden_units: dict[int, np.ndarray] = {}
 
     def hide(self, hidden: np.ndarray) -> None:
-        """Make accesses to some of the bytes (bool [size]) an error, like those beyond the end."""
+        """Make accesses to the hidden bytes an error, like accesses beyond the end. hidden: bool [size]."""
         self.hidden_units = self._aligned(self.units[1].size)
         self.hidden_units[1][self.start : self.length] = hidden
 

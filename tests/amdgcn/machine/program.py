@@ -140,7 +140,7 @@ def _compile(instruction: Instruction, target: Target, environment: Environment,
 def _single(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
     family = instruction.mnemonic.split("_", 1)[0]
     if family == "v" or (family == "s" and "load" not in instruction.mnemonic):
-        # such a step depends only on the state, so all programs share it
+        # the steps of these instructions depend only on the state, so all programs share them
         key = instruction.mnemonic, instruction.operands, tuple(sorted(instruction.modifiers.items()))
         return _shared(Key(*key, instruction), target.name)
     return _compiled(instruction, target, environment, index, family)
@@ -262,7 +262,7 @@ def _registers(instruction: Instruction) -> frozenset[int]:
 def _named(word: str) -> frozenset[int]:
     try:
         return operands.parse(word.removeprefix("sext(").rstrip(")")).registers
-    except UnknownInstruction:  # a label or a phrase
+    except UnknownInstruction:  # the word is a label or an expression
         return frozenset()
 
 

@@ -1,4 +1,5 @@
 """Train a small Llama-like model from scratch, on text that every Python installation contains.
+
 The demo and the tests need a trained checkpoint without downloading one: the text is the Python language reference that
 `help()` shows, and the tokenizer is a BPE learned on it.
 
@@ -35,7 +36,7 @@ Progress = Callable[[int, int, float], None]  # step, steps, loss
 def train(
     out: Path, *, steps: int, batch: int = 8, length: int = 128, seed: int = 0, progress: Progress | None = None
 ) -> float:
-    """Write a safetensors checkpoint with its tokenizer to `out`; returns the mean loss of the last steps in nats."""
+    """Write a safetensors checkpoint with its tokenizer to `out`. Returns the mean loss of the last steps in nats."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,7 +72,7 @@ def train(
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm up over a tenth of the steps, then a half cosine to a tenth of the peak."""
+    """The learning rate relative to the peak: a linear warm-up over a tenth of the steps, then a half cosine to 0.1."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
@@ -102,7 +103,7 @@ def learn_tokenizer() -> Any:
 
 
 def progress_bar(width: int = 28) -> Progress:
-    """A bar that is redrawn on a terminal, or else one line per tenth of the steps."""
+    """Show progress: on a terminal as a bar that is redrawn, elsewhere as one line per tenth of the steps."""
     began, live = time.monotonic(), sys.stdout.isatty()
 
     def show(step: int, steps: int, loss: float) -> None:

@@ -103,9 +103,9 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """scripts/test tests the wheel in isolation, so child processes must not start in the checkout."""
+    """When scripts/test tests the wheel in isolation, leave the checkout, so that no child process starts in it."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as if to a pipe
+        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe
             patch.delenv(name, raising=False)
         if sys.flags.isolated:
             patch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -114,7 +114,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def manifests_parsed_once() -> Iterator[None]:
-    """Parse identical manifests once per process: every catalog that a test loads reads all overlays' manifests."""
+    """Parse identical manifests once per process: every catalog that a test loads reads all manifests."""
     from hf_rocm.overlay import manifest
 
     parsed: dict[str, manifest.Manifest] = {}

@@ -1,4 +1,4 @@
-"""The wheels of transformers' releases. They are fetched with pip once, and kept for all scripts that read them."""
+"""Fetch the wheels of transformers' releases with pip once, and keep them for all scripts that read them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hf_rocm.overlay.catalog import Catalog, release_span
 from lib.environments import ROOT
 
 WHEELS = ROOT / ".cache" / "wheels"
-MEGABYTES = 11  # the size of one wheel
+MEGABYTES = 11  # the approximate size of one wheel
 
-Wheels = Mapping[str, Path]  # release → wheel, the oldest first
+Wheels = Mapping[str, Path]  # release → wheel, from the oldest to the newest
 
 
 def download(catalog: Catalog, folder: Path = WHEELS, *, new_releases: bool = False) -> Wheels:
     """Fetch every final release that an overlay covers into a cache folder.
 
-    Releases that are newer than all recorded ones are only fetched with `new_releases`, because nobody has reviewed or
+    Releases that are newer than all recorded ones are fetched only with `new_releases`, because nobody has reviewed or
     tested them.
     """
     releases = [release for release in _published() if _covered(catalog, release)]
@@ -69,7 +69,7 @@ def _published() -> list[str]:
 
 
 def _recorded(catalog: Catalog, releases: list[str]) -> list[str]:
-    """Without the releases that are newer than the newest one with a record; these are printed."""
+    """Return the releases up to the newest one that has a record. The newer ones are printed and omitted."""
     known = {release for model in catalog.models() for release in catalog.releases(model)}
     newest = max(map(Version, known), default=None)
     newer = [release for release in releases if newest is not None and Version(release) > newest]

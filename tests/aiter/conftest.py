@@ -26,7 +26,7 @@ def aiter_version() -> str | None:
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The stand-ins, installed for this process and its children."""
+    """Install the stand-ins for this process and its children."""
     if aiter_version() is None:
         pytest.skip("not run: needs amd-aiter (scripts/test makes its environment)")
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def mi300x(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.fixture
 def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
-    """Break one kernel, in this process and in its children: `name:how`."""
+    """Return a function that breaks one kernel in this process and its children. Its argument is `name:how`."""
     file = Path(os.environ["STANDIN_BROKEN"])
 
     def write(how: str) -> None:
@@ -73,7 +73,7 @@ def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def recorded_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Any release of aiter, built from its recorded declarations, on a simulated MI300X. amd-aiter is not needed."""
+    """Return a function that simulates a GPU and a release of aiter, by its declarations and without amd-aiter."""
     from hf_rocm.ops.aiter import detect
     from tests.aiter import recorded
     from tests.aiter.machine import pretend

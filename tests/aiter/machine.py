@@ -1,4 +1,4 @@
-"""Simulate an AMD GPU on the CPU, for the predicates."""
+"""Simulate an AMD GPU on the CPU, for tests of the predicates that decide whether a call is served."""
 
 from __future__ import annotations
 

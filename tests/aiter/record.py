@@ -47,7 +47,7 @@ def differences(checkout: Path, version: str) -> list[str]:
 
 
 def declares(checkout: Path, kind: str, name: str) -> str | None:
-    """The argument list of an operator or a plain function in a checkout's sources, or None."""
+    """The argument list of an operator or a plain function in a checkout's sources, or None if it is not defined."""
     for file in FILES[name]:
         path = checkout / "aiter" / file
         if not path.exists():

@@ -1,6 +1,6 @@
 """Stand-ins for every release of aiter since 0.1.5: they check calls against its declarations and compute references.
 
-releases.json holds names, order and defaults of arguments, read from the public repository.
+releases.json contains the names, the order and the defaults of the arguments, from aiter's public repository.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_rocm.ops.aiter.detect import Argument, Function, Release
 from hf_rocm.ops.shuffled import unshuffle
 from tests.aiter import standins
 
-kernels = standins.load_kernels()  # the release of the native modules
+kernels = standins.load_kernels()  # the stand-ins that compute the results
 
 DATA = json.loads((Path(__file__).parent / "releases.json").read_text(encoding="utf-8"))
 RELEASES: list[str] = DATA["releases"]
@@ -26,7 +26,7 @@ READS_SHUFFLED = Version("0.1.7.post3")
 
 
 def release(version: str) -> Release:
-    """The release as returned by `detect`. Calls are recorded in `kernels.CALLS`."""
+    """The release in the form that `detect` returns. Its calls are recorded in `kernels.CALLS`."""
     return Release(
         Version(version),
         lambda name: _recorded("operators", version, name),
@@ -35,7 +35,7 @@ def release(version: str) -> Release:
 
 
 def declared(kind: str, version: str, name: str) -> str | None:
-    """The argument list of a name in a release, or None."""
+    """The argument list of a name in a release, or None if the release does not have it."""
     place = RELEASES.index(version)
     for entry in DATA[kind].get(name, ()):
         for span in entry["releases"]:
@@ -97,7 +97,7 @@ def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
 
 def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
-    assert right == -1  # refused by the real kernel
+    assert right == -1  # the real kernel refuses other values
     tile = a["config"]  # the real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
@@ -131,7 +131,7 @@ def _gemm_8_bit(version: Version, a: dict[str, Any]) -> Tensor:
 
 
 def _gemm_8_bit_shuffled(version: Version, a: dict[str, Any]) -> Tensor:
-    assert a["bias"] is None  # "does not support bias now", in every release
+    assert a["bias"] is None  # the kernel supports no bias in any release
     output = torch.empty(len(a["XQ"]), len(a["WQ"]), dtype=a["dtype"])
     return kernels.gemm_a8w8_bpreshuffle(a["XQ"], a["WQ"], a["x_scale"], a["w_scale"], output)
 

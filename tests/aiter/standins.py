@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-# One function is called with a new CUDA tensor; its Python module gets the stand-in directly.
+# aiter calls this function with a new CUDA tensor, so the stand-in replaces the function in its Python module.
 ON_CUDA = ("aiter.ops.gemm_op_common", "get_padded_m")
 COMPILED = re.compile(r"aiter\.jit\.((module|mha|fmha)_\w+)$")
 
@@ -28,9 +28,9 @@ TOOLS = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment variables that aiter needs.
+    """Write the scripts to `folder` and return the environment variables that aiter needs.
 
-    Writes the scripts to `folder`. Child processes inherit the variables.
+    Child processes inherit the variables.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, script in TOOLS.items():
@@ -82,7 +82,7 @@ class Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         kernels = load_kernels()
-        module.__file__ = str(HERE / "native" / "__init__.py")  # aiter logs it
+        module.__file__ = str(HERE / "native" / "__init__.py")  # aiter logs the path
         vars(module).update(kernels.of_module(self.compiled))
 
 

@@ -1,4 +1,4 @@
-"""scripts/install-aiter: the release for the machine, torch and Triton unchanged, refusals with the next step."""
+"""scripts/install-aiter selects the machine's release, keeps torch and Triton, and names a next step if it refuses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_refusals_name_the_next_step(installer, machine, changes, words):
 
 
 def test_installed_packages_are_pinned(installer):
-    # the version in the package metadata: only torch.__version__ may contain a build tag
+    # the pin is the version in the package metadata, because torch.__version__ may contain a build tag
     assert f"torch=={version('torch')}" in installer.pins()
 
 

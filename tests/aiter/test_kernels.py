@@ -43,7 +43,7 @@ def qkv(shape, dtype):
 
 
 def run(kernels, operation, *arguments, family=None, **keywords):
-    """The op in the aiter tier: (output, route name, calls that reached a kernel)."""
+    """Run an op in the aiter tier. Returns (output, route name, calls that reached a kernel)."""
     del kernels.CALLS[:]
     with options.override(tiers={family or operation: "aiter"}, probe=False), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
@@ -192,7 +192,7 @@ def test_act_and_mul(kernels, dtype, activation, shape):
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     if len(shape) == 4:
-        x = x.transpose(1, 2)  # the layout of query and key norms
+        x = x.transpose(1, 2)  # the layout of the inputs of query and key norms
     output, _, calls = run(kernels, "rms_norm", x, weight, eps=1e-6)
     assert [call.kernel for call in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
     if x.numel():
@@ -219,7 +219,7 @@ QUERY_ENDS, KEY_ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32), torch.ten
 def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
     assembly = d == 128 and dtype == torch.bfloat16 and window is None
     if assembly and softcap:
-        return  # refused on this release: test_refusals.py
+        return  # this release refuses the call, see test_refusals.py
     packed = random(14, 4, d, dtype=dtype), random(21, 2, d, dtype=dtype, seed=1), random(21, 2, d, dtype=dtype, seed=2)
     how = {"longest_query": 8, "longest_key": 8, "scale": 0.2, "causal": True, "window": window, "softcap": softcap}
     output, _, calls = run(kernels, "varlen_attention", *packed, QUERY_ENDS, KEY_ENDS, family="attention", **how)
@@ -301,7 +301,7 @@ def test_compiled_without_a_graph_break(kernels):
     torch._dynamo.reset()
     compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier="aiter", probe=False):
-        for length in (7, 9, 12):  # dynamic from the second length on
+        for length in (7, 9, 12):  # from the second length on, the dimension is dynamic
             arguments = (
                 random(2, 4, length, 16, dtype=torch.bfloat16),
                 random(2, 2, length, 16, dtype=torch.bfloat16),

@@ -47,7 +47,7 @@ def build(name, **changes):
 
 
 def generate(model):
-    """(tokens, logits of the new tokens [B, new, V])."""
+    """Generate greedily. Returns (tokens, logits of the new tokens [B, new, V])."""
     with torch.no_grad():
         made = model.generate(
             PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -56,7 +56,7 @@ def generate(model):
 
 
 def check(model, wide):
-    """Generate with aiter and compare with the same tokens in eager and in float64. Returns the routes."""
+    """Generate with aiter, and compare the logits with eager's and float64's for these tokens. Returns the routes."""
     with options.override(probe=False), ops.recording() as routes:
         tokens, logits = generate(model)
     assert tokens.shape == (2, 7 + NEW_TOKENS)

@@ -60,7 +60,7 @@ def softcapped():
     return routes[0]
 
 
-BROKEN = {  # kernel:fault: (the affected call, the kernel used instead, words of the reason)
+BROKEN = {  # kernel and fault: (the affected call, the kernel used instead, words of the reason)
     "mha_fwd:top_left": (lambda: attend_chunk(), "SDPA", "wrong by"),
     "mha_fwd:window": (lambda: attend(window=3), "SDPA", "wrong by"),
     "mha_fwd:no_lse": (lambda: attend(sinks=True), "softmax", "wrong by"),
@@ -97,7 +97,7 @@ def test_a_broken_kernel_is_found_and_the_next_one_is_used(how, break_kernel):
 
 @pytest.fixture
 def newest(recorded_as, monkeypatch):
-    """The newest release, by its declarations. Checks run in this process."""
+    """Simulate the newest release by its declarations, and run its checks in this process."""
     recorded_as("0.1.20.post1")
 
     def here(question, timeout):
@@ -125,7 +125,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
         return routes[0]
 
     assert shuffled().name == "gemm_a16w16, shuffled"
-    # a release that ignores the mark
+    # simulate a release that ignores the mark `is_shuffled`
     monkeypatch.setattr(recorded, "READS_SHUFFLED", Version("9"))
     probe.forget()
     monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")
@@ -135,7 +135,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
 
 
 def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
-    assert attend(window=3).name == "mha_fwd"  # the child process is running from here on
+    assert attend(window=3).name == "mha_fwd"  # this starts the child process
     break_kernel("mha_fwd:hang")
     messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
@@ -161,7 +161,7 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     facts = json.loads(file.read_text())
     assert facts["arch"] == "gfx942" and facts["version"] == "0.1.7.post2.dev18" and facts["torch"] == torch.__version__
 
-    # as in another process, which has only the cache on disk
+    # simulate another process, which has only the cache on disk
     probe.forget()
     registry.forget_choices()
     assert (attend().name, len(requests)) == ("mha_fwd", 1)

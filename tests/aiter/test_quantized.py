@@ -30,13 +30,13 @@ def random(*shape, dtype, seed=0):
 def tensors(shape, n, k, dtype, format, bias):
     x = random(*shape, k, dtype=dtype)
     if x.numel():
-        x.view(-1, k)[0] = 0  # dividing by its largest magnitude would return NaN
+        x.view(-1, k)[0] = 0  # dividing this row by its largest magnitude would return NaN
     weight, scale = quantize_rows(random(n, k, dtype=dtype, seed=1), format)
     return x, weight, scale.flatten(), random(n, dtype=dtype, seed=2) if bias else None
 
 
 def run(kernels, x, weight, scale, bias, shuffled):
-    """The op in the aiter tier: (output, name of its route, calls that reached a kernel)."""
+    """Run the op in the aiter tier. Returns (output, name of its route, calls that reached a kernel)."""
     del kernels.CALLS[:]
     given = shuffle_rows(weight) if shuffled else weight
     with options.override(tiers={"linear": "aiter"}, probe=False), ops.recording() as routes:

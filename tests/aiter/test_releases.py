@@ -24,7 +24,7 @@ def random(*shape, seed=0):
 
 
 def by(operation, *arguments, family=None, **keywords):
-    """The op in the aiter tier: (outputs, kernel name, the call that reached aiter)."""
+    """Run an op in the aiter tier. Returns (outputs, kernel name, the call that reached aiter)."""
     del recorded.kernels.CALLS[:]
     with options.override(tiers={family or operation: "aiter"}, probe=False), ops.recording() as routes:
         outputs = getattr(ops, operation)(*arguments, **keywords)
@@ -33,7 +33,7 @@ def by(operation, *arguments, family=None, **keywords):
 
 
 def refusal(operation, *arguments, family=None, **keywords):
-    """The refusal of the aiter tier."""
+    """Return the message with which the aiter tier refuses a call."""
     with options.override(tiers={family or operation: "aiter"}, probe=False), pytest.raises(TierUnavailable) as caught:
         getattr(ops, operation)(*arguments, **keywords)
     return str(caught.value)
@@ -197,7 +197,7 @@ def test_rope(recorded_as, version):
 
 
 def test_the_recorded_wheel_is_the_installed_one(kernels):
-    """The recorded declarations of the release on PyPI equal its schemas."""
+    """The recorded declarations of the release on PyPI equal the schemas of the installed package."""
     from hf_rocm.ops.aiter import detect
 
     installed = detect.release()
@@ -212,7 +212,7 @@ def test_the_recorded_wheel_is_the_installed_one(kernels):
 
 
 def test_the_sources_of_the_wheel_match_the_record():
-    """Reading the sources of the wheel, as for a checkout of a newer release, returns its schemas."""
+    """Reading the sources of the installed wheel, as for a checkout, returns the recorded declarations."""
     from importlib.util import find_spec
 
     from tests.aiter import record

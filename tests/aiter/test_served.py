@@ -1,4 +1,4 @@
-"""The releases of aiter, the GPUs and the calls that the tier serves: predicates without a refusal."""
+"""The releases of aiter, the GPUs and the calls that the tier serves: the predicates return no refusal."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_decode_without_running_sums_uses_hf_rocms_decode_kernel(recorded_as, mo
 
 
 def test_a_release_with_an_unknown_required_argument_is_refused(monkeypatch):
-    """A future release inserts a required argument: the call is refused."""
+    """If a future release inserts a required argument, the call is refused."""
     arguments = (Argument("A", True), Argument("B", True), Argument("swizzle", True), Argument("bias", False))
     arguments += (Argument("otype", False),)
     release = Release(None, lambda name: Function(print, arguments), lambda name: None)

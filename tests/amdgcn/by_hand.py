@@ -1,4 +1,4 @@
-"""Faults that change nothing although `equivalent.py` cannot prove it, with proofs by hand."""
+"""Proofs by hand for faults that change nothing, but for which `equivalent.py` finds no proof."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _EXPONENTIAL = "the results differ only where exp is below 2^-126, with or without scaling, and then 1 + exp is 1"
 _ONE_ROW = "compiled for one row, whose index 0 is a factor of the only value that differs"
 
-# (architecture, kernel, instruction, fault): proof
+# (architecture, kernel, instruction, faulty instruction): proof
 PROOFS: Mapping[tuple[str, str, str, str], str] = {
     (
         "gfx90a",

@@ -24,7 +24,7 @@ _OTHER_NAMES = {
     "v_fma_mixlo_f16": "v_mad_mixlo_f16",
     "v_fma_mixhi_f16": "v_mad_mixhi_f16",
 }
-# Instructions whose result is documented as a vector register, but is not one.
+# Instructions whose result is a scalar register, although the documents describe it as a vector register.
 _WRITES_SCALARS = {"v_readlane_b32", "v_readfirstlane_b32"}
 _ENCODING = re.compile(r"_(e32|e64|dpp|dpp8|sdwa|e64_dpp|lit|vop3|vop3_sdst)$")
 _REGISTER = re.compile(r"(?<![\w.])([vsa])(?:(\d+)|\[(\d+):(\d+)\])(?![\w.])")
@@ -78,8 +78,8 @@ def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
 
 
 def compare_once(text: Sequence[str], binary: bytes, arch: str, stamp: Path) -> None:
-    """Compare, unless the stamp records an earlier comparison of the same files by the same code, or the decoder is
-    missing."""
+    """Compare, unless the decoder is missing or the stamp records an earlier comparison of the same files by the same
+    code."""
     wanted = hashlib.sha256("\n".join(text).encode() + binary + Path(__file__).read_bytes()).hexdigest()
     if not available() or (stamp.exists() and stamp.read_text() == wanted):
         return
@@ -119,8 +119,8 @@ def section(binary: bytes, name: bytes) -> bytes:
 
 
 def _decode(code: bytes, at: int, family: str) -> Any:
-    """Decode the instruction at an offset. RDNA's buffer instructions are handled separately, because the decoder does
-    not try them."""
+    """Decode the instruction at an offset. RDNA's buffer instructions are decoded separately, because `decode_inst`
+    does not try their encoding."""
     from tinygrad.renderer.amd import decode_inst
 
     data = code[at : at + 20]
@@ -174,7 +174,7 @@ def _registers(line: str) -> Iterator[tuple[str, int]]:
         yield "s" if kind == "s" else "v", int(single or first)
 
 
-# SDWA fields with a vector register, unless another bit selects a scalar one
+# SDWA fields that name a vector register, and the bits that make them name a scalar register instead.
 _SCALAR_BIT = {"vsrc0": "s0", "vsrc1": "s1"}
 
 

@@ -24,7 +24,7 @@ class Gpu:
         return Device("cuda", rocm=True, arch=self.arch, units=self.units)
 
 
-# HIP counts pairs of RDNA's compute units.
+# Compute units as HIP counts them. On RDNA, HIP counts pairs of compute units.
 _UNITS = {
     "gfx90a": 110,  # MI250X, one of its two dies
     "gfx942": 304,  # MI300X

@@ -29,7 +29,7 @@ _PAGE = 4096
 
 # Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
-FLAGS = {True: 0x27000, False: 0x31027000}  # for CDNA, for RDNA
+FLAGS = {True: 0x27000, False: 0x31027000}  # True: CDNA, False: RDNA
 
 
 class Code:
@@ -45,9 +45,9 @@ class Code:
     def check_text(self) -> None:
         """Raise for errors in the text, whether a launch reaches them or not.
 
-        `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
-        conversion that continues after a label is not recognised, so as many errors as in the compiled program are
-        allowed. `Race` for a barrier without the wait before it.
+        Raises `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
+        conversion that continues after a label is not recognised, so a program with a fault may have as many errors of
+        this kind as the compiled program. Raises `Race` for a barrier without the wait before it.
         """
         if self.checked is self.program:
             return
@@ -93,7 +93,7 @@ class Utils:
         self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:
-        """Returns (module, function, registers, spills, maximum number of threads)."""
+        """Load a kernel. Returns (module, function, registers, spills, maximum number of threads)."""
         if binary not in self.loaded:
             code = self.loaded[binary] = Code(name, self.assembly.read_text(), binary, self.gpu.arch)
             decoded.compare_once(code.instructions(), binary, self.gpu.arch, self.assembly.with_suffix(".compared"))
@@ -153,7 +153,7 @@ class Launcher:
 
 # The seed of a compiled kernel's first launch. It increases with every launch, which varies wave order and garbage.
 SEED = 0
-DEFAULT_LIMIT = LIMIT = 50_000_000  # wave instructions per launch
+DEFAULT_LIMIT = LIMIT = 50_000_000  # maximum number of wave instructions per launch
 WATCHERS: list[Watcher] = []  # called after every launch
 KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before every launch
 
@@ -163,7 +163,7 @@ def base(place: int, turn: int, size: int, start: int) -> int:
 
     All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
     lost address bit is detected. Every other storage crosses a multiple of 2³², so that a lost carry is detected. Both
-    vary with turn, the index of the launch. start: the storage's address on the CPU, for its alignment.
+    vary with `turn`, the index of the launch. start: the storage's address on the CPU, for its alignment.
     """
     high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
     across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE
@@ -224,7 +224,7 @@ class Space:
                 )
 
     def hide(self) -> None:
-        """Hide the bytes of a storage that belong to no tensor, such as those between the rows of a view."""
+        """Hide the bytes of every storage that belong to no tensor, such as those between the rows of a view."""
         for start, tensors in self.tensors.items():
             size = tensors[0].untyped_storage().nbytes()
             if any(tensor.numel() * tensor.itemsize >= size for tensor in tensors):

@@ -30,7 +30,7 @@ _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1
 FILLS = 3  # launches per kind of bits, with different values in the lanes that differ
 _MOST = 1 << 22  # maximum bytes of a recorded launch
 _LIMIT = 2_000_000  # maximum instructions of a recorded launch
-_BANKS = ("vectors", "accumulators")  # the faulty instruction may use one more register
+_BANKS = ("vectors", "accumulators")  # the faulty instruction may name a register beyond those of the original program
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
@@ -100,7 +100,7 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 
 
 def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
-    """Return why a fault changes nothing, or None."""
+    """Return the reason why a fault changes nothing, or None if there is no proof."""
     texts = whole.instructions[index].text, changed.instructions[index].text
     if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
         return implied.implied(whole, index)
@@ -133,8 +133,8 @@ class _Watched:
         self.random = np.random.default_rng(0)
 
     def unharmed(self, launches: Sequence[Kept]) -> bool:
-        """Whether all launches give the same bytes as without the fault, with any values where the two instructions
-        differ."""
+        """Whether all launches store the same bytes as without the fault, even if the registers in which the two
+        instructions differ are filled with random values."""
         banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
         program = replace(self.whole, steps=tuple(self._steps()), **banks)
         for seed, kept in enumerate(launches):
@@ -147,7 +147,7 @@ class _Watched:
                     if kept.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
-                        break  # nothing to fill
+                        break  # no register differed, so there is nothing to fill
         return True
 
     def _steps(self) -> Iterator[Any]:
@@ -179,7 +179,7 @@ class _Watched:
         vectors[other] = _anything(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
-        bits = (expected[1] ^ actual[1])[other]  # in a mask, only the lanes that differ
+        bits = (expected[1] ^ actual[1])[other]  # only the bits that differ, such as some lanes of a mask
         scalars[other] ^= bits & self.random.integers(0, 2**32, bits.size, np.uint32)
         other = expected[2] != actual[2]
         if other.any():

@@ -36,8 +36,8 @@ SLOWER = 4  # a launch stops after this many times the instructions of a launch 
 class Planted:
     """The outcome of one fault.
 
-    detected: how the first failing case failed, or None; cases: the number of cases that ran; names: the first of them;
-    proof: why the fault changes nothing, or None.
+    detected: how the first failing case failed, or None if none failed; cases: the number of cases that ran; names: the
+    first of these cases; proof: why the fault changes nothing, or None if that is not proven.
     """
 
     arch: str
@@ -62,12 +62,12 @@ class Faults:
         self.codes: dict[str, Code] = {}
         self.reached: dict[str, set[int]] = {}
         self.executed: dict[str, int] = {}
-        self.cases: dict[str, dict[int, int]] = {}  # form: {case: instructions}
+        self.cases: dict[str, dict[int, int]] = {}  # form: {case: number of executed instructions}
         self.kept: dict[str, list[Kept]] = {}
         self.current = 0
 
     def watch(self, code: Code, report: Any, how: dict[str, Any]) -> None:
-        """Record a launch without a fault. Called after it."""
+        """Record a launch without a fault. Called after every such launch."""
         self.codes[code.key] = code
         self.reached.setdefault(code.key, set()).update(report.reached)
         self.executed[code.key] = max(self.executed.get(code.key, 0), report.instructions)
@@ -75,7 +75,7 @@ class Faults:
         cases[self.current] = cases.get(self.current, 0) + report.instructions
 
     def keep(self, code: Code, space: driver.Space, kernarg: bytes, how: dict[str, Any]) -> None:
-        """Record the inputs of a launch without a fault, for proofs. Called before it."""
+        """Record the inputs of a launch without a fault, for proofs. Called before every such launch."""
         launches = self.kept.setdefault(code.key, [])
         if len(launches) < KEPT:
             kept = space.kept(kernarg, how)
@@ -117,8 +117,8 @@ class Faults:
         raise AssertionError("drawn() is endless")
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
-        """Plant the faults of an earlier session in the same form, or in the nearest equal instruction of the
-        kernel."""
+        """Plant the faults of an earlier session in the same instructions. If a form has changed, use the nearest
+        instruction of the kernel with the same text, preferably in the same form."""
         for fault in planted:
             places = self._places(fault)
             if not places:
@@ -129,7 +129,7 @@ class Faults:
             yield self._tried(code, fault, code.program.with_instruction(index, fault.after))
 
     def _places(self, fault: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
-        """(distance, form, index) for every instruction in which the fault can be planted."""
+        """Return (distance, form, index) for every instruction in which the fault can be planted."""
         places = []
         for key, code in self.codes.items():
             if code.name == fault["kernel"] and self.cases[key]:
@@ -144,7 +144,7 @@ class Faults:
         whole = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
-        code.program, code.launches = changed, 0  # the addresses of the first launches, as in a run without faults
+        code.program, code.launches = changed, 0  # 0: the same addresses as in the first launches without faults
         driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
         try:
             for case in order[:CASES]:
@@ -165,7 +165,7 @@ class Faults:
 
 
 def run(session: pytest.Session, path: Path) -> None:
-    """Replace pytest's loop for the whole session. The result is the report."""
+    """Run in place of pytest's loop over the tests, and write the report to `path`."""
     items = [item for item in session.items if item.path.stem not in {suite.LAST, *suite.LONG}]
     faults = Faults(items, session.config.getoption("--machine-code-seed"))
     began = time.monotonic()
@@ -198,11 +198,11 @@ def _listed(functions: list[Any], function: Any) -> Iterator[None]:
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
-    """Run a case again without output. Returns how it failed, in one or two words, or None. following: an item whose
-    fixtures stay active."""
+    """Run a case again without output. Returns how it failed, in one or two words, or None if it passed. following: an
+    item whose fixtures stay active."""
     from _pytest.runner import runtestprotocol
 
-    item.session._setupstate.teardown_exact(item)  # fixtures of other modules
+    item.session._setupstate.teardown_exact(item)  # tear down the fixtures of other modules
     item._initrequest()  # type: ignore[attr-defined]
     for report in runtestprotocol(item, log=False, nextitem=following):
         if report.failed:

@@ -65,7 +65,7 @@ _WAIT = re.compile(r"s_waitcnt.*\bvmcnt\((\d+)\)|s_wait_loadcnt(?:_dscnt)? (0x[0
 @dataclass(frozen=True)
 class Case:
     """An operation with a model's sizes but fewer weight rows. larger: the ratio of the model's number of programs to
-    this one's."""
+    that of this operation."""
 
     name: str
     run: Callable[[], Any]
@@ -96,7 +96,7 @@ def in_flight(instructions: list[str], arch: str) -> int:
     """The maximum number of bytes that one wave with all lanes active has requested from global memory and not yet
     waited for.
 
-    Computed in the order of the text. A wait for all but n leaves the last n.
+    The instructions are read in the order of the text. A wait for all but n operations leaves the last n in flight.
     """
     lanes = 64 if arch.startswith("gfx9") else 32
     flying: deque[int] = deque()
@@ -106,7 +106,7 @@ def in_flight(instructions: list[str], arch: str) -> int:
             if match[1] == "load":
                 flying.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
             elif lanes == 64:
-                flying.append(0)  # stores use the same counter
+                flying.append(0)  # on CDNA, stores use the same counter
             most = max(most, sum(flying))
         elif match := _WAIT.match(text):
             left = int(match[1] or match[2], 0)
@@ -179,7 +179,7 @@ def cases() -> list[Case]:
         Case("act_and_mul, 1 x 14336", served(ops.act_and_mul, random(1, 28672), activation="silu")),
         Case("decode_attention, 1024 keys", served(ops.decode_attention, *cache(1024), scale=0.1)),
         plain(1, 64, 4096, 4096),
-        plain(1, 4160, 1024, 6144),  # more columns than NARROW, otherwise the tile would differ
+        plain(1, 4160, 1024, 6144),  # more columns than NARROW, because the tile would otherwise differ
         plain(4, 64, 4096, 4096),
         plain(4, 4160, 1024, 6144),
         gated(1, 64, 28672),

@@ -18,7 +18,7 @@ from tests.amdgcn.machine.operands import EXEC, SCALAR, TTMP, parse
 from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.machine.text import instruction as parsed
 
-ARGUMENT, GRID, DATA = 1, 2, 4  # what a register depends on
+ARGUMENT, GRID, DATA = 1, 2, 4  # what the value of a register depends on, as bit flags
 SCC = SCALAR + 128
 _EXEC = frozenset({SCALAR + EXEC, SCALAR + EXEC + 1})
 _NOTHING = re.compile(
@@ -144,7 +144,7 @@ class Taints:
     def __init__(self, program: Program) -> None:
         self.program = program
         first = np.zeros(SCALAR + 129, np.uint8)
-        first[1:SCALAR] = DATA  # garbage
+        first[1:SCALAR] = DATA  # registers that are not initialised
         first[SCALAR : SCALAR + TTMP + 16] = GRID
         first[SCALAR : SCALAR + program.source.descriptor.get("user_sgpr_count", 16)] = ARGUMENT
         first[sorted(_EXEC)] = 0

@@ -1,8 +1,8 @@
 """Prove that a wait has no effect, for faults that omit one.
 
 A wait completes operations in flight. It can be omitted if no operation can be in flight, or if another wait completes
-the same operations before their effect is visible to an instruction that uses a pending register, a barrier or a
-branch.
+the same operations before the next barrier or branch, and before the next instruction that uses a register which these
+operations write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def waited(program: Program, index: int) -> list[tuple[str, int]]:
 
 
 def counter(program: Program, index: int) -> str | None:
-    """The counter that a memory operation increments, or None."""
+    """The counter that an instruction increments, or None if it is not a memory operation."""
     instruction = program.instructions[index]
     family, _, rest = instruction.mnemonic.partition("_")
     counters = program.target.counters
@@ -33,7 +33,7 @@ def counter(program: Program, index: int) -> str | None:
 
 
 def implied(program: Program, index: int) -> str | None:
-    """Return why the wait at this index changes nothing, or None."""
+    """Return the reason why the wait at this index has no effect, or None if there is no proof."""
     flying = _in_flight(program).get(index)
     if flying is None:
         return None
@@ -42,7 +42,7 @@ def implied(program: Program, index: int) -> str | None:
         return "no operation that it waits for can be in flight"
     awaited = [operation for name in open_ for operation in _of(program, flying, name)]
     registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
-    issued = dict.fromkeys(open_, 0)  # issued after it
+    issued = dict.fromkeys(open_, 0)  # counter: operations issued after the wait
     unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
     for place in range(index + 1, len(program.instructions)):
         instruction = program.instructions[place]
@@ -73,8 +73,8 @@ def _scalar(program: Program, index: int) -> bool:
 
 
 def _in_flight(program: Program) -> dict[int, Flight]:
-    """The operations that may be in flight before every reachable instruction. Only a wait for zero counts as their
-    end."""
+    """The operations that may be in flight before every reachable instruction. An operation counts as completed
+    only after a wait for zero."""
     before: dict[int, Flight] = {}
     left: list[tuple[int, Flight]] = [(0, frozenset()), (program.source.entry, frozenset())]
     while left:

@@ -1,4 +1,4 @@
-"""Pack a kernel's arguments into bytes as HIP's launch does, with the layout from the assembly's metadata."""
+"""Pack a kernel's arguments into bytes as HIP does for a launch, with the layout from the assembly's metadata."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def entries(module: ModuleType) -> set[str]:
-    """The kernels that the host launches: jitted functions that no other jitted function calls."""
+    """The kernels that the host launches: the jitted functions that no other jitted function calls."""
     from triton.runtime.jit import JITFunction
 
     functions: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One-instruction faults, as a bug of a compiler or of this project could cause them in the machine code."""
+"""One-instruction faults such as a bug in a compiler or in this project could cause in the machine code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REGISTER = re.compile(r"(?<![\w.])([vs])(\d+)(?!\w)")
 _CONSTANT = re.compile(r"(?<=[ ,])(-?\d+|0x[0-9a-f]+)(?=$|,| )")
 _OFFSET = re.compile(r"\boffset:(\d+)")
 
-# Opcodes with the same operands.
+# Opcodes that have the same operands.
 _SWAPPED = {
     "v_add_f32": "v_sub_f32",
     "v_sub_f32": "v_add_f32",
@@ -53,7 +53,7 @@ _ENCODINGS = ("_e32", "_e64", "_dpp", "_sdwa", "_e64_dpp")
 
 @dataclass(frozen=True)
 class Fault:
-    """One change. index: of the instruction. kind: the kind of change."""
+    """One change. index: the index of the instruction. kind: the kind of change."""
 
     index: int
     kind: str

@@ -14,7 +14,7 @@ from .machine.run import Launch
 from .machine.state import State
 from .machine.targets import TARGETS
 
-# one target per instruction set; all others equal one of these, except for scalar floats
+# One target per instruction set. All other targets equal one of these, except for scalar floating-point instructions.
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = tuple(name for name in ARCHITECTURES if TARGETS[name].cdna)
 RDNA = tuple(name for name in ARCHITECTURES if not TARGETS[name].cdna)
@@ -92,7 +92,7 @@ def _set(state: State, name: str, value: Any) -> None:
     operand = parse(name)
     if operand.kind == "v":
         if operand.register >= len(state.v):
-            return  # not named by any instruction
+            return  # no instruction names this register
         array = np.asarray(value)
         if array.dtype.itemsize != 4 or array.dtype == object:
             array = array.astype(np.int64).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Record what was executed of every compiled kernel: the launches, and the instructions that a case reached."""
+"""Record how much of every compiled kernel was executed: its launches, and the instructions that were reached."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.amdgcn.unreached import Share, shares, source_lines
 
 @dataclass
 class Executed:
-    """One compiled form. lines: the source line of every instruction; entry: where a launch with preloaded arguments
-    starts, or 0; executed: wave instructions; requested, needed: bytes of global memory."""
+    """One compiled form. lines: the source line of every instruction. entry: the index of the instruction at which a
+    launch with preloaded arguments starts, or 0. executed: the number of executed wave instructions. requested, needed:
+    bytes of global memory."""
 
     kernel: str
     instructions: list[str]
@@ -35,7 +36,7 @@ class Record:
         self.forms: dict[str, Executed] = {}
 
     def launched(self, code: Code, report: Any, how: dict[str, Any]) -> None:
-        """Called after every launch."""
+        """Record a launch. Called after every launch."""
         form = self.forms.get(code.key)
         if form is None:
             place = source_lines(code.text), code.program.source.entry

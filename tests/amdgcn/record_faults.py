@@ -2,8 +2,8 @@
 
     python -m tests.amdgcn.record_faults [ARCH ...] [--seed 1] [--count 60]
 
-An architecture takes minutes. The sections of the other architectures do not change. Exits with 1 if less than 95 % of
-the faults that change something were detected.
+Each architecture takes minutes. The sections of the other architectures do not change. Exits with 1 if less than 95 %
+of the faults that change something were detected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def section(arch: str, seed: int, faults: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _proof(fault: Mapping[str, Any], arch: str) -> str | None:
-    """Why a fault changes nothing (a proof by analysis or by hand), or None."""
+    """The proof, by analysis or by hand, that a fault changes nothing; None if there is none."""
     by_hand = PROOFS.get((arch, fault["kernel"], fault["before"], fault["after"]))
     return fault["proof"] or (by_hand and f"{by_hand} (by hand)")
 

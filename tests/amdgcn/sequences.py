@@ -14,7 +14,8 @@ from tests.amdgcn.machine.operands import SCALAR, VCC, parse
 from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.values import Values
 
-_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}  # the constant; None: any
+# Operations with a constant: the required constant, or None for any constant.
+_WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}
 DIVISION = "the division that ends here is not rounded correctly"
 _NAN = (0x7FFF, 0x7FFF0000)  # NaN in bfloat16, and the same bits before the shift
 
@@ -22,7 +23,7 @@ _NAN = (0x7FFF, 0x7FFF0000)  # NaN in bfloat16, and the same bits before the shi
 def wrong(program: Program) -> Iterator[tuple[int, str]]:
     """Yield (index, error) for every wrong sequence."""
     values = Values()
-    halves: dict[int, int] = {}  # source of a rounding: the index where its lowest bit is read
+    halves: dict[int, int] = {}  # number that is rounded: index of the instruction that reads its lowest kept bit
     rounded = set[int]()
     constants = _set_before(program)
     for index, instruction, name in values.walk(program):
@@ -42,7 +43,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
 
 
 def _set_before(program: Program) -> frozenset[int]:
-    """The registers that receive a constant of a conversion anywhere in the program, such as before a loop."""
+    """The registers to which a constant of a conversion is written anywhere in the program, such as before a loop."""
     moves = (move for move in program.instructions if move.mnemonic.startswith(("v_mov", "s_mov")))
     copies = [move for move in moves if move.operands[-1] in map(hex, _NAN)]
     return frozenset[int]().union(*(parse(move.operands[0]).registers for move in copies))
@@ -63,7 +64,7 @@ def _is_division(values: Values, quotient: int, denominator: int, numerator: int
 
 
 def _lowest(values: Values, result: int | None) -> int | None:
-    """The number whose lowest bit in bfloat16 is this result, or None."""
+    """The number of which this result is the lowest bit in bfloat16, or None if the result is something else."""
     key = values.keys[result] if result is not None else ()
     if key[:1] != ("masked",):
         return None
@@ -88,7 +89,7 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
     mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
     mask = values.registers.get(SCALAR + VCC) if mask is None else mask
     compared = values.keys[mask] if mask is not None else ()
-    # a comparison before a label is unknown
+    # the result of a comparison before a label is unknown, and counts as right
     ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
     source = next(iter(_sources(values, kept, constants)), None) if ordered else None
     shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic

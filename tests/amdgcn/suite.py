@@ -31,17 +31,20 @@ ELSEWHERE: Mapping[str, str] = {
 # They run only with all cases.
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
-# Names of functions that test the host; some have no reference for the kernel's result. A share excludes them.
+# Names of functions that test the host, some of them without a reference for the kernel's result. Every share except
+# "all" excludes them.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|no_tokens"
     r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
     r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures"
 )
 
-# The number of cases per module, from different functions, drawn by architecture and name.
+# The number of cases per module for every share. The cases are drawn by architecture and name, and from as many
+# different functions as possible.
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
-# For the smallest share, one case per module runs: a case of this function, or one whose name starts with this text.
+# For the smallest share, one case per module runs: a case of the named function or, if the text contains a bracket, a
+# case whose name starts with the text.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",
@@ -83,7 +86,7 @@ def gpu() -> Gpu | None:
 
 
 def arch() -> str | None:
-    """The GPU's architecture, or None."""
+    """The GPU's architecture, or None if kernels are interpreted."""
     return None if _gpu is None else _gpu.arch
 
 

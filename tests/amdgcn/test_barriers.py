@@ -35,12 +35,12 @@ def test_stores_must_complete_before_a_barrier(arch):
 
 @each_architecture
 def test_every_path_is_followed(arch):
-    """The fault of gfx1100: the barrier at the start of a loop is reached again, after the stores of an iteration."""
+    """As in a fault on gfx1100, the barrier at the start of a loop is reached again after an iteration's stores."""
     store, wait, barrier = STORE[arch], WAIT[arch], BARRIER[arch]
     loop = [wait, "again:", *barrier, store, "s_cbranch_scc1 again", wait, *barrier]
     end = len(barrier)
     assert found(arch, *loop) == [(1, end + 1)]
-    loop.insert(-len(barrier) - 2, wait)  # before the branch
+    loop.insert(-len(barrier) - 2, wait)  # insert a wait before the branch
     assert found(arch, *loop) == []
     skipped = [store, "s_cbranch_scc1 over", wait, "over:", *barrier]
     assert found(arch, *skipped) == [(3, 0)]

@@ -53,10 +53,11 @@ def test_every_fault_of_the_sequence_is_reported(arch, lines):
         for name in ("another operand", "another destination", "another operation", "another constant"):
             for _ in range(8):
                 after = mutate.KINDS[name](line, rng)
-                # any register may receive the result, the mask may come later, and another constant is not a conversion
+                # not an error: another register for the result, or a mask that is applied later
                 free = line.startswith("v_cndmask") or "0xffff0000" in line
                 if after in (None, line) or (name == "another destination" and free):
                     continue
+                # with another constant, the sequence is not a conversion
                 if line.startswith("v_mov_b32_e32 v4") and name == "another constant":
                     continue
                 kinds.add(name)

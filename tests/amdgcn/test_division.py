@@ -13,7 +13,7 @@ from tests.amdgcn.one import ARCHITECTURES, CDNA, execute, lanes, program
 f32 = np.float32
 SMALLEST, LARGEST = -149, 127  # exponents of float32, including subnormal numbers
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-38, 3e38, 1, -1], f32)
-WAVES = 600  # per launch
+WAVES = 600  # waves per launch
 
 
 def sequence(arch):
@@ -47,7 +47,7 @@ def divided(arch, a, b):
 
 
 def numbers(generator, power_of_two):
-    """Two arrays [n] with a pair of numbers for every pair of exponents."""
+    """Two arrays [n] that contain a pair of numbers for every pair of exponents."""
     exponents = np.arange(SMALLEST, LARGEST + 1)
     pairs = []
     for exponent in np.meshgrid(exponents, exponents):

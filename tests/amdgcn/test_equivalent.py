@@ -16,14 +16,14 @@ LINES = [
     "s_load_dwordx2 s[4:5], s[0:1], 0x0",
     "s_load_dword s6, s[0:1], 0x8",
     "v_lshlrev_b32_e32 v1, 2, v0",
-    "v_and_b32_e32 v4, 63, v0",  # 3
-    "v_mov_b32_e32 v3, 9",  # 4
+    "v_and_b32_e32 v4, 63, v0",  # index 3
+    "v_mov_b32_e32 v3, 9",  # index 4
     "v_mov_b32_e32 v3, 1",
-    "v_and_b32_e32 v5, 7, v0",  # 6
+    "v_and_b32_e32 v5, 7, v0",  # index 6
     "v_cmp_gt_u32_e32 vcc, {bound}, v0",
     "s_nop 1",
     "v_cndmask_b32_e32 v2, 0, v5, vcc",
-    "v_add_u32_e32 v2, v2, v3",  # 10
+    "v_add_u32_e32 v2, v2, v3",  # index 10
     "v_add_u32_e32 v2, v2, v4",
     "global_store_dword v1, v2, s[4:5]",
     "s_endpgm",
@@ -61,15 +61,15 @@ def test_a_proof_has_its_reason(index, after, words):
 
 @pytest.mark.parametrize(("index", "after"), [(6, "v_and_b32_e32 v5, 15, v0"), (1, "s_load_dword s6, s[0:1], 0xc")])
 def test_what_depends_on_an_argument_is_not_proven(index, after):
-    """The result is equal only in this launch: with a larger bound, the lanes would not be idle."""
+    """The results are equal only in this launch: with a larger bound, the lanes that differ would not be idle."""
     assert proof(index, after, bound="s6") is None
 
 
 def test_registers_and_flags_that_are_read_are_live():
     lines = ["s_cmp_lg_u32 s4, 0", "s_mul_i32 s5, s4, s4", "s_cselect_b32 s6, s4, s5", "s_mov_b32 s6, 0"]
     program = one.program(ARCH, lines)
-    assert not flow.dead(program, 0, {flow.SCC})  # s_mul does not write it
+    assert not flow.dead(program, 0, {flow.SCC})  # s_mul does not write SCC
     assert flow.dead(program, 2, {1000 + 6})
     partial = ["v_mov_b32_e32 v1, 1", "s_mov_b64 exec, 1", "v_mov_b32_e32 v1, 2", "s_mov_b64 exec, -1"]
     used = one.program(ARCH, [*partial, "v_mov_b32_e32 v2, v1"])
-    assert not flow.dead(used, 0, {1})  # the other lanes keep the value
+    assert not flow.dead(used, 0, {1})  # the inactive lanes keep the value

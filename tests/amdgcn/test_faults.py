@@ -20,12 +20,12 @@ ARCH = "gfx942"  # only one, because Triton caches compiled kernels per process
 
 @pytest.fixture(scope="module")
 def loaded():
-    """(a function that calls the kernel and checks its result, the launched code, the reached instructions)."""
+    """Return (a function that calls the kernel and checks its result, the launched code, the reached instructions)."""
     x, weight = (torch.randn(size, generator=torch.Generator().manual_seed(7)) for size in ((2, 3000), (3000,)))
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 
     def check():
-        torch.use_deterministic_algorithms(True)  # fills elements that are not written with NaN
+        torch.use_deterministic_algorithms(True)  # fills unwritten elements with NaN
         try:
             with options.override(tier="triton", probe=False):
                 output = ops.rms_norm(x, weight, eps=1e-6)
@@ -44,8 +44,8 @@ def loaded():
 
 @pytest.mark.parametrize("kind", mutate.KINDS)
 def test_a_planted_fault_is_found(kind, loaded):
-    """At least one of the first three applicable faults is detected. A single one may have no effect, such as omitting
-    a redundant wait."""
+    """At least one of the first three applicable faults is detected. A single fault may have no effect, such as the
+    omission of a redundant wait."""
     check, code, reached = loaded
     whole, rng, planted = code.program, random.Random(kind), 0
     order = rng.sample(reached, len(reached))

@@ -30,7 +30,7 @@ def test_a_wait_is_implied_if_another_one_completes_in_time():
     "between",
     [
         [USE, WAIT],
-        ["v_mov_b32_e32 v4, 0", WAIT],  # overwritten by the load afterwards
+        ["v_mov_b32_e32 v4, 0", WAIT],  # the load then overwrites this result
         ["s_barrier", WAIT],
         ["s_cbranch_scc0 end", WAIT],
         ["s_waitcnt vmcnt(1)"],
@@ -58,11 +58,11 @@ def test_a_wait_is_implied_if_nothing_is_in_flight_on_any_path():
     words = "no operation that it waits for"
     assert words in reason(IDLE, WAIT, at=1)
     assert words in reason(LOAD, WAIT, "s_barrier", WAIT, at=3)
-    assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)  # another counter
+    assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)  # a load from LDS increments another counter
     loop = ["loop:", WAIT, IDLE, LOAD, "s_cbranch_scc0 loop"]
-    assert reason(*loop, at=0) is None  # in flight from the previous iteration
+    assert reason(*loop, at=0) is None  # the load of the previous iteration is in flight
     assert reason("s_cbranch_scc0 past", LOAD, "past:", WAIT, "s_barrier", USE, at=2) is None
-    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # a wait for one leaves one
+    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # this wait leaves one load in flight
 
 
 def test_counters_of_gfx12_are_separate():

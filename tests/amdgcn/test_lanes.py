@@ -10,7 +10,7 @@ from .one import ARCHITECTURES, CDNA, RDNA, execute, lanes, scalar, vector
 
 
 def row_control(control: str, n: int, lane: int) -> int | None:
-    """The source lane of a DPP control that both families have, or None if it does not exist."""
+    """The source lane of a DPP control that both families have, or None if there is no such lane."""
     row, place = lane // 16 * 16, lane % 16
     if control == "row_shl":
         return lane + n if place + n < 16 else None
@@ -165,10 +165,10 @@ def test_permutations_through_lds(arch):
 
 
 def test_transposing_load():
-    """Lane i of 16 receives column i of the four rows of 16 at the lanes' addresses."""
+    """Of every 16 lanes, lane i receives column i of the four rows of 16 elements at the lanes' addresses."""
     lines = ["ds_write_b64 v1, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v1", "s_waitcnt lgkmcnt(0)"]
     lane = np.arange(64, dtype=np.uint32)
-    # element e of lane n is 4 n + e: row 4 n // 16 of its block of 16 lanes, column (4 n + e) % 16
+    # element e of lane n is 4 n + e, in row 4 n // 16 % 4 and column (4 n + e) % 16 of its block of 16 lanes
     registers = {"v1": 8 * lane, "v2": 4 * lane | (4 * lane + 1) << 16, "v3": 4 * lane + 2 | (4 * lane + 3) << 16}
     state = execute("gfx950", lines, registers, lds=512)
     for lane in range(64):

@@ -92,7 +92,7 @@ def pack(arch: str, codes: np.ndarray, bits: int) -> np.ndarray:
         for element in range(per_lane):
             group = 0 if arch == "gfx1100" else lane // size
             k = per_lane * group + element
-            if arch == "gfx1201" and bits == 16:  # groups of four alternate between the halves
+            if arch == "gfx1201" and bits == 16:  # groups of four elements alternate between the halves of the wave
                 k = 8 * (element // 4) + 4 * group + element % 4
             place = element * bits
             registers[place // 32, lane] |= np.uint32(int(codes[lane % size, k]) << place % 32)
@@ -133,7 +133,7 @@ def test_products_by_the_published_map(arch, mnemonic, size, depth, kind):
 
 
 def test_the_published_map_of_one_element_each():
-    """Single entries that the calculator prints, such as A[1][5] of 16x16x16 on CDNA 3: v0.[31:16] of lane 17."""
+    """Check single entries that the calculator prints, such as A[1][5] of 16x16x16 on CDNA 3: v0.[31:16] of lane 17."""
     codes = np.zeros((16, 16), np.int64)
     codes[1, 5] = 1
     packed = pack("gfx942", codes, 16)

@@ -32,7 +32,7 @@ def write(arch: str) -> str:
 
 
 def buffer(size: int, *, writable: bool = True) -> tuple[Memory, np.ndarray, dict[str, int]]:
-    """A buffer of distinct bytes, and registers with its address in s[4:5]."""
+    """Return (memory with a buffer, the buffer's bytes, registers with its address in s[4:5])."""
     data = np.arange(size, dtype=np.uint32).astype(np.uint8)
     memory = Memory()
     return memory, data, {"s[4:5]": memory.place(data, writable=writable)}
@@ -79,7 +79,7 @@ def test_narrow_loads(arch):
     first = line.replace("_d16_hi", "_d16")
     state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x01000100
-    with pytest.raises(EarlyAccess):  # it preserves a half that is still in flight
+    with pytest.raises(EarlyAccess):  # the second load preserves a half that is still in flight
         execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
@@ -111,7 +111,7 @@ def test_buffers_end_in_zeros(arch):
     ],
 )
 def test_buffers_are_checked_against_the_compilers_rules(change, offsets, words):
-    """Errors that the hardware would silently ignore: a wrong limit, and unmasked addresses beyond the end."""
+    """Errors that hardware would silently ignore are reported: a wrong limit, and unmasked addresses beyond the end."""
     arch = "gfx942"
     memory, _, registers = buffer(256)
     memory.contract = Contract(0x7FFFFFFE, 0x27000, 0x80000000)
@@ -266,7 +266,7 @@ def test_lds_bounds(arch):
 
 
 def exchange(arch: str, *, barrier: bool = True, wait: bool = True) -> list[str]:
-    """Every wave writes its element in LDS and reads its neighbour's; v1 and v2 contain the addresses."""
+    """Every wave writes its element to LDS and reads its neighbour's. v1 and v2 contain the addresses."""
     between = BARRIER[arch] if barrier else []
     store = [f"{write(arch)}_b32 v1, v3", *([LDS[arch]] if wait else []), *between]
     return [*store, f"{read(arch)}_b32 v4, v2", LDS[arch]]
@@ -344,7 +344,7 @@ def test_diverged_waves_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # which spills with buffer_store
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # gfx90a uses buffer_store
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_private_to_a_lane(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))

@@ -42,7 +42,7 @@ def test_unreached_instructions_are_counted(tmp_path, capsys):
 
 
 def test_the_other_entry_is_explained():
-    """The instructions that a launch with preloaded arguments skips, if they only load these arguments."""
+    """Instructions that a launch with preloaded arguments skips are explained if they only load these arguments."""
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2)])
     assert (share.reached, share.explained, dict(share.places)) == (1, 2, {"norm.py:28": 1})
     (share,) = unreached.shares("gfx942", [form(reached=[0, 1, 2, 3], entry=2)])
@@ -50,7 +50,7 @@ def test_the_other_entry_is_explained():
     instructions = ["v_mov_b32_e32 v1, 0", *INSTRUCTIONS[1:]]
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0 and share.missed == pytest.approx(3 / 4)
-    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # continues at the other entry
+    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # no branch to the other entry
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0
 

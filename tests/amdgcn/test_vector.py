@@ -136,7 +136,7 @@ def test_formulas(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_carries(arch):
-    """Addition and subtraction with carry in and out, which are lane masks."""
+    """The carries into and out of an addition or a subtraction are lane masks."""
     a, b = values(arch, 1), values(arch, 2)
     carry = int(np.random.default_rng(3).integers(0, 2**63)) & (1 << lanes(arch)) - 1
     cdna = arch in CDNA

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OTHERS = frozenset({"_attn_fwd"})  # a kernel of aiter
+OTHERS = frozenset({"_attn_fwd"})  # a kernel of aiter, which is listed separately
 
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"')
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
@@ -27,9 +27,10 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a kernel's compiled forms on one architecture that was reached.
+    """How many instructions of a kernel's compiled forms on one architecture were reached.
 
-    explained: instructions that no launch can reach. places: the source lines of all others that were not reached.
+    explained: the number of instructions that no launch can reach. places: the source lines of all other instructions
+    that were not reached.
     """
 
     arch: str
@@ -53,7 +54,7 @@ def source_lines(text: str) -> list[str]:
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            if match[2] != "0":  # line 0: code without a source line, inside that of another line
+            if match[2] != "0":  # 0: code without a source line, which counts for the line before it
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
             out.append(here)
@@ -61,9 +62,10 @@ def source_lines(text: str) -> list[str]:
 
 
 def other_entry(instructions: Sequence[str], entry: int) -> range:
-    """The instructions of the entry that a launch with preloaded arguments skips: they load the arguments.
+    """The range of instructions that load the arguments and that a launch with preloaded arguments skips.
 
-    entry: where such a launch starts, or 0. The range is empty if there are other instructions before it.
+    entry: the index of the instruction at which such a launch starts, or 0. The range is empty if there are other
+    instructions before `entry`.
     """
     first = instructions[:entry]
     return range(entry if all(map(_ENTRY.fullmatch, first)) and any("branch" in text for text in first) else 0)

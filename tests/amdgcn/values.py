@@ -1,7 +1,7 @@
 """Symbolic values of a program's registers, as expressions of a few operations, to compare instruction sequences.
 
 Values are numbers: equal numbers mean equal expressions. A value from an unknown operation is a new symbol, and so is
-every register after the target of a branch.
+the value of every register at the target of a branch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Values:
         return number
 
     def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
-        """Yield every instruction and its name without the encoding, before its results are recorded; dual instructions
-        as two."""
+        """Yield every instruction and its name without the encoding, before its results are recorded. A dual
+        instruction is yielded as two instructions."""
         goals = {
             program.source.labels[instruction.operands[0]]
             for instruction in program.instructions
@@ -91,7 +91,7 @@ class Values:
             return self.shifted(*reversed(self.operands(instruction)))
         if name == "s_lshr_b32":
             return self.shifted(*self.operands(instruction))
-        if name == "v_and_or_b32":  # a sum if the bits are known to be 0
+        if name == "v_and_or_b32":  # treated as a sum, which it equals if no bit is set in both parts
             first, second, third = self.operands(instruction)
             return self.total(self.masked(first, second), third)
         if name == "v_and_b32":
@@ -126,13 +126,13 @@ class Values:
         return self.of("masked", min(first, second), max(first, second))
 
     def field(self, value: int, first: int, bits: int) -> int:
-        """A bit field. A field of one bit is a shift and a mask."""
+        """The value of a bit field. A field of one bit is expressed as a shift and a mask."""
         if bits == self.constant(1):
             return self.masked(self.shifted(value, first), bits)
         return self.of("field", value, first, bits)
 
     def total(self, *values: int) -> int | None:
-        """A sum, independent of the order; None if it has too many summands."""
+        """The value of a sum, independent of the order of the summands; None if there are too many."""
         leaves = [leaf for value in values for leaf in self.leaves(value)]
         return self.of("sum", *sorted(leaves)) if len(leaves) <= _LEAVES else None
 

@@ -130,7 +130,7 @@ def test_the_child_names_what_an_aiter_lacks(tmp_path: Path, monkeypatch: pytest
 
 
 def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
-    """In a child process, because this one has imported torch."""
+    """The program runs in a child process, because this process has imported torch."""
     program = (
         "import sys; from hf_rocm.tools.doctor.examine import doctor; report = doctor();"
         "heavy = {'torch', 'transformers', 'triton', 'aiter'} & set(sys.modules);"

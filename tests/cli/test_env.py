@@ -24,7 +24,7 @@ SECRETS = {
     "HF_ROCM_AUTH": "swordfish-3",
     "SSH_AUTH_SOCK": "/tmp/ssh-swordfish-4/agent.1",
     "http_proxy": "http://mallory:swordfish-5@proxy.example:3128",
-    # printed variables with private parts in their values
+    # variables that are printed, although a part of their value is private
     "HIP_LAUNCH_NOTE": "hf_ZyXwVuTsRqPoNmLkJiHgFeDcBa987654",
     "TORCH_INDEX": "https://alice:swordfish-6@wheels.example/simple",
     "HF_ROCM_CACHE": "/home/alice/projects/orion-acquisition/cache",

@@ -102,7 +102,7 @@ def test_invalid_arguments_cause_one_error(arguments, code, words, tmp_path, cap
 
 def test_a_float32_model_causes_a_hint_to_name_a_dtype(tmp_path, capsys):
     path = str(models.save_checkpoint("llama", tmp_path, torch.float32))
-    capsys.readouterr()  # transformers' progress bar of saving
+    capsys.readouterr()  # discard the progress bar that transformers prints when it saves
     assert main(["tune", path, "--prompt", "5"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("note: there is no AMD GPU under ROCm here") and "--dtype bfloat16" in err

@@ -149,7 +149,7 @@ def test_refusals(arguments, code, words, capsys):
 
 
 def test_unusable_golden_files_are_refused(tiny_checkpoint, golden, tmp_path, capsys):
-    """Every file is refused before anything is compared, with the reason."""
+    """Every file is refused with a reason before anything is compared."""
     other = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
     with torch.no_grad():
         other.model.layers[2].mlp.down_proj.weight[0, 0] += 1

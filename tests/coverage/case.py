@@ -51,10 +51,10 @@ class Case:
     kind: str = "text"
     experts: Mapping[str, str] = field(default_factory=dict)
     experts_stay_stock: bool = False  # a mixture-of-experts model whose experts stay stock
-    seed: int = 0  # the seed of the random weights
+    seed: int = 0  # added to the seed of the random weights
     image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
     variant: str = ""  # a second configuration of the same overlay
-    # scenarios that are skipped, with the reason: only those that stock itself can't run
+    # scenarios that are skipped because stock itself can't run them, with the reason
     stock_can_not: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -102,7 +102,7 @@ class Case:
                     parameter.normal_(0, 0.15)
         model.tie_weights()
         model = model.to(dtype).eval()
-        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # as when loading a checkpoint
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # kept in fp32, as by `from_pretrained`
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if any(f".{part}." in f".{name}." for part in kept):
                 tensor.data = tensor.data.float()

@@ -34,7 +34,7 @@ def trio(case):
 
 def pytest_collection_modifyitems(items):
     coverage_items = [item for item in items if "tests/coverage/" in item.nodeid]
-    # all tests of a model in a row, so that it is built once
+    # run all tests of a model in a row, so that it is built once
     order = {id(case): place for place, case in enumerate(CASES)}
     places = [place for place, item in enumerate(items) if item in coverage_items]
     coverage_items.sort(key=lambda item: order.get(id(_case_of(item)), -1))

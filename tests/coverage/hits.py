@@ -1,4 +1,4 @@
-"""Count the calls of replaced forwards, to prove the route."""
+"""Count the calls of replaced forwards, to prove that hf_rocm served them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         return {**text, "decoder_input_ids": tokens(2, 6, seed=1)}
     if case.kind == "image":
         return {"pixel_values": pixels(2, 16, dtype)}
-    if case.kind == "patches":  # of two images of different shapes
+    if case.kind == "patches":  # the patches of two images of different shapes
         patches = torch.randn(2, 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(
             dtype
         )

@@ -83,7 +83,7 @@ def _rank(mark: str) -> int:
 
 @contextmanager
 def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
-    """By stock class: the operations that ran inside its replaced forward."""
+    """Yield, by stock class, the operations that ran inside its replaced forward."""
     seen: dict[type, list[Any]] = {}
     kept = [(binding, binding.replacement) for binding in bind.bindings()]
 
@@ -165,7 +165,7 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
     stayed = sorted({reason for options in requested if (reason := noted(options)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
-    # a module that contains another attention, or has no linear layers, is not an unserved attention
+    # a module that contains another attention, or has no linear layers, does not count as an unserved attention
     leaves = {
         type(module) for module in modules
         if type(module) in kinds and any(isinstance(child, nn.Linear) for _, child in module.named_children())
@@ -178,7 +178,7 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
 
 
 def _recorded(model: nn.Module) -> str:
-    """Whether `prepare` records the decode steps of the model, or its forwards if it does not generate."""
+    """The mark for recording: of the model's decode steps or, if the model does not generate, of its forwards."""
     report = report_of(model)
     decisions = [report["graphs"]["off"]] if hasattr(model, "generate") else list(report["forwards"].values())
     if not decisions:
@@ -187,7 +187,7 @@ def _recorded(model: nn.Module) -> str:
 
 
 def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
-    """Whether one GEMM computed the outputs of all layers that the overlay fuses, in each of these modules."""
+    """The mark for fusing: whether, in each of these modules, one GEMM computed all layers that the overlay fuses."""
     groups, reasons = [], []
     for module in modules:
         binding = bind.binding_of(module)

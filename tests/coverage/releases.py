@@ -1,4 +1,5 @@
-"""The cases that run in each tested release: a case that would test the same code in two releases runs in the newer."""
+"""Select the cases for each tested release: a case that would test the same code in two of them runs in the newer
+one."""
 
 from __future__ import annotations
 

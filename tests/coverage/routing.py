@@ -31,7 +31,7 @@ class Choices(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         scores = args[0] if args else None
-        # otherwise it belongs to attention
+        # a maximum over a tensor of four dims belongs to attention
         largest = function in _LARGEST and isinstance(result, tuple) and scores.ndim < 4
         if function not in _TOP and not largest:
             return result

@@ -19,7 +19,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def compare(case, models, run):
-    """Run `run(model)`, which returns named tensors, on all three models, and compare our error with stock's."""
+    """Run `run(model)`, which returns named tensors, on all three models, and compare hf_rocm's error with stock's."""
     prepared, stock, exact = models
     with torch.inference_mode():
         with recording() as routes:

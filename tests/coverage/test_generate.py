@@ -33,7 +33,7 @@ WAYS = {
 def generated(case, model, padding=None, **how):
     given = inputs.arguments(case, model, padding)
     given.pop("decoder_input_ids", None)
-    # these tokens must not be generated, since tokens are fed back
+    # the model must not generate these tokens, because its tokens are fed back as text
     if case.kind in ("images in text", "image and text"):
         how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
     with torch.inference_mode():
@@ -51,7 +51,7 @@ def test_tokens(case, way, trio):
     except Exception as error:
         if way != "static" or not (case.experts or "does not support" in str(error)):
             raise
-        # a scenario that fails in stock is skipped
+        # skip a scenario that fails in stock
         pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
         actual = generated(case, prepared, **WAYS[way])

@@ -65,7 +65,7 @@ SERVED = {
 PAGED = [case for case in CASES if case.overlay in SERVED and case.kind == "text"]
 
 
-# Arguments that either stock layers or hf_rocm's pass to the attention function, and that no function reads.
+# Arguments that only stock layers or only hf_rocm's layers pass to the attention function. No function reads them.
 UNREAD = {"output_router_logits", "use_cache"}
 
 
@@ -110,7 +110,7 @@ def test_every_model_is_in_the_table():
 @params(PAGED)
 def test_attention_is_called_as_stock_calls_it(case, trio, calls):
     prepared, stock, _ = trio()
-    cache = SimpleNamespace()  # transformers passes its cache only to its own function
+    cache = SimpleNamespace()  # a placeholder: only transformers' own attention for a paged cache reads it
     with choosing(case) as chosen:
         expected, wanted = run(stock, calls, cache)
     with choosing(case, chosen), ops.recording() as routes:

@@ -19,7 +19,7 @@ VIDEO = [case for case in CASES if case.overlay in ("qwen2_vl", "qwen2_5_vl", "q
 
 @params(SEEING)
 def test_patches_are_embedded_by_a_gemm(case, trio):
-    """Only for models with a convolution; siglip2, llama4 and others flatten the patches themselves."""
+    """The patches of models with a convolution; siglip2, llama4 and others flatten the patches themselves."""
     prepared, stock, _ = trio()
     convolutions = {
         name: (module.out_channels, module.weight[0].numel())
@@ -35,7 +35,7 @@ def test_patches_are_embedded_by_a_gemm(case, trio):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @params(VIDEO)
 def test_video(case, dtype, trio):
-    """Two clips: one with two pairs of frames, one with one pair."""
+    """The input is two clips: one with two pairs of frames, and one with one pair."""
     torch.manual_seed(0)
     pixels = torch.randn(2 * 16 + 8, 96).to(dtype)
     grid = torch.tensor([[2, 4, 4], [1, 2, 4]])

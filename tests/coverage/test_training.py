@@ -31,7 +31,7 @@ def gradients(case, model):
 
 
 def rounded_once(case, exact, *, times=4):
-    """Gradients in float64 of models whose weights are perturbed by as much as rounding to fp32 perturbs them."""
+    """Yield gradients in float64 of models whose weights are perturbed by as much as by rounding to fp32."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(times):
         model = copy.deepcopy(exact)
@@ -47,7 +47,7 @@ def rounded_once(case, exact, *, times=4):
 def test_loss_and_gradients(case, trio):
     prepared, stock, exact = trio()
     embedding = patch_embeddings.in_force(prepared)
-    patch_embeddings.detach(prepared)  # tests/weights compares its gradients
+    patch_embeddings.detach(prepared)  # tests/weights compares the gradients of patch embeddings
     try:
         with counted() as hits:
             actual = gradients(case, prepared)

@@ -36,7 +36,7 @@ def main(checkpoint: str, folder: str) -> None:
 
 
 def prepared(checkpoint: str):
-    """Each process prepares a separate copy."""
+    """Load and prepare this process's copy of the model."""
     model = hf_rocm.from_pretrained(checkpoint, force=True).eval()
     assert live(model) == GROUPS
     return model
@@ -68,7 +68,7 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     accelerator.backward(loss)
     optimizer.step()
     assert not torch.allclose(logits(model), before)
-    follows(model, GROUPS)  # with the updated weights
+    follows(model, GROUPS)  # the fused groups have the updated weights
     accelerator.save_model(wrapped, folder / "model")
     if accelerator.is_main_process:
         model.config.save_pretrained(folder / "model")
@@ -82,7 +82,7 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
 
 
 def mixed_precision(checkpoint: str, folder: Path) -> None:
-    """The Accelerator replaces the forward of the model, and restores it."""
+    """The Accelerator replaces the forward of the model, and `unwrap_model` restores it."""
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model, stock = prepared(checkpoint), LlamaForCausalLM.from_pretrained(checkpoint).eval()

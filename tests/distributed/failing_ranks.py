@@ -1,7 +1,7 @@
-"""Run by test_failures.py in each of two ranks: the second one differs from the first, or ends before the load.
+"""Run by test_failures.py in each of two ranks: the second one differs from the first, or fails before or in the load.
 
-Arguments: the fault, a checkpoint, and a folder for a package that only one rank can import. Prints the time at which
-the ranks begin to load, and `loaded`.
+Arguments: the fault, a checkpoint, and a folder for a package that only one rank can import. Each rank prints the time
+at which it begins to load, and `loaded` afterwards.
 """
 
 from __future__ import annotations

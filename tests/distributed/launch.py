@@ -25,7 +25,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HF_ROCM_TEST_RUN"
 
-# gloo runs on the CPU; with a GPU, transformers would shard over it
+# gloo runs on the CPU; if there were a GPU, transformers would shard over it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
@@ -35,7 +35,7 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 class Result:
     """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
-    code: the exit status; −9 is SIGKILL; None means that it was killed at the time-out.
+    code: the exit status; −9 is SIGKILL; None means that the process was killed at the time-out.
     left: command lines of other processes of the run that were still running; they were killed.
     """
 
@@ -65,8 +65,8 @@ def run_ranks(
 
     Returns one result per rank.
 
-    script: a path, or the text of a program. environ: additional variables, or a function from the rank to
-    them. ranks: which ranks are started, by default all. timeout: seconds for all of them together.
+    script: a path, or the text of a program. environ: additional variables, or a function that
+    returns them for a rank. ranks: the ranks that are started, by default all. timeout: seconds for all ranks together.
     """
     ranks = range(world) if ranks is None else ranks
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -108,7 +108,7 @@ def succeeded(results: Sequence[Result]) -> list[Result]:
 
 
 def free_port() -> int:
-    """An unused port below the ephemeral range, from which other tests allocate ports."""
+    """An unused port below the ephemeral range, because other tests allocate ports from that range."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -136,7 +136,7 @@ class _Started:
 
 
 def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> _Started:
-    # files instead of pipes: a rank with much output must not block while another one is read
+    # files instead of pipes, so that a rank with much output does not block while another rank's output is read
     out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - stays open as long as the process
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],

@@ -58,7 +58,7 @@ def main(checkpoint: str, undivided: str) -> None:
         return "loaded"
 
     assert not dist.is_initialized()
-    # without a process group: a separate store on the port that transformers uses next
+    # without a process group, the handshake uses a separate store on the port that transformers uses afterwards
     seen["heads"] = refusal(folder=undivided)
     rank = environment.place().rank
     seen["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
@@ -67,14 +67,14 @@ def main(checkpoint: str, undivided: str) -> None:
     assert dist.is_initialized()
     tokens = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
     seen["calls"] = next(agree._calls[rank, "0,1"])
-    # with a process group: its store
+    # with a process group, the handshake uses its store
     with options.override(tier=["torch", "eager"][rank]):
         seen["option"] = refusal()
     began = time.perf_counter()
     again = load()
     seen["seconds"] = time.perf_counter() - began
     assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
-    # stock, loaded by transformers and by hf_rocm: no communication with the other ranks
+    # a model that stays stock is loaded without a handshake with the other ranks
     before = next(agree._calls[rank, "0,1"])
     messages.since()
     stock = load(force=None)

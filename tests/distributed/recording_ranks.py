@@ -127,7 +127,7 @@ def stops_together_where_one_rank_replays_something_else(checkpoint):
             replay()
             *_, (place,) = next(
                 entry for entry in reversed(recording.kept) if "aten.copy_" in str(entry[0])
-            )  # the logits
+            )  # the copy of the logits
             place.add_(1)
 
         recording.replay = and_spoil
@@ -151,12 +151,12 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # the counts of both ranks are equal again
+    generate(model)  # both ranks have started over, so their counts are equal again
     assert state.replayed > before
 
 
 def other_groups_end_without_them(checkpoint):
-    graph_teardown.release()  # caches of earlier checks
+    graph_teardown.release()  # release the caches of earlier checks
     before = places()
     model = load(checkpoint)
     generate(model)
@@ -175,7 +175,7 @@ def other_groups_end_without_them(checkpoint):
 
 
 def recordings_go_before_their_group_does(checkpoint):
-    """Also free the objects that a traceback or another reference keeps alive."""
+    """Recordings are emptied even if a traceback or another reference keeps them alive."""
     before = places()
     model = load(checkpoint)
     generate(model)
@@ -224,7 +224,7 @@ def main(checkpoint: str) -> None:
             results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()
-    print(json.dumps(results), flush=True)  # the last check destroyed the group
+    print(json.dumps(results), flush=True)  # without a barrier, because the last check destroyed the group
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Sharded:
         self.checkpoint, self.out = checkpoint, out
         kind = getattr(transformers, json.loads((checkpoint / "config.json").read_text())["architectures"][0])
         self.kind = kind
-        # before 5.21, transformers selects sdpa for gemma2, which omits its softcap
+        # up to at least 5.19, transformers selects sdpa for gemma2, which omits the softcap
         self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
         self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
         self.model = self.prepared().eval()
@@ -99,7 +99,7 @@ class Sharded:
         for parameter in self.model.parameters():
             mode.from_tensor(parameter)
         if self.checkpoint.name != "llama":
-            return  # tracing takes seconds
+            return  # tracing takes seconds, so only one model is traced
         with torch.no_grad():
             traced = torch.compile(self.model, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
             expected = self.stock(input_ids=tokens(2, 9), use_cache=False).logits
@@ -152,7 +152,7 @@ class Sharded:
         with torch.no_grad():
             block = [live(module) for module, _ in groups(model)]
         assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
-        if self.checkpoint.name != "mixtral":  # stock runs its experts only in fp32 and lower precision
+        if self.checkpoint.name != "mixtral":  # stock's experts don't support float64
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 

@@ -24,7 +24,7 @@ from tests.weights.models import IDS, assert_same_results, follows, live, logits
 
 LAYERS = 3
 GROUPS = 2 * LAYERS
-# transformers' warnings about offloaded models
+# ignore transformers' warnings about offloaded models
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device:UserWarning"),
@@ -104,7 +104,7 @@ def tokens(model):
 
 
 def as_good_as(stock, model, reference):
-    """Without fused groups the results are bitwise equal to stock's."""
+    """Check that the results are as accurate as stock's or, without fused groups, bitwise equal to them."""
     eager, actual = logits(stock), logits(model)
     if live(model) == 0:
         assert torch.equal(actual, eager)
@@ -120,7 +120,7 @@ def test_loaded_with_a_device_map(checkpoint, tmp_path, name):
     assert getattr(prepared, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
     assert hooks(prepared) == hooks(placed)
     assert list(hooks(prepared)) == list(hooks(placed))
-    assert bool(hooks(prepared)) is (groups < GROUPS)  # without offloading, transformers needs no folder
+    assert bool(hooks(prepared)) is (groups < GROUPS)  # without offloading, there are no hooks
     as_good_as(placed, prepared, build().double())
     with ops.recording() as routes:
         logits(prepared)
@@ -190,7 +190,7 @@ assert "another forward" not in hf_rocm.explain(model).details()
 
 @pytest.mark.slow
 def test_the_first_model_of_a_process(checkpoint, tmp_path):
-    """Its overlay is bound after accelerate's hooks, or transformers' output-collecting hooks, are set."""
+    """The model's overlay is bound after accelerate's hooks, or transformers' output-collecting hooks, are set."""
     (result,) = launch.run_ranks(FIRST, checkpoint, tmp_path, world=1, timeout=120)
     assert result.code == 0, result.log[-2000:]
 

@@ -52,8 +52,8 @@ def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
         assert stock.parity.refusal is None and prepared.parity.refusal is None
         assert result.floor.exchange > 0 and result.floor.milliseconds > result.floor.exchange
         assert report.exchange(segment, result)
-    # each rank reads its shard: at least half of the layers' matrices
     assert "all 4 new tokens agree with those of stock" in segment.results[0].timings[1].note
+    # each rank reads half of the layers' matrices, and all of lm_head or half of it
     layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704
     head = 2048 * 256 // (2 if decode["gathered"] else 1)
     assert segment.model["matrix_bytes"] == 4 * (2 * layer // 2 + head)

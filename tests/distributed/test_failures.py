@@ -55,7 +55,7 @@ def packages_own(folder: Path) -> Path:
     package = Path(hf_rocm.__file__).parent
     shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
     overlays = folder / "hf_rocm" / "_overlays"
-    if not overlays.is_dir():  # in a checkout they are next to the package
+    if not overlays.is_dir():  # in a checkout, the overlays are next to the package
         shutil.copytree(package.parent / "overlays", overlays)
     for file in overlays.glob("transformers-*/models/llama/modeling_llama.py"):
         file.write_text(file.read_text() + "\n# edited\n")
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_before_it_loads(checkpoint, tmp_path):
 @pytest.mark.parametrize("absent", [0, 1])
 def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
     environ = {"HF_ROCM_RANKS_TIMEOUT": "2"}
-    # this rank is not started
+    # only the other rank is started
     (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
     assert result.code == 1, result.log
     assert f"RankError: rank {absent} did not join to load the model with the other ranks" in result.log

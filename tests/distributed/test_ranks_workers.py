@@ -38,7 +38,8 @@ print(json.dumps([transformers.__file__, sorted({route.operation for route in ro
 
 
 def test_concurrent_imports(whole_site, tmp_path):  # noqa: F811 - the fixture
-    site = Site(tmp_path / "site")  # the original file is shared, and an installer never writes into a file
+    # hard links to the original files, because an installer replaces files and never writes into them
+    site = Site(tmp_path / "site")
     shutil.copytree(whole_site.path, site.path, copy_function=os.link)
     shutil.rmtree(site.root / "models" / "llama" / "__pycache__", ignore_errors=True)
     plan, _ = install(["llama"], transformers_path=site.path)
@@ -47,7 +48,7 @@ def test_concurrent_imports(whole_site, tmp_path):  # noqa: F811 - the fixture
     checkpoint = save(tmp_path / "checkpoint", heads=4, groups=2)
     places = [str(site.path), *filter(None, sys.path), str(ROOT)]
     served = {"PYTHONPATH": os.pathsep.join(places), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    world = 4  # the last one stays stock
+    world = 4  # the model of the last rank stays stock
 
     def environ(rank):
         return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served

@@ -1,7 +1,8 @@
 """Stand-ins for aiter's compiled kernels: slow, correct and strict.
 
-They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype, a hidden gradient),
-so that a wrong call fails. The file named by `STANDIN_BROKEN` breaks one of them: `name:how`.
+They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
+lose a gradient, so that a wrong call fails. If the file named by `STANDIN_BROKEN` contains `name:how`, the kernel of
+that name is broken.
 """
 
 from __future__ import annotations

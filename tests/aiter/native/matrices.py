@@ -102,7 +102,7 @@ def rope_cached_2c_fwd_impl(
 
 
 def get_padded_m(M: int, N: int, K: int, gl: int) -> int:
-    """The padded M of the tuned table; its values don't matter in these tests."""
+    """The padded M with which aiter reads its tuned table. The exact values do not matter in these tests."""
     step = 16 if gl == 0 else 64
     return -(-M // step) * step
 

@@ -55,7 +55,7 @@ def _pairs(sorted_ids: Tensor, expert_ids: Tensor, valid: Tensor, tokens: int, b
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """Undo the order that the kernels read: tiles of 16 rows by 32 columns, in runs of 8."""
+    """Restore plain rows from the order that the kernels read: tiles of 16 rows by 32 columns, in runs of 8."""
     need(weight.is_contiguous(), "weights must be contiguous")
     experts, n, k = weight.shape
     tiles = weight.reshape(experts, n // 16, k // 32, 4, 16, 8)

@@ -1,4 +1,4 @@
-"""Shared by all stand-ins: calls are recorded, wrong ones raise, and a test can break a kernel."""
+"""Code that all stand-ins share: it records calls, raises for wrong ones, and breaks a kernel if a test requests it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def broken(name: str) -> str | None:
 
 
 def leaf(function: Any) -> Any:
-    """Wrap a stand-in: record its calls, disable autograd, and break it if a test requests it."""
+    """Wrap a stand-in: record its calls, raise if an argument needs a gradient, and break it if a test requests it."""
     name = function.__name__
 
     @functools.wraps(function)

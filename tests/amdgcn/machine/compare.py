@@ -66,7 +66,7 @@ def compile_compare(c: Compiling) -> Step | None:
 
 
 def _target(c: Compiling, executes: bool) -> tuple[Callable[[State, np.ndarray], None], list[str]]:
-    """A function that writes the mask, and the texts of the sources. v_cmpx writes EXEC and, on CDNA, also a
+    """Return a function that writes the mask, and the texts of the sources. v_cmpx writes EXEC and, on CDNA, also a
     register."""
     texts = list(c.instruction.operands)
     if not executes:
@@ -96,7 +96,7 @@ def _choose(c: Compiling) -> Step:
 
 
 def _class(c: Compiling, executes: bool, bits: str) -> Step:
-    """v_cmp_class: whether a float belongs to one of the classes in a mask (NaN, infinity, normal, subnormal, zero)."""
+    """v_cmp_class tests whether a float is in one of a mask's classes (NaN, infinity, normal, subnormal, zero)."""
     write, texts = _target(c, executes)
     sources = Sources(c, texts, ("f" if bits == "32" else "h") + "u")
 

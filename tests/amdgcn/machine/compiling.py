@@ -31,7 +31,7 @@ class Compiling:
 
     instruction: Instruction
     target: Target
-    machine: Any  # the Environment: memory, LDS and scratch; None for shared steps
+    machine: Any  # the `Environment` with memory, LDS and scratch; None for steps that programs share
     index: int
     taken: set[str] = field(default_factory=set)
 

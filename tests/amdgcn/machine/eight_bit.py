@@ -52,7 +52,7 @@ def _pack(c: Compiling, kind: str) -> Step:
 
 def _stochastic(c: Compiling, kind: str) -> Step:
     """Convert one float32 value to a code in the byte that op_sel selects. Random bits are added below the last bit of
-    the mantissa, then the value is truncated."""
+    the mantissa, and then the value is truncated."""
     select = c.take("op_sel", (0, 0, 0, 0))
     place = select[2] + 2 * select[3] if len(select) > 3 else c.take("byte_sel", 0)
     value, random = vector_reader(c.operands[1], "f"), vector_reader(c.operands[2], "u")
@@ -76,7 +76,8 @@ def _stochastic(c: Compiling, kind: str) -> Step:
 
 
 def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
-    """Convert one code, or the two codes of a half, to float32. SDWA's selection, op_sel or byte_sel selects them."""
+    """Convert one code, or the two codes of a half, to float32. The source selection of SDWA, op_sel or byte_sel
+    selects them."""
     format, register = small(c.target, kind), c.operands[0].register
     if packed:
         half = c.take("op_sel", (0, 0))[0]
@@ -103,8 +104,8 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
 
 
 def _scaled(c: Compiling, kind: str) -> Step:
-    """Convert the two codes of a half and multiply them by a power of two: the exponent of the last operand, whose
-    mantissa and sign are ignored."""
+    """Convert the two codes of a half and multiply them by a power of two. The exponent of the last operand is
+    the exponent of this power; its mantissa and sign are ignored."""
     format, register = small(c.target, kind), c.operands[0].register
     read = vector_reader(c.operands[1], "w", half=c.take("op_sel", (0, 0, 0))[0])
     scale = vector_reader(c.operands[2], "f")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MachineError(Exception):
-    """Base class of all errors of an executed program."""
+    """Base class of all errors that a program can cause."""
 
 
 class UnknownInstruction(MachineError):
@@ -37,7 +37,7 @@ class Hazard(MachineError):
 
 
 class Rounding(MachineError):
-    """A division or conversion that is not the instruction sequence that rounds every number correctly."""
+    """A division or conversion whose instruction sequence does not round every number correctly."""
 
 
 class Runaway(MachineError):

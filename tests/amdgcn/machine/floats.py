@@ -62,7 +62,7 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def to_integer(value: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Truncate to an integer and clamp; NaN is 0."""
+    """Truncate to an integer and clamp to [low, high]. NaN becomes 0."""
     whole = np.trunc(np.nan_to_num(np.asarray(value, f64), nan=0.0, posinf=float(high), neginf=float(low)))
     return np.clip(whole, low, high).astype(np.int64)
 
@@ -112,7 +112,7 @@ class Small:
 
     def encode(self, value: np.ndarray, *, clamp: bool = False) -> np.ndarray:
         """Round float32 to nearest, ties to even. Returns uint32 codes. A number beyond the largest one becomes the
-        largest (clamp), infinity, or NaN if the format has no infinity."""
+        largest one with `clamp`, and otherwise infinity, or NaN if the format has no infinity."""
         exact = np.asarray(value, f64)
         magnitude = np.abs(exact)
         # the spacing of representable numbers around the value

@@ -1,8 +1,8 @@
 """Wait states that CDNA hardware does not insert. The compiler must insert s_nop or other instructions.
 
-The table is from the chapter on manually inserted wait states in the ISA documents, reduced to what occurs in compute
-kernels. Only the fall-through path in the text is checked, because the compiler inserts the wait states there; no rule
-here requires a wait state that a jump would provide.
+The table is from the chapter on manually inserted wait states in the ISA documents, reduced to the pairs that occur in
+compute kernels. Instructions are paired in the order of the text, without following jumps, because the compiler inserts
+the wait states in this order. No rule here requires a wait state that a jump would provide.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Use:
 
 
 def find(instructions: Sequence[Instruction], target: Target) -> Iterator[tuple[int, int, int]]:
-    """Yield (producer, consumer, missing wait states) for every pair that is too close. RDNA has no such pairs."""
+    """Yield (producer, consumer, missing wait states) for every pair that is too close. Yields nothing for RDNA."""
     if not target.cdna:
         return
     uses = [_use(instruction) for instruction in instructions]
@@ -101,13 +101,13 @@ def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) 
     match = _MFMA.match(first.mnemonic)
     if not match:
         return 0
-    single = match[2].startswith(("f32", "xf32"))  # float32 products take more passes
+    single = match[2].startswith(("f32", "xf32"))  # products of float32 take more passes
     if target.name == "gfx90a":
         states = 11 if match[1] == "16x16" else 19
     else:
         passes = (4 if match[1] == "16x16" else 8) * (2 if single else 1)
         states = passes + (2 if single else 3)
-    if used.kind == "mfma":  # as A or B; for C it depends on forwarding
+    if used.kind == "mfma":  # read as A or B; reading it as C depends on forwarding, and is not checked
         operands_ab = used.reads[0] | used.reads[1]
         return states if produced.writes & operands_ab else 0
     touched = used.read | (used.writes if used.kind == "valu" else frozenset())

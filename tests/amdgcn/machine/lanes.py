@@ -13,7 +13,7 @@ u32, u64, i64 = np.uint32, np.uint64, np.int64
 
 
 def dpp_source(c: Compiling) -> tuple[np.ndarray, np.ndarray]:
-    """For a DPP control: the source lane of every lane, and whether it exists."""
+    """For a DPP control, return the source lane of every lane, and whether this source lane exists."""
     count = c.target.lanes
     lanes = np.arange(count)
     row, place = lanes & ~15, lanes & 15
@@ -85,7 +85,7 @@ class Dpp:
         return self.exists & state.x[:, self.source]
 
     def written(self, state: State) -> np.ndarray:
-        """bool [waves, lanes]: the lanes that the instruction writes."""
+        """The lanes that the instruction writes: bool [waves, lanes]."""
         lanes = self.enabled if self.zero else self.enabled & self._valid(state)
         return state.x & lanes
 
@@ -127,8 +127,9 @@ def _write_lane(c: Compiling) -> Step | None:
 
 
 def _permlanex(c: Compiling) -> Step | None:
-    """v_permlane16 and v_permlanex16: every lane reads a lane of the same row or of the other row. A scalar pair holds
-    the 4-bit index for every lane. op_sel: read inactive lanes too; read 0 where the source is inactive."""
+    """v_permlane16 and v_permlanex16: every lane reads a lane of the same row or of the other row. A pair of scalar
+    registers contains a 4-bit index for every lane of a row. The first bit of op_sel enables reading inactive lanes;
+    with the second one, a lane whose source is inactive reads 0."""
     if c.base not in ("v_permlane16_b32", "v_permlanex16_b32"):
         return None
     if c.target.cdna:

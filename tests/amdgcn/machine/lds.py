@@ -100,12 +100,12 @@ class Lds:
         who = (state.waves, lanes, False, state.lanes)
         access = Access(index, writes, unit, size // unit, places, who, self.epoch)
         self.accesses.append(access)
-        if state.signalled:  # after the signal of a split barrier: belongs to the next interval too
+        if state.signalled:  # an access after the signal of a split barrier belongs to the next interval too
             self.carried.append(access)
         return access
 
     def end_interval(self, flying: Sequence[Access], texts: Sequence[str]) -> None:
-        """Check the accesses since the last barrier; raises `Race`. flying: accesses that are still in flight."""
+        """Check the accesses since the last barrier. Raises `Race`. flying: the accesses that are still in flight."""
         if self.accesses:
             check_interval(self.accesses, len(self.units[1]), texts, "the LDS of all workgroups")
         self.accesses = [*self.carried, *(access for access in flying if access.index >= 0)]
@@ -178,8 +178,8 @@ def _store(c: Compiling, offsets: list[int], size: int, half: int | None) -> Ste
 
 
 def _move(c: Compiling, value: np.ndarray, state: State) -> None:
-    """Write the result of an instruction that uses the LDS hardware but not its memory. It is counted with LDS
-    accesses."""
+    """Write the result of an instruction that uses the LDS hardware but not its memory. The instruction
+    increments the counter of LDS accesses."""
     register = c.operands[0].register
     lanes: Any = True if state.full else state.x
     counter = c.target.counters["lds"]
@@ -216,7 +216,7 @@ def _permute(c: Compiling, *, backward: bool) -> Step:
 
 
 def _transposed(c: Compiling, bits: int) -> Step:
-    """Transposing load: 16 lanes read rows of 16 elements, 8 bytes per lane, and lane i receives column i."""
+    """Transposing load: every 16 lanes read rows of 16 elements, 8 bytes per lane, and lane i of them gets column i."""
     target, machine, index, counter = c.operands[0], c.machine, c.index, c.target.counters["lds"]
     address, offset = vector_reader(c.operands[1], "u"), c.take("offset", 0)
     registers = frozenset({target.register, target.register + 1})

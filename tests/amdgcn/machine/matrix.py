@@ -28,8 +28,8 @@ _WMMA = re.compile(r"v_wmma_(f32|i32)_16x16x(16|32)_(\w+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """size: rows of A and columns of B. depth: K. groups: number of lane groups with different elements of K; 1 if all
-    groups hold the same elements (RDNA 3)."""
+    """The shape of a matrix instruction. size: rows of A and columns of B. depth: K. groups: number of lane groups with
+    different elements of K; 1 if all groups hold the same elements (RDNA 3)."""
 
     size: int
     depth: int
@@ -129,7 +129,7 @@ def _addend(c: Compiling, operand: Operand, shape: Shape, whole: bool) -> Callab
 
 
 def _formats(c: Compiling, kind: str) -> list[tuple[int, Decoder]] | None:
-    """For A and B: the number of bits of an element, and a function that decodes it."""
+    """For A and for B, the number of bits of an element and a function that decodes it; None for an unknown kind."""
     signs = c.take("neg_lo", (0, 0, 0))
     if any(c.take("neg_hi", ())) or (any(signs) and not kind.startswith("iu")):
         raise c.refuse("negation is not implemented")
@@ -197,8 +197,8 @@ def _matrix_reader(shape: Shape, bits: int, decode: Decoder, whole: bool) -> Cal
 
 
 def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Split every lane's registers into fields of `bits` bits, lowest first. Returns the first ones, [waves, lanes,
-    count]."""
+    """Split every lane's registers into fields of `bits` bits, lowest first. Returns the first `count` fields:
+    [waves, lanes, count]."""
     if bits == 32:
         return words
     if bits in (8, 16):

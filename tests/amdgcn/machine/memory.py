@@ -30,7 +30,7 @@ def unit_of(addresses: np.ndarray, size: int) -> int:
 
 
 def expand(index: np.ndarray, repeat: int) -> np.ndarray:
-    """Expand indices [n] to [n, repeat] consecutive ones."""
+    """Expand each of the indices [n] to `repeat` consecutive ones: [n, repeat]."""
     return index[:, None] if repeat == 1 else index[:, None] + np.arange(repeat)
 
 
@@ -50,7 +50,7 @@ class Buffer:
         self.hidden_units: dict[int, np.ndarray] = {}
 
     def hide(self, hidden: np.ndarray) -> None:
-        """Make accesses to some of the bytes (bool [size]) an error, like those beyond the end."""
+        """Make accesses to the hidden bytes an error, like accesses beyond the end. hidden: bool [size]."""
         self.hidden_units = self._aligned(self.units[1].size)
         self.hidden_units[1][self.start : self.length] = hidden
 
@@ -93,8 +93,8 @@ _MARK = {unit: np.full(16, 1, np.uint8).view(dtype)[0] for unit, dtype in UNITS.
 class Memory:
     """The buffers of one launch.
 
-    requested: bytes that the lanes of vector loads and stores requested. contract: the rules for buffer instructions, a
-    `vector_memory.Contract`, or None.
+    requested: the number of bytes that the lanes of vector loads and stores requested. contract: the rules for buffer
+    instructions, a `vector_memory.Contract`, or None.
     """
 
     def __init__(self, contract: Any = None) -> None:
@@ -130,7 +130,7 @@ class Memory:
     def buffer_at(self, address: int) -> Buffer:
         return self.buffers[bisect_right(self._starts, address) - 1]
 
-    # Accesses of one instruction
+    # The accesses of one instruction
 
     def _place(self, addresses: np.ndarray, size: int) -> Buffer | None:
         """The buffer that contains all of these addresses, or None if there is no such buffer."""
@@ -171,7 +171,8 @@ class Memory:
     ) -> tuple[np.ndarray, tuple[Access, ...]]:
         """Read `size` bytes at [n] addresses. Returns uint32 [n, max(1, size / 4)]; narrower data is zero-extended.
 
-        lanes: the mask [waves, lanes] of the lanes with these addresses, True for all. every: one address per wave.
+        lanes: the mask [waves, lanes] of the lanes with these addresses, or True for all lanes. every: there is one
+        address per wave instead of one per lane.
         """
         if not addresses.size:
             return np.zeros((0, max(1, size // 4)), np.uint32), ()

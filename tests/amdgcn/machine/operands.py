@@ -141,7 +141,8 @@ def vector_reader(operand: Operand, letter: str, *, word: int = 0, half: int = 0
 
 
 def with_signs(reader: Reader, operand: Operand, letter: str) -> Reader:
-    """Apply `|x|` and `-x` to the result of a reader. For integer types they change the sign bit, as in v_cndmask."""
+    """Apply `|x|` and `-x` to the result of a reader. With integer types, they change the sign bit of a float, as in
+    v_cndmask."""
     if not (operand.negate or operand.absolute):
         return reader
     negate, absolute = operand.negate, operand.absolute
@@ -194,7 +195,7 @@ def scalar_reader(operand: Operand, letter: str, *, word: int = 0) -> Reader:
     index, dtype = operand.register + word, DTYPES[letter]
     if operand.kind == "s":
         if letter in "UI":
-            if operand.count == 1:  # a 32-bit register as a 64-bit operand: exec_lo with 32 lanes
+            if operand.count == 1:  # one 32-bit register as a 64-bit operand, such as exec_lo with 32 lanes
                 return lambda state: state.s[index].astype(np.uint64).view(dtype)
             return lambda state: state.scalar_pair(index).view(dtype)
         return with_signs(lambda state: state.s[index].view(dtype), operand, letter)

@@ -53,13 +53,13 @@ FAMILIES: dict[str, tuple[Callable[[Compiling], Step | None], ...]] = {
     "scratch": (compile_scratch,),
 }
 
-# Instructions that the run loop executes, and their effect.
+# Control-flow instructions and barriers, which `_control` compiles.
 CONTROL = re.compile(r"s_(endpgm|barrier|barrier_signal|barrier_wait|branch|cbranch_\w+)")
 _VCC_READERS = ("v_div_fmas_f32", "v_dual_cndmask_b32", "v_cndmask_b32_e32")
 
 
 class Environment:
-    """The data that compiled instructions use. It is set for every launch."""
+    """The memories that compiled instructions use. They are set for every launch."""
 
     memory: Memory
     lds: Lds
@@ -68,7 +68,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel's machine code. registers: the registers that every instruction names."""
+    """A kernel's machine code. registers: for every instruction, the registers that it names."""
 
     source: Source
     target: Target
@@ -140,7 +140,7 @@ def _compile(instruction: Instruction, target: Target, environment: Environment,
 def _single(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
     family = instruction.mnemonic.split("_", 1)[0]
     if family == "v" or (family == "s" and "load" not in instruction.mnemonic):
-        # such a step depends only on the state, so all programs share it
+        # the steps of these instructions depend only on the state, so all programs share them
         key = instruction.mnemonic, instruction.operands, tuple(sorted(instruction.modifiers.items()))
         return _shared(Key(*key, instruction), target.name)
     return _compiled(instruction, target, environment, index, family)
@@ -176,7 +176,7 @@ def _shared(key: Key, target: str) -> Step:
 
 
 def _dual(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
-    """A step for a dual instruction, whose halves both read before either writes."""
+    """A step for a dual instruction: both halves read their sources before either writes its result."""
     assert instruction.second
     halves = [replace(instruction, second=None), instruction.second]
     plain = [replace(half, mnemonic=half.mnemonic.replace("v_dual_", "v_", 1)) for half in halves]
@@ -202,8 +202,8 @@ def _dual(instruction: Instruction, target: Target, environment: Environment, in
 
 
 def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
-    """A step for control flow. It returns the index of the next instruction, (the waves that branch, the index), "end",
-    "barrier" or None."""
+    """A step for control flow. It returns the index of the next instruction, or (the waves that branch, this index), or
+    "end", "barrier" or None."""
     name = instruction.mnemonic
     if name == "s_endpgm":
         return lambda state: "end"
@@ -247,7 +247,7 @@ def _condition(name: str, target: Target) -> Callable[[State], np.ndarray] | Non
 
 
 def _registers(instruction: Instruction) -> frozenset[int]:
-    """Every register that an instruction names, and VCC if it is implicit."""
+    """Every register that an instruction names, and VCC if the instruction uses it implicitly."""
     named: set[int] = set()
     for word in instruction.operands:
         named |= _named(word)
@@ -262,7 +262,7 @@ def _registers(instruction: Instruction) -> frozenset[int]:
 def _named(word: str) -> frozenset[int]:
     try:
         return operands.parse(word.removeprefix("sext(").rstrip(")")).registers
-    except UnknownInstruction:  # a label or a phrase
+    except UnknownInstruction:  # the word is a label or an expression
         return frozenset()
 
 

@@ -18,8 +18,9 @@ from .errors import Race
 
 @dataclass(eq=False)
 class Access:
-    """One instruction's accesses. places: int64 [n], in units. who: wave numbers [n], or (waves, lanes, every, lanes
-    per wave) to compute them from. first, last: the range of intervals. values: the stored values."""
+    """One instruction's accesses. places: int64 [n], addresses divided by `unit`. who: wave numbers [n], or (waves,
+    lanes, every, lanes per wave) to compute them from. first, last: the intervals between barriers to which the access
+    belongs. values: the stored values."""
 
     index: int
     writes: bool
@@ -86,7 +87,7 @@ def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], 
 
 
 def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) -> np.ndarray:
-    """Where all writes store the same value, or the reading wave stored that value too: bool [n, parts]."""
+    """Where a write stores the final value, or a read is by a wave that stored this value too: bool [n, parts]."""
     dtype = np.dtype(f"u{min(unit, 8)}")
     content = np.zeros((size // unit + 1, max(1, unit // 8)), dtype)
     for write in writes:
@@ -94,7 +95,7 @@ def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) ->
     spots = access.spots(unit)
     if access.writes:
         return (content[spots] == access.in_units(unit)).all(2)
-    # for every place: the waves that wrote its current value
+    # one key per place and wave that wrote the place's final value
     limit = 1 + max(int(write.waves().max()) for write in (*writes, access))
     keys = []
     for write in writes:
@@ -119,7 +120,7 @@ def _describe(
 
 
 def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: Sequence[str], where: str) -> None:
-    """Check one global buffer; raises `Race`. Barriers order the waves of one workgroup only.
+    """Check one global buffer. Raises `Race`. Barriers order only the waves of the same workgroup.
 
     If no wave writes a place that another wave accesses, there is no race. Otherwise no workgroup may write a place
     that another one accesses, and within a workgroup every interval is checked separately.

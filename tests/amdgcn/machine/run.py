@@ -26,8 +26,8 @@ class Report:
     """The result of a launch.
 
     reached: the indices of the instructions that were executed. instructions: number of executed wave instructions.
-    bytes_requested: by the lanes' loads and stores. bytes_needed: number of distinct bytes. written: for every buffer's
-    address, which bytes were written.
+    bytes_requested: number of bytes that the lanes load and store. bytes_needed: number of distinct bytes among them.
+    written: for every buffer's address, which bytes were written.
     """
 
     reached: set[int] = field(default_factory=set)
@@ -79,7 +79,7 @@ class Launch:
         self.random = np.random.default_rng(seed)
         self.preloads = bool(program.source.entry) and bool(self.random.integers(2))
         self.texts = [instruction.text for instruction in program.instructions]
-        self.reached = np.zeros(len(program.steps) + 1, np.int64)  # +1 at the start of a stretch, -1 after its end
+        self.reached = np.zeros(len(program.steps) + 1, np.int64)  # +1 where execution starts, -1 after its end
         self.report = Report()
 
     def run(self) -> Report:
@@ -140,7 +140,8 @@ class Launch:
         return Scratch(size, self._garbage(size // 4), waves)
 
     def _garbage(self, count: int) -> np.ndarray:
-        """Bits that are a NaN in float32, bf16, float16 and both 8-bit formats, and a huge integer."""
+        """Bits that are a huge unsigned integer, and a NaN in float32, bf16 and float16. Most bytes are a NaN in OCP's
+        8-bit formats."""
         bits = self.random.integers(0, 2**32, (count, self.program.target.lanes), np.uint32)
         return bits & np.uint32(0x80208020) | np.uint32(0x7FDF7FDF)
 
@@ -174,8 +175,8 @@ class Launch:
     # Scheduling
 
     def _run_batch(self, state: State) -> None:
-        """Run waves to their end, from barrier to barrier. Those at the lowest address run first, so that paths join
-        again."""
+        """Run waves to their end, from barrier to barrier. Among the batches with the lowest rank, the one at the
+        lowest address runs first, so that diverged paths join again."""
         ready, parked = list(self._ordered([state])), []
         while ready or parked:
             if not ready:
@@ -199,7 +200,7 @@ class Launch:
         """Called with every batch that has ended, for tests that inspect registers."""
 
     def _ordered(self, batches: list[State]) -> Iterator[State]:
-        """Occasionally run some waves to the next barrier before the others."""
+        """Occasionally split batches, so that some waves run to the next barrier before the others."""
         for batch in batches:
             batch.rank = 0
             first = self.random.random(batch.count) < 0.5 if self.random.random() < 0.25 else np.ones(1, bool)
@@ -211,7 +212,7 @@ class Launch:
             yield from (batch.select(first), later)
 
     def _release(self, parked: list[State]) -> list[State]:
-        """End an interval: every wave of every workgroup is at a barrier or has ended."""
+        """End an interval when every wave of every workgroup is at a barrier or has ended."""
         flying = [access for batch in parked for ticket in batch.flight for access in ticket.accesses]
         for access in flying:
             access.last = max(access.last, self.memory.epoch + 1)
@@ -281,7 +282,8 @@ class Launch:
             raise Runaway(f"more than {self.limit} instructions")
 
     def _check_busy(self, state: State, pc: int) -> None:
-        """Raise `EarlyAccess`, unless this is a load after another one of the same kind: these complete in order."""
+        """Raise `EarlyAccess` for a busy register, unless a load writes it after another load of the same kind: such
+        loads complete in order."""
         touched = self.program.registers[pc] & state.busy.keys()
         for register in touched:
             ticket = state.busy[register]
@@ -297,7 +299,7 @@ class Launch:
         destination = self.program.instructions[pc].operands[:1]
         if ticket.kind == "scalar" or register not in operands.parse(destination[0]).registers:
             return False
-        if "d16" in mnemonic:  # it preserves the other half, which the compiler treats as a read
+        if "d16" in mnemonic:  # the load preserves the other half, which the compiler treats as a read
             return False
         kinds = {"ds": "lds", "global": "vmem", "buffer": "vmem"}
         loads = "_load" in mnemonic or "_read" in mnemonic

@@ -42,7 +42,7 @@ def _shift(kind: str, value: np.ndarray, amount: np.ndarray) -> np.ndarray:
     return (value.view(signed) >> by.view(signed)).view(value.dtype)
 
 
-# Bitwise: name -> function of one or two sources; SCC is set if the result is not zero.
+# Bitwise operations: name -> function of one or two sources. SCC is set if the result is not zero.
 BITWISE: dict[str, Callable[..., np.ndarray]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
@@ -60,7 +60,7 @@ BITWISE: dict[str, Callable[..., np.ndarray]] = {
     "ashr": lambda a, b: _shift("ashr", a, b),
 }
 
-# Wide integer arithmetic on int64: (function, new value of SCC).
+# Integer arithmetic, computed in int64: name -> (function, what SCC becomes, or None if it does not change).
 _CARRY = "carry"
 _OVERFLOW = "overflow"
 INTEGER: dict[str, tuple[Callable[..., np.ndarray], str | None]] = {

@@ -78,7 +78,7 @@ def _bit_field(c: Compiling, *, signed: bool, wide: bool) -> Step:
         value = read(state).astype(u64) >> offset
         some = width > 0
         kept = np.where(some, u64(64) - width, u64(0))
-        if signed:  # sign-extend the field, which the end of the register may truncate
+        if signed:  # sign-extend the field, which may be truncated at the end of the register
             value = (value << kept).view(i64) >> kept.view(i64)
             value = value.view(u64)
         else:
@@ -91,7 +91,7 @@ def _bit_field(c: Compiling, *, signed: bool, wide: bool) -> Step:
 
 
 def _counts(c: Compiling) -> Step | None:
-    """s_bcnt1, s_ff1 and s_ctz, s_flbit and s_clz of a 32- or 64-bit value."""
+    """s_bcnt0, s_bcnt1, s_ff1, s_ctz, s_flbit and s_clz of a 32-bit or 64-bit value."""
     match = re.fullmatch(r"s_(bcnt[01]_i32|ff1_i32|ctz_i32|flbit_i32|clz_i32_u32|clz_i32_u64)(?:_b(32|64))?", c.base)
     if not match:
         return None

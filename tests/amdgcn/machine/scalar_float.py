@@ -1,4 +1,4 @@
-"""Scalar floating-point instructions of gfx11.5 and gfx12, conversions, and the mode of conversions."""
+"""Scalar floating-point instructions and conversions of gfx11.5 and gfx12, and the mode of 8-bit conversions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _conversions(c: Compiling) -> Step | None:
 
 
 def _mode(c: Compiling) -> Step | None:
-    """s_setreg_imm32_b32 of MODE.FP16_OVFL, which selects how conversions to 8-bit floats treat overflow."""
+    """s_setreg_imm32_b32 for MODE.FP16_OVFL, which selects how conversions to 8-bit floats treat overflow."""
     if c.base != "s_setreg_imm32_b32":
         return None
     if re.sub(r"\s", "", c.instruction.operands[0]) != "hwreg(HW_REG_MODE,23,1)":

@@ -1,4 +1,4 @@
-"""Scratch memory, which is private to a lane: scratch_load and scratch_store of whole words, for register spills."""
+"""Scratch memory, which is private to a lane: scratch_load and scratch_store of whole words, as in register spills."""
 
 from __future__ import annotations
 

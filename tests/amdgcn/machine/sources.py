@@ -24,7 +24,7 @@ _SEXT = re.compile(r"sext\((.+)\)")
 class Sources:
     """Readers of a vector instruction's sources.
 
-    letters: their types. written: with DPP, the lanes that are written; None if these are the active lanes.
+    letters: the types of the sources. `written` returns the lanes that the instruction writes, as a ufunc's `where=`.
     """
 
     def __init__(self, c: Compiling, texts: list[str], letters: str) -> None:
@@ -82,7 +82,7 @@ def _selected(operand: Operand, letter: str, shift: int, width: int, *, signed: 
     return with_signs(read, operand, letter)
 
 
-# For unsigned integers with clamp: on overflow the result is the largest number or 0.
+# Unsigned integer instructions with clamp: on overflow, the result is the largest number or 0.
 SATURATING: dict[str, Any] = {
     **dict.fromkeys(("v_add_u32", "v_add_nc_u32"), lambda a, b: a + np.minimum(b, ~a)),
     **dict.fromkeys(("v_sub_u32", "v_sub_nc_u32"), lambda a, b: a - np.minimum(a, b)),
@@ -92,8 +92,8 @@ SATURATING: dict[str, Any] = {
 class Destination:
     """The vector register that an instruction writes, with the modifiers of the result.
 
-    letter: the result's type. 16-bit results keep the other half on RDNA and clear it on CDNA, except for the
-    instructions in `preserves`.
+    letter: the result's type. A 16-bit result leaves the other half of the register unchanged on RDNA, with
+    `preserves`, or if it is written to the upper half; otherwise it clears the other half.
     """
 
     def __init__(self, c: Compiling, operand: Operand, letter: str, sources: Sources, *, preserves: bool) -> None:

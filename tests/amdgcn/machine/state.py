@@ -24,8 +24,8 @@ class State:
 
     waves: the index of every wave in the grid; groups: the index of its workgroup in the grid; local: the index of the
     wave in its workgroup. lds_base: the start of the workgroup's LDS. flight: the memory operations that no wait has
-    completed. busy: the registers that they will write. rank: batches with a lower rank run first. where: the `where=`
-    of a numpy ufunc, True while every lane is active.
+    completed. busy: the registers that they will write. rank: batches with a lower rank run first. where: the
+    `where=` argument for numpy ufuncs: the active lanes, or True while every lane is active.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class State:
         return part
 
     def joins(self, other: State) -> bool:
-        """Whether the two batches can be joined: same instruction, same operations in flight."""
+        """Whether the two batches can be joined: they are at the same instruction, with the same mode, and the same
+        operations are in flight."""
         return (
             self.pc == other.pc
             and self.signalled == other.signalled

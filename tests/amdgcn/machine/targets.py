@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class Target:
     """One architecture. Equal targets execute the same instructions in the same way.
 
-    lanes: per wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: the counter that a memory
-    operation increments: "load", "store", "lds" and "scalar". most: the maximum of a counter, at which the wave waits.
-    fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942. flushes_matrix: MFMA of 16-bit floats
+    lanes: per wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: the counter that every kind of
+    memory operation ("load", "store", "lds", "scalar") increments. most: the maximum of every counter, at which a wave
+    waits. fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942. flushes_matrix: MFMA of 16-bit floats
     flushes subnormal numbers, as on gfx90a. eight_bit: has conversions and products of 8-bit floats. scalar_float: has
     scalar floating-point instructions.
     """

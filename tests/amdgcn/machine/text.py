@@ -33,7 +33,7 @@ FLAGS = {
     "row_half_mirror",
 }
 
-# Instructions whose operand is an expression, not a list.
+# Instructions that have one expression instead of a list of operands.
 _PHRASES = ("s_waitcnt", "s_delay_alu", "s_sendmsg", "s_wait_event", "s_waitcnt_depctr", "s_wait_alu")
 
 
@@ -59,8 +59,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's parsed text. labels: their instruction indices. entry: the first instruction if the hardware preloads
-    arguments into SGPRs; it follows the loads that other hardware executes instead."""
+    """A kernel's parsed text. labels: the instruction index of every label. entry: the index of the first instruction
+    if the hardware preloads arguments into SGPRs, after the loads that other hardware executes instead; or 0."""
 
     name: str
     instructions: tuple[Instruction, ...]

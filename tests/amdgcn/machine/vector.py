@@ -1,4 +1,4 @@
-"""Vector instructions that compute every lane from the same lane of their sources: a table with one row per
+"""Vector instructions that compute every lane from the same lane of their sources, in a table with one row per
 instruction."""
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _trailing(value: np.ndarray) -> np.ndarray:
 
 
 def _transcendental(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that computes in float64 and rounds once. Subnormal arguments and results are flushed."""
+    """Return a function that computes in float64 and rounds once. It flushes subnormal arguments and results."""
     return lambda a: floats.flush32(function(_wide(floats.flush32(a))).astype(f32))
 
 
@@ -269,7 +269,7 @@ define("v_xor_b16", "ww", "w", np.bitwise_xor)
 
 # Instructions whose last source is their destination.
 _ACCUMULATE = {"v_fmac_f32", "v_fmac_f16", "v_mac_f32"}
-# CDNA's 16-bit instructions that preserve the other half of the register
+# CDNA's 16-bit instructions that preserve the other half of the register.
 _PRESERVE = {"v_fma_f16", "v_mad_u16", "v_max3_f16", "v_min3_f16", "v_med3_f16"}
 _SHIFTS = {"v_lshlrev_b32": np.left_shift, "v_lshrrev_b32": np.right_shift, "v_ashrrev_i32": np.right_shift}
 

@@ -60,7 +60,8 @@ class Contract:
     def check(self, words: np.ndarray, offsets: np.ndarray | None, dropped: np.ndarray) -> None:
         """Raise `Descriptor` for a violation.
 
-        words: [4, waves]. offsets: of the lanes, without the instruction's offset. dropped: lanes beyond the end.
+        words: [4, waves]. offsets: the lanes' offsets, without the instruction's offset. dropped: the lanes beyond
+        the end.
         """
         if (words[2] != self.records).any():
             raise Descriptor(f"expected a limit of {self.records:#x}, got {int(words[2].max()):#x}")

@@ -17,7 +17,7 @@ import numpy as np
 from .compiling import Compiling, Step
 from .state import State
 
-# gfx12 has one counter per kind; nothing here increments those of textures and ray tracing
+# gfx12 has one counter per kind of operation. Nothing here increments those of textures, ray tracing and exports.
 _GFX12 = {"loadcnt": "load", "storecnt": "store", "dscnt": "ds", "kmcnt": "km"}
 _IDLE = {"samplecnt", "bvhcnt", "expcnt"}
 _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")
@@ -26,7 +26,8 @@ _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")
 @dataclass(eq=False)
 class Ticket:
     """One operation in flight. kind: "vmem", "lds" or "scalar". origin: the index of the instruction. registers: the
-    registers that it writes. result: their values, which `deliver` writes. accesses: to detect races."""
+    registers that it writes. result: the values that `deliver` writes to them. accesses: the accesses to check for
+    races."""
 
     counter: str
     kind: str
@@ -83,7 +84,7 @@ def issue(state: State, ticket: Ticket) -> None:
 
 
 def wait(state: State, counter: str, count: int) -> None:
-    """Complete the operations that a wait for at most `count` outstanding ones guarantees."""
+    """Complete the operations that must have completed when at most `count` are outstanding."""
     if not state.flight:
         return
     remaining: dict[str, int] = {}
@@ -130,7 +131,7 @@ def limits(c: Compiling) -> list[tuple[str, int]] | None:
 def _gfx12_limits(counters: list[str], value: int) -> list[tuple[str, int]]:
     if len(counters) == 1:
         return [(counters[0], value)]
-    first, second = counters  # loadcnt_dscnt, storecnt_dscnt: bits 13:8 and 5:0
+    first, second = counters  # in loadcnt_dscnt and storecnt_dscnt: bits 13:8 and bits 5:0
     return [(first, value >> 8 & 63), (second, value & 63)]
 
 

@@ -186,9 +186,9 @@ def _fmas(c: Compiling) -> Step:
 def _fixup(c: Compiling) -> Step:
     """Handle the special cases of a quotient (NaN, division by zero, infinities); otherwise set its sign.
 
-    The last case is an overflow. The documents test whether the denominator's exponent is 255, which never occurs at
-    this point. The quotient is what overflows; without this case 1e30 / 1e-30 would be NaN, from inf - inf in the last
-    step.
+    The last special case is an overflow. The documents test whether the denominator's exponent is 255, which never
+    occurs at this point. Here the quotient is tested instead: without this case, 1e30 / 1e-30 would be NaN, from
+    inf - inf in the last step.
     """
     readers = [vector_reader(operand, "f") for operand in c.operands[1:]]
     register = c.operands[0].register

@@ -7,7 +7,7 @@ from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, mixture
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
-DINO3 |= {"pos_embed_rescale": None}  # random in training
+DINO3 |= {"pos_embed_rescale": None}  # this rescaling would be random in training
 LLAMA = {**SMALL, "model_type": "llama"}
 SECTIONS = {"rope_type": "default", "mrope_section": [4, 2, 2]}
 WITH_IMAGES = {"image_token_id": inputs.IMAGE_TOKEN, "pad_token_id": 0}
@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, an fp32 error of 1e-7 grows to 1e-5 in one layer of both models, by chance more in one of them
+        # with seed 0, one layer of both models amplifies errors from 1e-7 to 1e-5, by chance more in one of them
         seed=1,
     ),
     Case(
@@ -164,7 +164,7 @@ MULTIMODAL = [
         glm(),
         ("Glm4vTextAttention", "Glm4vVisionAttention"),
         kind="images in text",
-        seed=1,  # with seed 0, the error of stock's gradients is by chance half of that with other seeds
+        seed=1,  # with seed 0, the error of stock's gradients is by chance half of the error with other seeds
     ),
     Case(
         "glm4v_moe",

@@ -16,7 +16,7 @@ WINDOWS = [
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True},
         ("Qwen2Attention",),
     ),
-    # transformers selects eager from 5.23 on; earlier, its sdpa omits the softcap
+    # 5.23 selects eager; releases up to at least 5.19 select sdpa, which omits the softcap
     Case(
         "gemma2",
         "Gemma2ForCausalLM",

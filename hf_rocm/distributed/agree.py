@@ -42,7 +42,8 @@ def agree(
         failure = error
         mine["failed"] = _description(error)
     try:
-        if failure is not None:  # before this rank publishes its facts: a rank that has read all facts continues
+        if failure is not None:
+            # This must precede publish(): a rank that has read the facts of all ranks continues.
             call.end(_failed(here.rank, mine))
         call.publish(mine)
         collected = call.collect(timeout)

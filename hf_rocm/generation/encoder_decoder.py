@@ -210,7 +210,7 @@ def windows_of(config: Any) -> list[int | None] | str:
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
     """The mask of the encoder's padding for every step of a call, or the reason why there is none.
 
-    From 5.0 on decoders take a four-dimensional mask. They omit a mask without padding, but not while a step is
+    From 5.0 on, decoders take a four-dimensional mask. They omit a mask without padding, but not while a step is
     recorded, so a mask is always passed. Earlier releases take a two-dimensional mask and wait for the device in every
     step unless it is None, so the inputs must not be padded in these releases.
     """

@@ -34,7 +34,7 @@ class Schedule:
         self.comparisons = 0
         self.calls = 0
         self._distance = 1
-        self._call: int | None = None  # the last call that replayed it
+        self._call: int | None = None  # the last call that replayed the recording
         self._first_of_call = False  # whether the next replay is compared because it is the first of its call
 
     @property

@@ -56,7 +56,7 @@ BYTES = (
     ),
 )
 
-# Tests that some releases leave out; docs/testing.md gives the reasons.
+# Tests that are not run with some releases; docs/testing.md gives the reasons.
 BETWEEN = (
     *BYTES,
     "tests/tools/verify/test_faults.py",
@@ -159,7 +159,7 @@ LONGEST = (
     BESIDE_AITER,
 )
 
-# Reason for which conftest.py skips tests without the hardware → command that runs these tests.
+# The reason that conftest.py gives for skipping tests without the hardware → the command that runs these tests.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
 # Tests with injected faults take minutes and don't depend on the release, so they run only in the newest one.

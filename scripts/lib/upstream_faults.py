@@ -44,7 +44,7 @@ def window(call: Call) -> Call:
 
 
 def mask(call: Call) -> Call:
-    """The mask is ignored, except causality."""
+    """The mask is ignored, except for its causal part."""
     import torch
 
     def changes(terms: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +127,8 @@ def _plant(name: str) -> None:
 
 
 def _spread(factor: float) -> None:
-    """Initialise weights with a larger spread, so that attention isn't nearly uniform, nor norm inputs nearly
-    constant."""
+    """Initialise weights with a larger spread, so that attention is not nearly uniform and the inputs of norms are not
+    nearly constant."""
     if factor == 1:
         return
     import transformers.initialization as init

@@ -48,7 +48,7 @@ MEMORIES: Mapping[str, Memory] = {
     "gfx942": Memory(5.3e12, HBM, 304, 4, 65536, 8),  # MI300X
     "gfx950": Memory(8.0e12, HBM, 256, 4, 163840, 8),  # MI355X
     "gfx1100": Memory(0.96e12, GDDR, 48, 4, 131072, 16),  # RX 7900 XTX
-    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),  # Radeon 890M, LPDDR5X-7500 of 128 bits
+    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),  # Radeon 890M, 128-bit LPDDR5X-7500
     "gfx1151": Memory(0.256e12, LPDDR, 20, 4, 131072, 16),  # Radeon 8060S
     "gfx1200": Memory(0.32e12, GDDR, 16, 4, 131072, 16),  # RX 9060 XT
     "gfx1201": Memory(0.64e12, GDDR, 32, 4, 131072, 16),  # RX 9070 XT
@@ -148,7 +148,10 @@ def measure(case: Case, arch: str) -> list[Figures]:
 
 
 def cases() -> list[Case]:
-    """The sizes of Llama-3.1-8B during decoding: 32 and 8 heads of 128, hidden size 4096, intermediate size 14336."""
+    """Operations with the sizes of Llama-3.1-8B during decoding.
+
+    32 query heads and 8 key heads of size 128, hidden size 4096, intermediate size 14336.
+    """
     from hf_rocm import ops, options
 
     def served(operation: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], Any]:

@@ -158,7 +158,10 @@ _FLASH_GIVEN = frozenset(("q", "k", "v", "dropout_p", "softmax_scale", "causal",
 
 
 def bind_mha_fwd(*, sinks: bool = False, lengths: bool = False) -> contract.Call | str:
-    """`mha_fwd` as the installed release declares it, with sinks or with key lengths."""
+    """`mha_fwd` as the installed release declares it, or the reason why it can't be called.
+
+    sinks, lengths: whether calls pass attention sinks or the numbers of keys; not both.
+    """
     gives = _GIVEN_WITH_SINKS if sinks else _GIVEN_WITH_LENGTHS if lengths else _GIVEN
     return contract.operator("mha_fwd", gives, _NEUTRAL)
 

@@ -230,7 +230,7 @@ def _work(
     causal: bool,
     page: int | None,
 ) -> _Work:
-    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: without a window."""
+    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window."""
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads
     how = plan(

@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Return the spread, in milliseconds, of at least one time in seconds."""
+    """Return the spread, in milliseconds, of a non-empty sequence of times in seconds."""
     values = [1000 * second for second in seconds]
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])

@@ -178,7 +178,7 @@ def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _plainly(model: Any) -> Any:
-    """Select eager attention and experts in all configs of the model, which it does not share with other models."""
+    """Select eager attention and experts in all configs of the model. Other models have separate configs."""
     for config, name in _implementations(model):
         setattr(config, name, "eager")
     return model

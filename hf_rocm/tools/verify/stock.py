@@ -1,4 +1,4 @@
-"""Compare stock as it was loaded with plain stock, since attention implementations and hub kernels can be wrong too.
+"""Check stock as it was loaded against plain stock, since attention implementations and hub kernels can be wrong too.
 
 The other checks compare hf_rocm with stock under eager attention. Without hf_rocm, and in layers that stay stock, the
 model runs as it was loaded: with another attention implementation, a rotary kernel from the hub, or padding.
@@ -71,12 +71,12 @@ def _shortest_first(step: Step) -> Step:
 
 
 def _together(subject: Subject, step: Step) -> Tensor:
-    """Return [N, V]: the compared positions of all rows in one batch, with the positions that `generate` passes."""
+    """Return the logits [N, V] of the compared tokens, with all rows in one batch and `generate`'s position ids."""
     return run(subject, Case(NAME, (step,), "dynamic"), subject.dtype).finals[0].flatten(1)
 
 
 def _alone(subject: Subject, step: Step, dtype: torch.dtype) -> Tensor:
-    """Return [N, V]: the same positions, with every row run alone and without its padding."""
+    """Return the logits [N, V] of the same tokens, with every row run alone and without its padding."""
     assert step.mask is not None
     rows = []
     for ids, mask, keep in zip(step.ids, step.mask.bool(), step.keep, strict=True):

@@ -126,7 +126,7 @@ class Environment:
 
 
 def uv() -> str:
-    """The path of the real uv. Without uv, the tests fail instead of being skipped, as they do without strace."""
+    """The path of the real uv. The tests fail, instead of being skipped, if it or strace is missing."""
     beside = Path(sys.executable).parent / "uv"
     if beside.is_file():
         return str(beside)

@@ -229,7 +229,7 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
 
 
 def _padded_rows(facts: Facts) -> Iterator[Finding]:
-    """Check for left-padded query rows without a visible key, which become NaN in fp16."""
+    """Check for a float16 model, in which left-padded query rows without a visible key can become NaN."""
     named = facts.model
     here = version(facts.transformers.version)
     if named is None or named.dtype != "float16" or here is None or here.major < MASKS_UNCORRECTED:

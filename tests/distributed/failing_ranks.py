@@ -30,9 +30,9 @@ from hf_rocm.distributed import facts  # noqa: E402
 transformers.logging.set_verbosity_error()
 
 
-def report(kind, error, _):
+def report(kind, error, trace):
     """Write the error at once, because the ranks share stderr and Python writes a traceback in pieces."""
-    os.write(2, "".join(traceback.format_exception_only(kind, error)).encode())
+    os.write(2, "".join(traceback.format_exception(kind, error, trace)).encode())
 
 
 sys.excepthook = report

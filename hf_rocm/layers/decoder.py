@@ -13,21 +13,14 @@ from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, compiler, nn
-from torch.nn.modules import module as torch_module
 
 from hf_rocm import ops
-from hf_rocm.layers.norm import SEPARATE, PrenormResidual, RMSNorm, can_fuse
+from hf_rocm.layers.norm import SEPARATE, PrenormResidual, RMSNorm, can_fuse, runs_only_forward
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.norm_add import one_kernel
 from hf_rocm.ops.rope_into_cache import alike
 from hf_rocm.overlay.bind import GPU, MODE, OFF, Binding, bindings_by_class
 
-_hooks_on_all = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
 _call = nn.Module.__call__
 
 
@@ -150,12 +143,7 @@ def unhooked_binding(module: Any, x: Tensor) -> Binding | None:
     mode = own.get(MODE, binding.mode)
     if mode == OFF or (mode == GPU and not x.is_cuda):
         return None
-    if "forward" in own or own.get("_compiled_call_impl") is not None:
-        return None
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return None
-    every, before, backward, before_backward = _hooks_on_all
-    if every or before or backward or before_backward:
+    if not runs_only_forward(own):
         return None
     watch = binding.watch
     if watch is not None and not watch.unchanged() and not watch.holds():

@@ -143,16 +143,22 @@ def _is_plain_linear(linear: Any) -> bool:
 def is_plain(module: Any) -> bool:
     """Return whether a call of this module would only run the forward of its class, as the class's file defines it.
 
-    False if the module has hooks, an instance forward or a compiled call, if hooks are registered for all modules, or
-    if the class is not stock (see `is_stock`).
+    False if `runs_only_forward` is False, and if its class is not `is_stock`.
     """
-    own = module.__dict__
+    return runs_only_forward(module.__dict__) and is_stock(module.__class__)
+
+
+def runs_only_forward(own: dict[str, Any]) -> bool:
+    """Return whether a call of the module with this `__dict__` would only run the forward of its class.
+
+    False if the module has hooks, its own forward or a compiled one, and if hooks are registered on all modules.
+    """
     if "forward" in own or own.get("_compiled_call_impl") is not None:
         return False
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
     every, before, backward, before_backward = _hooks_on_all
-    return not (every or before or backward or before_backward) and is_stock(module.__class__)
+    return not (every or before or backward or before_backward)
 
 
 def dropout_reason(dropout: Any) -> str | None:

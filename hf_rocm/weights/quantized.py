@@ -33,7 +33,22 @@ _log = logging.getLogger("hf_rocm")
 
 
 class Replacement(nn.Module):
-    """A module that `quantize` put in place of another one, until `restore` or `dequantize`."""
+    """A module that `quantize` put in place of another one, until `restore` or `dequantize`.
+
+    dtype: that of the dequantised weights. replaced: the original module. follows: whether accelerate moved its input
+    to its device. warns: whether state dicts with rounded weights are logged.
+    """
+
+    dtype: torch.dtype
+    replaced: tuple[Any]
+    follows: bool
+    warns: bool
+
+    def take_place_of(self, module: nn.Module, dtype: torch.dtype, *, warns: bool) -> None:
+        """Set the attributes of the class. The weights of `module` will be empty, or kept on the CPU."""
+        self.replaced = (module,)  # in a tuple, so that it is not a child
+        self.follows = "_hf_hook" in module.__dict__
+        self.dtype, self.warns, self.training = dtype, warns, module.training
 
     @property
     def kept(self) -> bool:
@@ -46,7 +61,17 @@ class Replacement(nn.Module):
 
     def ordinary(self) -> nn.Module:
         """Return an ordinary module with the original weights or the dequantised ones."""
-        raise NotImplementedError
+        return self.original()
+
+    def warn_if_rounded(self) -> None:
+        """Log that a state dict contains rounded weights, unless the original ones are kept."""
+        if self.warns and not self.kept:
+            _log.warning("the state dict of a quantised model contains its rounded weights in %s", self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Replacement:
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
 
 
 class QuantizedLinear(PackedLinear, Replacement):
@@ -63,11 +88,8 @@ class QuantizedLinear(PackedLinear, Replacement):
         self.quantized = quantized
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.start = start
-        self.dtype = linear.weight.dtype if isinstance(linear, Linear) else linear.dtype
-        self.replaced = (linear,)  # in a tuple, so that it is not a child; its parameters are empty, or kept on the CPU
-        self.follows = "_hf_hook" in linear.__dict__  # whether accelerate moved the input to the layer's device
-        self.warns = warns
-        self.training = linear.training
+        dtype = linear.weight.dtype if isinstance(linear, Linear) else linear.dtype
+        self.take_place_of(linear, dtype, warns=warns)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.follows:
@@ -109,22 +131,13 @@ class QuantizedLinear(PackedLinear, Replacement):
                 linear.bias.data = self.bias.clone()
         return linear
 
-    def ordinary(self) -> nn.Module:
-        return self.original()
-
     def extra_repr(self) -> str:
         data = self.quantized.data
         kind = "4 bits" if data.dtype == INT4 else str(data.dtype).removeprefix("torch.")
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.warns and not self.kept:
-            _log.warning("the state dict of a quantised model contains its rounded weights in %s", self.dtype)
+        self.warn_if_rounded()
         weight = self.replaced[0].weight.detach() if self.kept else self.weight.cpu()
         destination[prefix + "weight"] = weight.to(self.dtype)
         if self.bias is not None:

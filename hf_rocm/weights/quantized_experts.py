@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", transposed=True, interleaved=True)
 
-_log = logging.getLogger("hf_rocm")
-
 
 class QuantizedExperts(Mxfp4Experts, Replacement):
     """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and biases or none.
@@ -42,10 +39,8 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         form = _form(experts)
         assert isinstance(form, Form)
         self.activation, self.limit, self.alpha = form.activation, form.limit, form.alpha
-        self.form, self.warns, self.training = form, warns, experts.training
-        self.follows = "_hf_hook" in experts.__dict__
-        self.replaced = (experts,)  # in a tuple, so that it is not a child; its weights are empty, or kept on the CPU
-        self.dtype = experts.down_proj.dtype
+        self.form = form
+        self.take_place_of(experts, experts.down_proj.dtype, warns=warns)
         for name in _NAMES:
             weight = experts._parameters[name]
             count, n, k = _sizes(weight, form)
@@ -162,22 +157,13 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         module: nn.Module = experts
         return module.train(self.training)
 
-    def ordinary(self) -> nn.Module:
-        return self.original()
-
     def extra_repr(self) -> str:
         experts, hidden, blocks = self.packed(DOWN)[0].shape[:3]
         return f"{experts} experts, {hidden} × {BLOCK * blocks}, MXFP4"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
-        super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.warns and not self.kept:
-            _log.warning("the state dict of a quantised model contains its rounded weights in %s", self.dtype)
+        self.warn_if_rounded()
         for name in _NAMES:
             kept = self.replaced[0]._parameters[name].detach() if self.kept else None
             destination[prefix + name] = self.read(name, "cpu") if kept is None else kept.to(self.dtype)

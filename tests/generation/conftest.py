@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import transformers
 
 import hf_rocm
 from hf_rocm.device import Device, simulated
-from hf_rocm.generation import cache_layer, continuous_batching, deferred_stop, pool, recorder, suspects
+from hf_rocm.generation import cache_layer, continuous_batching, deferred_stop, pool, recorder, suspects, token_choice
+from hf_rocm.generation.recorded_draw import RecordedDraw
 from hf_rocm.generation.state import known
 from tests.generation.emulator import EmulatedRecorder
 
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
 COMMON = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -199,3 +202,45 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     between.append(lambda: generate(other, inputs, new=6))
     assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     assert counted(prepared)[1] == before[0] + 11 and counted(other)[1] == before[1] + 12 * 5
+
+
+class Streamer:
+    """Collects what a streamer receives."""
+
+    def __init__(self):
+        self.values = []
+
+    def put(self, value):
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.values.append("end")
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Count the tokens that came from replayed draws, and those that came from recorded largest logits."""
+    counts = Counter()
+    draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
+
+    def drawing(self, generator=None):
+        counts["drawn"] += generator is None  # a draw from a separate generator belongs to a comparison
+        return draw(self, generator)
+
+    def taking(cls, function, types, args=(), kwargs=None):
+        result = largest(cls, function, types, args, kwargs)
+        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.tokens
+        return result
+
+    monkeypatch.setattr(RecordedDraw, "draw", drawing)
+    monkeypatch.setattr(token_choice._Processed, "__torch_function__", classmethod(taking))
+    return counts
+
+
+def same(prepared, stock, inputs=None, *, seed=0, **how):
+    """Whether tokens and the random state after a call equal stock's."""
+    results = []
+    for model in (prepared, stock):
+        tokens = generate(model, copy.deepcopy(inputs), seed=seed, **how)
+        results.append((tokens, torch.get_rng_state()))
+    return all(map(torch.equal, *results))

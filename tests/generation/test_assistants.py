@@ -20,7 +20,7 @@ from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import known
 from tests.generation import faults
-from tests.generation.conftest import alike_from_threads, assistant_of, counted, generate, make, prompt
+from tests.generation.conftest import Streamer, alike_from_threads, assistant_of, counted, generate, make, prompt
 from tests.generation.test_speculation import before, repeating, steps_of
 
 NEW = 40
@@ -184,16 +184,6 @@ def test_a_wrong_draft_is_noticed_and_the_call_begins_again(fault, sampled, trio
 
 
 def test_a_wrong_draft_that_a_streamer_has_not_seen(trio, faulty):
-    class Streamer:
-        def __init__(self):
-            self.values = []
-
-        def put(self, value):
-            self.values.append(value.tolist())
-
-        def end(self):
-            self.values.append("end")
-
     ours, stocks = trio(graphs=None)
     faulty(ours[1], faults.garbage, first=6)
     streamers = Streamer(), Streamer()

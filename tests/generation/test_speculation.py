@@ -18,7 +18,7 @@ from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
 from hf_rocm.ops.captured import in_captured_block
 from tests.generation import faults
-from tests.generation.conftest import alike_from_threads, assistant_of, counted, generate, prompt
+from tests.generation.conftest import Streamer, alike_from_threads, assistant_of, counted, generate, prompt
 from tests.generation.test_user_caches import alike, close
 
 NEW = 40
@@ -177,16 +177,6 @@ def test_returned_outputs_of_calls(sampled, pair):
 
 
 def test_a_streamer_receives_the_same_values_as_in_stock(pair):
-    class Streamer:
-        def __init__(self):
-            self.values = []
-
-        def put(self, value):
-            self.values.append(value.tolist())
-
-        def end(self):
-            self.values.append("end")
-
     prepared, stock = pair()
     for seed in range(2):
         streamers = Streamer(), Streamer()

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import (
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    MaxLengthCriteria,
     TemperatureLogitsWarper,
 )
-from transformers.generation import logits_process
 
 import hf_rocm
 from hf_rocm.generation import recorder, token_choice
-from hf_rocm.generation.recorded_draw import RecordedDraw, draws_like_multinomial
 from hf_rocm.generation.state import known
 from tests.generation import faults
-from tests.generation.conftest import counted, generate, prompt
-
-SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9}
-
-
-@pytest.fixture
-def chosen(monkeypatch):
-    """Count the tokens that came from replayed draws, and those that came from recorded largest logits."""
-    counts = Counter()
-    draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
-
-    def drawing(self, generator=None):
-        counts["drawn"] += generator is None  # a draw from a separate generator belongs to a comparison
-        return draw(self, generator)
-
-    def taking(cls, function, types, args=(), kwargs=None):
-        result = largest(cls, function, types, args, kwargs)
-        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.tokens
-        return result
-
-    monkeypatch.setattr(RecordedDraw, "draw", drawing)
-    monkeypatch.setattr(token_choice._Processed, "__torch_function__", classmethod(taking))
-    return counts
-
-
-def same(prepared, stock, inputs=None, *, seed=0, **how):
-    """Whether tokens and the random state after a call equal stock's."""
-    results = []
-    for model in (prepared, stock):
-        tokens = generate(model, copy.deepcopy(inputs), seed=seed, **how)
-        results.append((tokens, torch.get_rng_state()))
-    return all(map(torch.equal, *results))
+from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt, same
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
@@ -120,17 +83,6 @@ def test_ends_and_several_rows(pair, chosen):
     assert chosen["drawn"] and chosen["largest"]
 
 
-class Streamer:
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens.append(value.tolist())
-
-    def end(self):
-        self.tokens.append("end")
-
-
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_streamers(how, pair, chosen):
     prepared, stock = pair()
@@ -138,7 +90,7 @@ def test_streamers(how, pair, chosen):
         streamers = Streamer(), Streamer()
         for model, streamer in zip((prepared, stock), streamers, strict=True):
             generate(model, prompt(rows=1), streamer=streamer, seed=seed, new=20, **how)
-        assert streamers[0].tokens == streamers[1].tokens
+        assert streamers[0].values == streamers[1].values
     assert chosen.total() > 10
 
 
@@ -156,14 +108,14 @@ def test_a_streamer_that_draws_gets_stocks_numbers(pair, ends_asked_late):
     class Drawing(Streamer):
         def put(self, value):
             super().put((value, torch.rand(1))[0])
-            self.tokens.append(torch.rand(1).item())
+            self.values.append(torch.rand(1).item())
 
     prepared, stock = pair()
     free = generate(stock, prompt(rows=1), seed=0, **SAMPLED)[0]
     streamers = Drawing(), Drawing()
     for model, streamer in zip((prepared, stock), streamers, strict=True):
         generate(model, prompt(rows=1), streamer=streamer, seed=0, eos_token_id=free[12].item(), **SAMPLED)
-    assert streamers[0].tokens == streamers[1].tokens
+    assert streamers[0].values == streamers[1].values
 
 
 class Own(LogitsProcessor):
@@ -220,118 +172,6 @@ def test_a_returned_dict_without_scores(pair, chosen):
     assert chosen["drawn"]
 
 
-PLACES = {
-    "multinomial": (torch, "multinomial", SAMPLED),
-    "softmax": (torch.nn.functional, "softmax", SAMPLED),
-    "argmax": (torch, "argmax", {}),
-    "top-k": (logits_process.TopKLogitsWarper, "__call__", SAMPLED),
-    "the list": (logits_process.LogitsProcessorList, "__call__", SAMPLED),
-    "a processor's softmax": (torch, "softmax", {"do_sample": True, "top_k": 0, "min_p": 0.1}),
-    "a processor's sort": (torch, "sort", {"do_sample": True, "top_k": 0, "top_p": 0.8}),
-    "a tensor's method": (torch.Tensor, "log_softmax", {"do_sample": True, "renormalize_logits": True}),
-    "the update": (GenerationMixin, "_update_model_kwargs_for_generation", {}),
-}
-
-
-@pytest.mark.parametrize("during", [False, True])
-@pytest.mark.parametrize("name", PLACES)
-def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
-    """Functions are called as often as in stock, and with tensors, even if they are replaced during a call."""
-    owner, attribute, how = PLACES[name]
-    prepared, stock = pair("llama", graphs=None)
-    for _ in range(3):  # later calls compare few of their draws, and a comparison calls the functions too
-        generate(prepared, prompt(rows=1), seed=0, new=20, **how)
-    original, calls = getattr(owner, attribute), []
-
-    def replacement(*args, **kwargs):
-        calls.append(not any(isinstance(value, token_choice._StandIn) for value in args))
-        return original(*args, **kwargs)
-
-    class Replaces(Streamer):
-        def put(self, value):
-            if during and len(self.tokens) == 6:
-                monkeypatch.setattr(owner, attribute, replacement)
-            super().put(value)
-
-    counts = []
-    for model in (prepared, stock):
-        with monkeypatch.context() as patch:
-            if not during:
-                patch.setattr(owner, attribute, replacement)
-            calls.clear()
-            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Replaces(), **how)
-            counts.append((len(calls), tokens))
-            assert calls and all(calls)
-        monkeypatch.setattr(owner, attribute, original)
-    assert torch.equal(counts[0][1], counts[1][1])
-    if name != "softmax":  # attention may call it too
-        assert counts[0][0] == counts[1][0]
-
-
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_functions_that_were_replaced_before_the_first_call(how, pair, monkeypatch):
-    """One replacement is another function of torch, and one accepts only the arguments that transformers passes."""
-    draws_like_multinomial.cache_clear()
-    token_choice._skipped.cache_clear()
-    monkeypatch.setattr(torch, "argmax", torch.argmin)
-    monkeypatch.setattr(torch, "multinomial", lambda weights, num_samples: weights.topk(2).indices[:, 1:])
-    prepared, stock = pair("llama", graphs=None)
-    for _ in range(2):
-        assert same(prepared, stock, new=20, **how)
-    assert counted(prepared)[1]
-    token_choice._skipped.cache_clear()
-
-
-def test_lists_that_change_during_a_call(pair):
-    """During a call, a streamer extends the call's lists of logits processors and stopping criteria."""
-
-    class Changes(Streamer):
-        def __init__(self, lists):
-            super().__init__()
-            self.lists = lists
-
-        def put(self, value):
-            super().put(value)
-            if len(self.tokens) == 8:
-                self.lists["_get_logits_processor"].append(TemperatureLogitsWarper(0.1))
-            if len(self.tokens) == 12:
-                self.lists["_get_stopping_criteria"].append(MaxLengthCriteria(22))
-
-    prepared, stock = pair()
-    for seed in range(2):
-        results = []
-        for model in (prepared, stock):
-            lists = {}
-            for name in ("_get_logits_processor", "_get_stopping_criteria"):
-                inherited = getattr(type(model), name)
-
-                def get(*args, name=name, inherited=inherited, model=model, lists=lists, **kwargs):
-                    return lists.setdefault(name, inherited(model, *args, **kwargs))
-
-                setattr(model, name, get)
-            results.append(generate(model, prompt(rows=1), seed=seed, new=20, streamer=Changes(lists), **SAMPLED))
-        assert torch.equal(*results) and results[0].shape[1] == 22
-
-
-def test_a_setting_that_becomes_a_tensor(pair):
-    prepared, stock = pair()
-    for seed in range(2):
-        tokens = []
-        for model in (prepared, stock):
-            processor = TemperatureLogitsWarper(2.0)
-            processors = LogitsProcessorList([processor])
-
-            class Changes(Streamer):
-                def put(self, value, processor=processor):
-                    super().put(value)
-                    if len(self.tokens) == 8:
-                        processor.temperature = torch.linspace(0.5, 1, 61)
-
-            how = {"logits_processor": processors, "streamer": Changes(), "do_sample": True}
-            tokens.append(generate(model, prompt(rows=1), seed=seed, new=20, **how))
-        assert torch.equal(*tokens)
-
-
 @pytest.mark.parametrize("at", [2, 4, 6, 9])
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_logits_that_become_nan_during_a_call(how, at, pair):
@@ -349,7 +189,7 @@ def test_logits_that_become_nan_during_a_call(how, at, pair):
         streamer = Streamer()
         with pytest.raises(RuntimeError, match="nan") if how else nullcontext():
             generate(model, inputs, seed=0, new=30, streamer=streamer, **how)
-        results.append(streamer.tokens)
+        results.append(streamer.values)
     assert results[0] == results[1] and len(results[0]) == (at + 1 if how else 32)
     for model in (prepared, stock):
         with torch.no_grad():
@@ -357,28 +197,6 @@ def test_logits_that_become_nan_during_a_call(how, at, pair):
     for _ in range(2):
         assert same(prepared, stock, inputs, new=20, **how)
     assert known(prepared).disabled is None
-
-
-def test_a_setting_that_changes_during_a_call(pair, chosen):
-    prepared, stock = pair()
-
-    class Changes(Streamer):
-        def __init__(self, processor):
-            super().__init__()
-            self.processor = processor
-
-        def put(self, value):
-            super().put(value)
-            self.processor.temperature = 0.3 if len(self.tokens) > 8 else 2.0
-
-    for _ in range(2):
-        tokens = []
-        for model in (prepared, stock):
-            processor = TemperatureLogitsWarper(2.0)
-            how = {"logits_processor": LogitsProcessorList([processor]), "streamer": Changes(processor)}
-            tokens.append(generate(model, prompt(rows=1), seed=0, new=20, do_sample=True, **how))
-        assert torch.equal(*tokens)
-    assert chosen["drawn"]
 
 
 def test_a_method_of_the_model_that_reads_the_logits(pair, chosen):

@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, Build
-
-# gfx1150 and gfx1151 have the instructions of gfx1100 and scalar floats; gfx1200 has those of gfx1201.
-DISTINCT = [name for name in ARCHITECTURES if name not in ("gfx1150", "gfx1151", "gfx1200")]
+from tests.amdgcn import one
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +24,7 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", DISTINCT)
+@pytest.mark.parametrize("architecture", one.ARCHITECTURES)  # the others have the same instruction sets
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr

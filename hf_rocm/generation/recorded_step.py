@@ -122,7 +122,7 @@ class RecordedStep(Recorded):
         return logits
 
     def tokens_agree(self) -> bool:
-        """Return whether the last replay's tokens are those with the largest of its own logits."""
+        """Return whether the last replay chose the tokens with the largest of its logits."""
         return self.tokens is None or torch.equal(self.tokens, self.logits.argmax(dim=-1))
 
     def outputs(self, cache: DecodeCache, **instead: Any) -> Any:

@@ -201,9 +201,7 @@ def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, f
         ({"triton": "3.6.0", "pytorch-triton-rocm": "3.5.1"}, "problem", "overwrite each other's files"),
     ],
 )
-def test_missing_untested_and_duplicate_tritons_are_reported(
-    good: Facts, versions: dict[str, str], level: str, words: str
-) -> None:
+def test_unsuitable_tritons_are_reported(good: Facts, versions: dict[str, str], level: str, words: str) -> None:
     (finding,) = triton(replace(good, packages=versions))
     assert finding.level.value == level and words in f"{finding.what}; {finding.means}"
 
@@ -324,9 +322,7 @@ def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path
         (0, "5.23.0", {"model": "problem"}),
     ],
 )
-def test_a_model_that_does_not_fit_is_reported(
-    good: Facts, weights: int, release: str, expected: dict[str, str]
-) -> None:
+def test_models_that_do_not_fit_are_reported(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
     named = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
     actual = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
     assert {finding.check: finding.level.value for finding in actual} == expected

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.idefics3.modeling_idefics3, 4.53 and up.
 
-Served: the vision tower. The language model is served by the overlay of its own type.
+Served: the vision tower. Another overlay serves the language model, by its type.
 """
 
 try:

@@ -333,8 +333,9 @@ def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def _wait(device: torch.device) -> None:
+    """Wait for the current stream only: waiting for the device is an error while another thread captures a graph."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _reserved(device: torch.device) -> int:

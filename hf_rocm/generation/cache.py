@@ -2,9 +2,8 @@
 
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
 as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
-step of one token writes to the row whose index the device reads from `place`, so that a recording of the step stays
-valid. Steps that verify drafts write several rows. Changes that affect a recording (a buffer grows, a window moves) are
-made on the host between two steps.
+step writes to rows whose indices the device reads from `places`, so that a recording of the step stays valid. Changes
+that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,20 +242,20 @@ class DecodeCache(Cache):
             return self._write_more(layer, key_states, value_states)
         if self._placed != (layer.length, count):
             self.aim(count)
-        places = layer.place if count == 1 else layer.places[:count]
+        places = layer.places_of(count)
         layer.keys.index_copy_(2, places, key_states)
         layer.values.index_copy_(2, places, value_states)
         layer.rows += count
         return layer.keys, layer.values
 
     def _hf_rocm_slot(self, layer_idx: int, count: int) -> Slot | None:
-        """The row for one token, for kernels that write keys and values; None where `update` must be called."""
+        """The rows of a step, for kernels that write keys and values; None where `update` must be called."""
         layer = self.layers[layer_idx]
-        if count != 1 or layer.length == self._loaded:
+        if count > self.longest_step or layer.length == self._loaded:
             return None
-        if self._placed != (layer.length, 1):
-            self.aim()
-        return Slot(layer.keys, layer.values, layer.place, layer.count)
+        if self._placed != (layer.length, count):
+            self.aim(count)
+        return Slot(layer.keys, layer.values, layer.places_of(count), partial(layer.count, count))
 
     def _write_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         count = key.shape[2]

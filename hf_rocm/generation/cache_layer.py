@@ -69,9 +69,13 @@ class Layer:
             self.keys = _buffer(key, rows, old[0], self.rows)
             self.values = _buffer(value, rows, old[1], self.rows)
 
-    def count(self) -> None:
-        """Count one more row as written."""
-        self.rows += 1
+    def places_of(self, tokens: int) -> Any:
+        """The rows of a step of this many tokens, [tokens] int64 on the device."""
+        return self.place if tokens == 1 else self.places[:tokens]
+
+    def count(self, rows: int) -> None:
+        """Count more rows as written."""
+        self.rows += rows
 
     def move_window(self, window: int) -> None:
         """Move the rows that later queries still see to the front."""

@@ -26,6 +26,7 @@ from hf_rocm.generation import (
     suspects,
     token_choice,
     user_cache,
+    verification,
 )
 from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.cache import DecodeCache
@@ -103,7 +104,7 @@ def _prepare_cache_for_generation(
         if windows is None:
             return
         given = model_kwargs.get("past_key_values")
-        user = UserCache(_cache_of_forward(self) if given is None else given, brought=brought)
+        user = UserCache(user_cache.cache_of_forward(self) if given is None else given, brought=brought)
         result = user.refuses() or user.windows(windows)
         if drafts and not isinstance(result, str):
             result = speculation.refuses_windows(generation_config, result, returned=True) or result
@@ -178,15 +179,6 @@ def _mode(generation_config: Any, mode: Any) -> Any:
     from transformers.generation.configuration_utils import GenerationMode
 
     return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
-
-
-def _cache_of_forward(model: Any) -> Any:
-    """The cache that the model's forward creates in releases where `generate` creates none."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    if model.config.is_encoder_decoder:
-        return EncoderDecoderCache(*(DynamicCache(config=model.get_decoder().config) for _ in range(2)))
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
@@ -332,17 +324,25 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
 
 def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
+    arguments, cache = attempt.arguments, attempt.cache
     attempt.rounds = None
-    if attempt.cache.drafts is not None:
+    if cache.drafts is not None:
         step = speculation.verifying(step)
-        attempt.rounds = _rounds(self, attempt.cache)
-    with (
-        deferred_stop.stopping_on_time(),
-        loops.stepping(self, attempt.cache, lambda arguments: step(**arguments)),
-        assistant.drafting(attempt.rounds),
-        lookup.searching_on_the_host(),
-    ):
-        return stock(input_ids, *args, **attempt.arguments)
+        attempt.rounds = _rounds(self, cache)
+        if not args:
+            cache.choice = verification.of_call(self, arguments)
+            criteria = stop_criteria.of_call(arguments)
+            arguments = arguments if criteria is None else {**arguments, "stopping_criteria": criteria}
+    try:
+        with (
+            deferred_stop.stopping_on_time(),
+            loops.stepping(self, cache, lambda arguments: step(**arguments)),
+            assistant.drafting(attempt.rounds),
+            lookup.searching_on_the_host(),
+        ):
+            return stock(input_ids, *args, **arguments)
+    finally:
+        cache.choice = None
 
 
 def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:

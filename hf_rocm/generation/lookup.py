@@ -1,17 +1,17 @@
-"""Prompt lookup without waiting for the device: transformers searches a copy of the tokens in the host's memory.
+"""Prompt lookup without waiting for the device: the tokens are copied to the host once per step and searched there.
 
-The stock search waits for the device once for every n-gram length and again for every match. The same search runs here,
-so the drafts are the same, but the tokens are copied to the host once per step.
+The stock search waits for the device once for every n-gram length and again for every match. The search here returns
+the same drafts.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,18 +30,18 @@ def searching_on_the_host() -> Iterator[None]:
         return
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Generator
 
-    before, _thread.searches = _thread.searches, {}
+    before, _thread.ends = _thread.ends, {}
     try:
         with patches.applied(Change(Generator, "get_candidates", _searches, key=__name__)):
             yield
     finally:
-        _thread.searches = before
+        _thread.ends = before
 
 
 class _Thread(threading.local):
-    """searches: maps a generator of this thread's call to its copy for tokens on the host; None outside the block."""
+    """ends: maps a generator of this thread's call to its end tokens; None outside the block."""
 
-    searches: dict[Any, Any] | None = None
+    ends: dict[Any, list[int]] | None = None
 
 
 _thread = _Thread()
@@ -49,27 +49,48 @@ _thread = _Thread()
 
 def _searches(change: Change) -> Callable[..., Any]:
     def get_candidates(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        searches = _thread.searches
-        stock = change.call_of(self)
-        if searches is None or not change.live or getattr(self, "logits_processor", None):
-            return stock(input_ids, *args, **kwargs)
-        if self not in searches:
-            searches[self] = _on_host(self)
-        tokens = input_ids.cpu()
-        extended, logits = change.call_of(searches[self])(tokens, *args, **kwargs)
-        if extended is tokens:
-            return input_ids, logits
-        drafts = extended[:, tokens.shape[1] :].to(input_ids.device, non_blocking=True)
-        return torch.cat((input_ids, drafts), dim=1), logits
+        ends = _thread.ends
+        subclass = type(self) is not change.owner
+        if ends is None or not change.live or subclass or getattr(self, "logits_processor", None) or len(input_ids) > 1:
+            return change.call_of(self)(input_ids, *args, **kwargs)
+        if self not in ends:
+            ends[self] = [] if self.eos_token_id is None else self.eos_token_id.cpu().tolist()
+        drafts = drafted(
+            input_ids[0].cpu().numpy(),
+            most=self.num_output_tokens,
+            ngram=self.max_matching_ngram_size,
+            limit=self.max_length,
+            ends=ends[self],
+        )
+        if not len(drafts):
+            return input_ids, None
+        return torch.cat((input_ids, torch.from_numpy(drafts)[None].to(input_ids.device, non_blocking=True)), 1), None
 
     return get_candidates
 
 
-def _on_host(generator: Any) -> Any:
-    """A copy of a generator that has no processors, with its end tokens in the host's memory."""
-    result, ends = copy.copy(generator), generator.eos_token_id
-    vars(result).update(
-        logits_processor=None,  # an empty list changes no logits but is called for every drafted token
-        eos_token_id=ends.cpu() if isinstance(ends, Tensor) else ends,
-    )
-    return result
+def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, ends: list[int]) -> Any:
+    """Return the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
+
+    tokens: [S]. most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first.
+    limit: the maximum length of the sequence. ends: end tokens; drafts stop before them. Returns [N], with N = 0 if
+    nothing was found. These are the drafts of transformers' `PromptLookupCandidateGenerator`.
+    """
+    length = len(tokens)
+    none = tokens[:0]
+    if limit == length + 1:
+        return none
+    for size in range(min(ngram, length - 1), 0, -1):
+        last = length - size
+        same = tokens[:last] == tokens[last]
+        for offset in range(1, size):
+            same &= tokens[offset : last + offset] == tokens[last + offset]
+        first = int(same.argmax())
+        start = first + size
+        stop = min(start + most, length, limit)
+        if not same[first] or start >= stop:
+            continue
+        drafts = tokens[start:stop]
+        ended = np.isin(drafts, ends).nonzero()[0]
+        return drafts[: ended[0]] if len(ended) else drafts
+    return none

@@ -40,7 +40,7 @@ class RecordedDraw(Recorded):
     alarms = False  # the recorded step raises the alarm
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
-        logits = step.logits
+        logits = step.last_logits
         with torch.inference_mode(False), torch.no_grad():
             probabilities = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             self._noise = torch.ones_like(probabilities)
@@ -76,7 +76,7 @@ class RecordedDraw(Recorded):
             self._compared.fill_(False)
 
     def _agrees(self, step: RecordedStep, processors: Processors) -> bool:
-        device, logits = self._noise.device, step.logits
+        device, logits = self._noise.device, step.last_logits
         state = default_generator(device).get_state()
         replayed: list[list[Tensor]] = []
         uncaptured: list[list[Tensor]] = []

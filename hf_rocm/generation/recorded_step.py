@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.schedule import BACK, Schedule
 from hf_rocm.generation.static_buffers import resident
-from hf_rocm.generation.step import Inputs, Unrecordable, rows, sum_of_bits
+from hf_rocm.generation.step import ROWS, Inputs, Unrecordable, rows, sum_of_bits
 
 
 class Recorded:
@@ -82,7 +83,8 @@ class RecordedStep(Recorded):
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
     [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the
-    largest logits (see `largest`). draws: the recorded draws from the step's logits (see `recorded_draw`).
+    largest logits (see `largest`); last_tokens: [B], those of the last position. draws: the recorded draws from the
+    step's logits (see `recorded_draw`).
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RecordedStep(Recorded):
         with torch.inference_mode(False), torch.no_grad():
             self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=device)
             self.tokens = None if tokens is None else torch.empty_like(tokens)
+            self.last_tokens = None if self.tokens is None else self.tokens[:, -1]
         self.draws: dict[Any, Any] = {}
         self._names = [name for name, value in like.items() if _written(value)]
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
@@ -111,15 +114,20 @@ class RecordedStep(Recorded):
 
     def _finish(self) -> None:
         if self.tokens is not None:
-            torch.ops.aten.argmax.out(self.logits, -1, False, out=self.tokens)
+            self.tokens.copy_(_argmax(self.logits))
         self.digests.copy_(torch.cat((self.digests[1:], digest(self.tensors, self.tokens))))
 
     @property
     def logits(self) -> Tensor:
-        """The last logits of every row, [B, V], valid until the next replay."""
-        logits = _last_logits(dict(zip(self._names, self.tensors, strict=True)))
+        """The logits of every token, [B, N, V], valid until the next replay."""
+        logits = _logits(dict(zip(self._names, self.tensors, strict=True)))
         assert logits is not None
         return logits
+
+    @property
+    def last_logits(self) -> Tensor:
+        """The logits of the last token, [B, V], valid until the next replay."""
+        return self.logits[:, -1]
 
     def tokens_agree(self) -> bool:
         """Return whether the last replay chose the tokens with the largest of its logits."""
@@ -168,19 +176,30 @@ class Alarm:
 
 
 def largest(outputs: Mapping[str, Any]) -> Tensor | None:
-    """The tokens with the largest logits of a step of one token, [B] int64, as transformers chooses them, or None."""
-    logits = _last_logits(outputs)
-    return None if logits is None else logits.argmax(dim=-1)
+    """The tokens with the largest logits of a step, [B, N] int64, as transformers chooses them, or None."""
+    logits = _logits(outputs)
+    return None if logits is None else _argmax(logits)
 
 
-def _last_logits(outputs: Mapping[str, Any]) -> Tensor | None:
-    """The logits of a step of one token, [B, V]. transformers converts them to fp32, which preserves the order of all
-    dtypes except fp64.
+def _logits(outputs: Mapping[str, Any]) -> Tensor | None:
+    """The logits of a step, [B, N, V]. transformers converts them to fp32, which preserves the order of all dtypes
+    except fp64.
     """
     logits = outputs.get("logits")
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != 1 or logits.dtype == torch.float64:
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.dtype == torch.float64:
         return None
-    return logits[:, -1]
+    return logits
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, in two stages. On a GPU one stage takes several times as long, since it uses few cores."""
+    count = logits.shape[-1]
+    parts = math.gcd(count, ROWS)
+    if parts == 1:
+        return logits.argmax(-1)
+    values, places = logits.unflatten(-1, (parts, count // parts)).max(-1)
+    part = values.argmax(-1, keepdim=True)  # the first of several equal values, as in one stage
+    return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
 
 
 def digest(tensors: Sequence[Tensor], tokens: Tensor | None) -> Tensor:

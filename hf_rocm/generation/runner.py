@@ -141,7 +141,7 @@ class Runner:
             _drop_oldest(step.draws, _MOST - 1)
             step.draws[choice.key] = None
             with suppress(Exception):  # the draw has run before, in uncaptured steps, so only the recording failed
-                step.draws[choice.key] = RecordedDraw(self._recorder(step.logits.device), step, choice.processors)
+                step.draws[choice.key] = RecordedDraw(self._recorder(step.last_logits.device), step, choice.processors)
         recorded: RecordedDraw | None = step.draws[choice.key]
         if recorded is not None:
             recorded.schedule.enter(self._call)
@@ -152,7 +152,7 @@ class Runner:
                 self._unproven = max(self._unproven, recorded.schedule.in_call)
                 self._take_back(recorded, "a replayed draw was wrong", self._model, 0)
             recorded.schedule.agreed()
-        return torch.multinomial(probabilities_of(step.logits, choice.processors), num_samples=1)
+        return torch.multinomial(probabilities_of(step.last_logits, choice.processors), num_samples=1)
 
     def _begin(self, model: Any) -> bool:
         """Fingerprint the model before the call's first step. Returns whether steps of the call may be recorded."""

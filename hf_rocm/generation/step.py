@@ -99,7 +99,7 @@ def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
 
 def _sums(words: Tensor) -> Tensor:
     """Reduce integers to at most 128 int64 numbers with the same sum."""
-    if words.ndim == 1 and words.dtype == torch.int64 and len(words) <= _ROWS:
+    if words.ndim == 1 and words.dtype == torch.int64 and len(words) <= ROWS:
         return words
     return rows(words).sum(-1, dtype=torch.int64)
 
@@ -109,11 +109,11 @@ def rows(tensor: Tensor) -> Tensor:
 
     One kernel that adds up the logits of a token takes several times as long, since PyTorch runs it on few cores.
     """
-    count = math.gcd(tensor.numel(), _ROWS)
+    count = math.gcd(tensor.numel(), ROWS)
     return tensor.reshape(count, tensor.numel() // count)
 
 
-_ROWS = 128
+ROWS = 128
 
 
 def _words(tensor: Tensor) -> Tensor:

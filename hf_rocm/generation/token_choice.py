@@ -86,10 +86,10 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
     """
     config, processors = arguments["generation_config"], arguments.get("logits_processor")
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    overridden = own(type(model), _UPDATE, GenerationMixin) or _UPDATE in model.__dict__
+    overridden = own(type(model), UPDATE, GenerationMixin) or UPDATE in model.__dict__
     if returned or overridden or arguments.get("synced_gpus") or type(processors) is not LogitsProcessorList:
         return None
-    if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((_StandIn(),)):
+    if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((StandIn(),)):
         return None
     sampled = bool(config.do_sample)
     if not all(map(_recordable, processors)) or (processors and not sampled):
@@ -121,7 +121,7 @@ def _skipped(kinds: tuple[type, ...]) -> Watch:
     kinds: the classes of the logits processors.
     """
     references = [
-        Reference(GenerationMixin, _UPDATE),
+        Reference(GenerationMixin, UPDATE),
         Reference(vars(torch), "argmax"),
         Reference(vars(torch), "multinomial"),
         Reference(vars(torch.nn.functional), "softmax"),
@@ -132,7 +132,7 @@ def _skipped(kinds: tuple[type, ...]) -> Watch:
     return Watch(references)
 
 
-_UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
+UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
 
 
 class _Processors(LogitsProcessorList):
@@ -154,7 +154,7 @@ class _Step(NamedTuple):
     draw: Draw
 
 
-class _StandIn:
+class StandIn:
     """Represents a tensor that the loop passes on without reading it. Any other use computes the tensor."""
 
     def tensor(self) -> Tensor:
@@ -171,13 +171,30 @@ class _StandIn:
         return function(*_real(args), **{name: _real(value) for name, value in (kwargs or {}).items()})
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def computed(self: StandIn, *args: Any) -> Any:
+        return function(self.tensor(), *map(_real, args))
+
+    return computed
+
+
+# Python looks these methods up on the class, where `__getattr__` is not called.
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "mod", "neg", "abs", "matmul"),
+    *("lt", "le", "gt", "ge", "and", "or", "xor", "invert", "bool", "int", "float", "index", "len", "iter", "setitem"),
+):
+    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def _real(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_real, value))
-    return value.tensor() if isinstance(value, _StandIn) else value
+    return value.tensor() if isinstance(value, StandIn) else value
 
 
-class _Logits(_StandIn):
+class _Logits(StandIn):
     """The logits, [B, 1, V]."""
 
     def __init__(self, step: _Step) -> None:
@@ -185,7 +202,7 @@ class _Logits(_StandIn):
         self._scores = _Scores(step)
 
     def tensor(self) -> Tensor:
-        return self._step.recorded.logits[:, None]
+        return self._step.recorded.logits
 
     def __getitem__(self, index: Any) -> Any:
         return self._scores if index in _LAST else self.tensor()[index]
@@ -194,7 +211,7 @@ class _Logits(_StandIn):
 _LAST = ((slice(None), -1), (slice(None), -1, slice(None)))
 
 
-class _Scores(_StandIn):
+class _Scores(StandIn):
     """The logits of the last token, [B, V], before and after their conversion to fp32."""
 
     def __init__(self, step: _Step) -> None:
@@ -202,14 +219,14 @@ class _Scores(_StandIn):
         self.processed = _Processed(step)
 
     def tensor(self) -> Tensor:
-        return self._step.recorded.logits
+        return self._step.recorded.last_logits
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         converts = not args and kwargs.get("dtype") is torch.float32
         return self if converts else self.tensor().to(*args, **kwargs)
 
 
-class _Processed(_StandIn):
+class _Processed(StandIn):
     """The processed scores, [B, V] fp32."""
 
     def __init__(self, step: _Step) -> None:
@@ -217,27 +234,27 @@ class _Processed(_StandIn):
         self.probabilities = _Probabilities(step)
 
     def tensor(self) -> Tensor:
-        return scores_of(self.step.recorded.logits, self.step.choice.processors)
+        return scores_of(self.step.recorded.last_logits, self.step.choice.processors)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(args) == 1 and type(args[0]) is cls and kwargs is not None and kwargs.get("dim") == -1:
             step, name = args[0].step, function.__name__
             if name == "argmax" and len(kwargs) == 1 and step.choice.key is None:
-                return step.recorded.tokens
+                return step.recorded.last_tokens
             if name == "softmax" and kwargs.get("dtype") is None and step.choice.key is not None:
                 return args[0].probabilities
         return super().__torch_function__(function, types, args, kwargs)
 
 
-class _Probabilities(_StandIn):
+class _Probabilities(StandIn):
     """The probabilities of the next token, [B, V] fp32."""
 
     def __init__(self, step: _Step) -> None:
         self.step = step
 
     def tensor(self) -> Tensor:
-        return probabilities_of(self.step.recorded.logits, self.step.choice.processors)
+        return probabilities_of(self.step.recorded.last_logits, self.step.choice.processors)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -154,3 +154,12 @@ def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
         return None
     rows = min(seen, keys.shape[2])  # a static layer has rows that are not written yet
     return keys[:, :, :rows], values[:, :, :rows], seen
+
+
+def cache_of_forward(model: Any) -> Any:
+    """The cache that the model's forward creates in releases where `generate` creates none."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(*(DynamicCache(config=model.get_decoder().config) for _ in range(2)))
+    return DynamicCache(config=model.config.get_text_config(decoder=True))

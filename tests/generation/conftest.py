@@ -229,7 +229,7 @@ def chosen(monkeypatch):
 
     def taking(cls, function, types, args=(), kwargs=None):
         result = largest(cls, function, types, args, kwargs)
-        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.tokens
+        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.last_tokens
         return result
 
     monkeypatch.setattr(RecordedDraw, "draw", drawing)

@@ -70,11 +70,11 @@ def stock(logits, processors):
 def test_probabilities_and_tokens_equal_stock(seed):
     pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     logits, processors = some_logits(pick, generator), some_processors(pick)
-    step = SimpleNamespace(logits=torch.zeros_like(logits))
+    step = SimpleNamespace(last_logits=torch.zeros_like(logits))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
     for number in range(3):
-        step.logits.copy_(logits.roll(number, -1))
-        expected = stock(step.logits, processors)
+        step.last_logits.copy_(logits.roll(number, -1))
+        expected = stock(step.last_logits, processors)
         torch.manual_seed(seed + number)
         tokens = torch.multinomial(expected, num_samples=1)
         after = torch.get_rng_state()
@@ -82,7 +82,7 @@ def test_probabilities_and_tokens_equal_stock(seed):
         assert torch.equal(recorded.draw(), tokens)
         assert torch.equal(recorded.tensors[1], expected)
         assert torch.equal(torch.get_rng_state(), after)
-        assert torch.equal(probabilities_of(step.logits, processors), expected)
+        assert torch.equal(probabilities_of(step.last_logits, processors), expected)
         before = torch.get_rng_state()
         assert recorded.agrees(step, processors)
         assert torch.equal(torch.get_rng_state(), before)  # a comparison draws from separate generators
@@ -96,7 +96,7 @@ def test_every_recorded_processor_is_tested():
 
 def test_a_wrong_draw_is_detected():
     processors = [TemperatureLogitsWarper(0.7)]
-    step = SimpleNamespace(logits=torch.randn((2, 61), generator=torch.Generator().manual_seed(0)))
+    step = SimpleNamespace(last_logits=torch.randn((2, 61), generator=torch.Generator().manual_seed(0)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
     assert recorded.agrees(step, processors)
     assert not recorded.agrees(step, [TemperatureLogitsWarper(0.8)])
@@ -109,7 +109,7 @@ def test_a_wrong_draw_is_detected():
 
 def test_sums_in_another_order_are_not_a_fault(monkeypatch):
     """On a GPU the cumulative sum of one row may be added up in several ways, in replays and in uncaptured draws."""
-    step = SimpleNamespace(logits=torch.zeros((1, 61)))
+    step = SimpleNamespace(last_logits=torch.zeros((1, 61)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
     recorded._varies, runs = True, itertools.count()
 
@@ -122,22 +122,22 @@ def test_sums_in_another_order_are_not_a_fault(monkeypatch):
 
 def test_stale_logits_are_a_fault_even_if_results_vary():
     """A replay reads the logits of the previous replay, so a second replay of the same logits would be correct."""
-    stale, step = torch.zeros((2, 1, 61)), SimpleNamespace(logits=torch.zeros((1, 61)))
-    recorded = RecordedDraw(EmulatedRecorder(CPU), SimpleNamespace(logits=stale[0]), [])
+    stale, step = torch.zeros((2, 1, 61)), SimpleNamespace(last_logits=torch.zeros((1, 61)))
+    recorded = RecordedDraw(EmulatedRecorder(CPU), SimpleNamespace(last_logits=stale[0]), [])
     recorded._varies, replay = True, recorded._recording.replay
 
     def late():
         stale[0].copy_(stale[1])
-        stale[1].copy_(step.logits)
+        stale[1].copy_(step.last_logits)
         replay()
 
     recorded._recording.replay = late
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        step.logits.normal_(0, 4, generator=generator)
-        before = step.logits.clone()
+        step.last_logits.normal_(0, 4, generator=generator)
+        before = step.last_logits.clone()
         assert not recorded.agrees(step, [])
-        assert torch.equal(step.logits, before)
+        assert torch.equal(step.last_logits, before)
 
 
 def test_nan_agrees_where_the_device_checks_nothing(monkeypatch):
@@ -154,7 +154,7 @@ def test_nan_agrees_where_the_device_checks_nothing(monkeypatch):
             return (probabilities / noise).argmax(dim=-1, keepdim=True)
 
     monkeypatch.setattr(torch, "multinomial", unchecked)
-    step = SimpleNamespace(logits=torch.full((2, 61), float("nan")))
+    step = SimpleNamespace(last_logits=torch.full((2, 61), float("nan")))
     assert RecordedDraw(EmulatedRecorder(CPU), step, []).agrees(step, [])
 
 
@@ -164,13 +164,13 @@ def test_invalid_probabilities_raise_as_in_stock():
             torch.multinomial(stock(logits, []), num_samples=1)
         with pytest.raises(RuntimeError, match=text):
             recorded_draw._drawn(probabilities_of(logits, []), torch.ones_like(logits), torch.tensor(False))
-        step = SimpleNamespace(logits=torch.zeros_like(logits))
+        step = SimpleNamespace(last_logits=torch.zeros_like(logits))
         recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
-        step.logits.copy_(logits)
+        step.last_logits.copy_(logits)
         for draw in (recorded.draw, lambda step=step, recorded=recorded: recorded.agrees(step, [])):
             with pytest.raises(RuntimeError, match=text):
                 draw()
-        step.logits.zero_()
+        step.last_logits.zero_()
         assert recorded.agrees(step, []) and recorded.draw().shape == (1, 1)
 
 

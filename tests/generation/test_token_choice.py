@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 
 import hf_rocm
 from hf_rocm.generation import recorder, token_choice
+from hf_rocm.generation.recorded_step import largest
 from hf_rocm.generation.state import known
 from tests.generation import faults
 from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt, same
@@ -248,7 +250,7 @@ def test_the_cache_is_freed_with_the_call(pair):
 
 def test_any_other_use_of_a_stand_in_computes_the_tensor():
     logits = torch.randn((2, 61), generator=torch.Generator().manual_seed(0))
-    step = type("Step", (), {"logits": logits, "tokens": logits.argmax(-1)})()
+    step = SimpleNamespace(logits=logits[:, None], last_logits=logits, last_tokens=logits.argmax(-1))
     choice = token_choice.Choice([TemperatureLogitsWarper(0.5)], sampled=True)
     stand_in = choice.stand_in(step, lambda: None)
     assert torch.equal(stand_in[:, 0, 3:5], logits[:, 3:5]) and stand_in.shape == (2, 1, 61)
@@ -264,6 +266,17 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
     drawn = torch.multinomial(probabilities, num_samples=1)
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.multinomial(torch.softmax(logits / 0.5, dim=-1), num_samples=1))
+
+
+@pytest.mark.parametrize("vocabulary", [61, 64, 1000, 1536])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_logit_in_two_stages_is_that_of_one(dtype, vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    for values in (3, 1000):  # with 3 values, many of the largest logits are equal
+        logits = torch.randint(0, values, (2, 5, vocabulary), generator=generator).to(dtype)
+        logits[1, 0, 7::11] = float("nan")
+        logits[1, 1] = -float("inf")
+        assert torch.equal(largest({"logits": logits}), logits.argmax(-1))
 
 
 # Wrong replays

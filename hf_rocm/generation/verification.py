@@ -1,0 +1,165 @@
+"""Accept drafts in transformers' assisted decoding without reading logits on the host.
+
+The loop converts the logits of a step to fp32, copies them, and compares the tokens with the largest logits with the
+drafts, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
+recorded step contains the tokens with the largest logits. The loop handles stand-ins for the logits and the tokens:
+the tokens are copied to the host once, and are compared with the drafts there. Any other use of a stand-in
+computes the tensor.
+
+This applies only to greedy decoding in the unchanged loop, without logits processors, if it returns no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm import features
+from hf_rocm.generation.methods import own
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.token_choice import UPDATE, StandIn
+from hf_rocm.overlay.dependencies import Reference
+from hf_rocm.overlay.replacements import Watch
+
+
+class Verification:
+    """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`."""
+
+    def holds(self) -> bool:
+        """Whether no function that receives a stand-in was replaced."""
+        return _receiving().holds()
+
+    def stand_in(self, step: RecordedStep, _: Any) -> Any:
+        """The stand-in for the logits of all replays of a step."""
+        return _Logits(step)
+
+
+def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
+    """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
+
+    arguments: the keyword arguments of `_assisted_decoding`.
+    """
+    from transformers import GenerationMixin, LogitsProcessorList
+
+    config, processors = arguments["generation_config"], arguments.get("logits_processor")
+    returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    overridden = own(type(model), UPDATE, GenerationMixin) or UPDATE in model.__dict__
+    mixed = getattr(config, "assistant_ensemble_weight", None) is not None
+    if config.do_sample or returned or overridden or mixed or arguments.get("synced_gpus"):
+        return None
+    if type(processors) is not LogitsProcessorList or processors or features.refuses("speculation") is not None:
+        return None
+    result = Verification()
+    return result if result.holds() else None
+
+
+@cache
+def _receiving() -> Watch:
+    """The functions that receive a stand-in."""
+    from transformers import GenerationMixin
+
+    names = ("__eq__", "to", "cpu")
+    return Watch(
+        [
+            Reference(GenerationMixin, UPDATE),
+            Reference(vars(torch), "cat"),
+            *(Reference(Tensor, name) for name in names),
+        ]
+    )
+
+
+class _Logits(StandIn):
+    """The logits, [1, N, V], before and after their conversion to fp32."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = step
+
+    def tensor(self) -> Tensor:
+        return self._step.logits
+
+    def __getitem__(self, index: Any) -> Any:
+        tokens = self._step.logits.shape[1]
+        return _Scores(self._step) if index == (slice(None), slice(-tokens, None)) else self.tensor()[index]
+
+    def clone(self) -> Any:
+        return self
+
+
+class _Scores(_Logits):
+    """The logits in fp32, [1, N, V]."""
+
+    def tensor(self) -> Tensor:
+        return self._step.logits.to(torch.float32)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor()[index]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        same = {"dtype": torch.float32, "device": self._step.logits.device}
+        return self if not args and kwargs == same else self.tensor().to(*args, **kwargs)
+
+    def argmax(self, *args: Any, **kwargs: Any) -> Any:
+        return _Selected(self._step) if not args and kwargs == {"dim": -1} else self.tensor().argmax(*args, **kwargs)
+
+
+class _Selected(StandIn):
+    """The tokens with the largest logits, [1, N]: accepted drafts, and the token after them."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        assert step.tokens is not None
+        self._tokens, self._on_host = step.tokens, step.tokens.cpu()
+
+    def tensor(self) -> Tensor:
+        return self._tokens
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
+        if rows == slice(None) and isinstance(columns, slice) and columns.start is columns.step is None:
+            kind = _Compared if columns.stop == -1 else _Accepted
+            return kind(self._tokens[:, : columns.stop], self._on_host[:, : columns.stop])
+        return self.tensor()[index]
+
+
+class _Compared(StandIn):
+    """Tokens that the loop compares with the drafts."""
+
+    def __init__(self, tokens: Tensor, on_host: Tensor) -> None:
+        self._tokens, self._on_host = tokens, on_host
+
+    def tensor(self) -> Tensor:
+        return self._tokens
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("eq", "__eq__") and len(args) == 2 and type(args[1]) is cls and not kwargs:
+            drafts, selected = args
+            return drafts.cpu() == selected._on_host
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _Accepted(_Compared):
+    """The tokens that the loop appends, [1, N]. Its search for end tokens runs on the host."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tokens.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self._on_host.device
+
+    def squeeze(self, dim: int) -> Tensor:
+        return self._on_host.squeeze(dim)
+
+    def cpu(self) -> Tensor:
+        return self._on_host
+
+    def __getitem__(self, index: Any) -> Any:
+        rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
+        if rows == slice(None) and isinstance(columns, slice):
+            return _Accepted(self._tokens[index], self._on_host[index])
+        return self.tensor()[index]

@@ -1,0 +1,140 @@
+"""Drafts are accepted by comparing recorded tokens on the host, with stock's tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+import hf_rocm
+from hf_rocm.generation import recorder, verification
+from hf_rocm.generation.state import known
+from tests.generation import faults
+from tests.generation.conftest import Streamer, assistant_of, counted, generate
+from tests.generation.test_speculation import NEVER, NEW, alike_greedy, before, looked_up, repeating
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Count the steps whose tokens were read on the host, and the stand-ins for logits that were computed."""
+    counts = Counter()
+    for kind, name, what in (
+        (verification._Selected, "__init__", "tokens"),
+        (verification._Logits, "tensor", "logits"),
+        (verification._Scores, "tensor", "logits"),
+    ):
+        method = getattr(kind, name)
+
+        def counting(self, *args, method=method, what=what):
+            counts[what] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(kind, name, counting)
+    return counts
+
+
+@pytest.mark.parametrize("ends", [NEVER, [5, 17, 40]])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_lookups_read_only_tokens(kind, ends, pair, read):
+    prepared, stock = pair(kind)
+    for seed in range(3):
+        inputs = repeating(seed)
+        tokens = looked_up(prepared, inputs, eos_token_id=ends)
+        if ends == NEVER:
+            assert alike_greedy(tokens, stock, inputs)
+        elif not before("5.14"):
+            assert torch.equal(tokens, generate(stock, inputs, new=NEW, eos_token_id=ends))
+    replayed = counted(prepared)[1] - known(prepared).compared
+    assert read["tokens"] == replayed > 4 and read["logits"] == 0
+
+
+def test_an_assistant(pair, read):
+    prepared, stock = pair()
+    for _ in range(2):
+        drafting = hf_rocm.prepare(assistant_of(stock, "constant"), force=True, graphs=True)
+        streamers = Streamer(), Streamer()
+        tokens = generate(
+            prepared, repeating(), new=NEW, eos_token_id=NEVER, assistant_model=drafting, streamer=streamers[0]
+        )
+        expected = generate(
+            stock,
+            repeating(),
+            new=NEW,
+            eos_token_id=NEVER,
+            assistant_model=assistant_of(stock, "constant"),
+            streamer=streamers[1],
+        )
+        assert torch.equal(tokens, expected) and streamers[0].values == streamers[1].values
+    assert read["tokens"] == counted(prepared)[1] - known(prepared).compared > 4 and read["logits"] == 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True},
+        {"repetition_penalty": 1.1},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"return_dict_in_generate": True, "output_logits": True},
+    ],
+    ids=lambda how: "-".join(how),
+)
+def test_calls_that_read_logits(how, pair, read):
+    prepared, stock = pair()
+    for _ in range(2):
+        results = [looked_up(model, repeating(), **how) for model in (prepared, stock)]
+        assert torch.equal(*(getattr(result, "sequences", result) for result in results))
+    assert counted(prepared)[1] > 8 and read["tokens"] == 0
+
+
+def test_replaced_functions_receive_tensors(pair, read, monkeypatch):
+    prepared, stock = pair(graphs=None)
+    looked_up(prepared, repeating())
+    before_replacing = read["tokens"]
+    monkeypatch.setattr(torch, "cat", lambda *args, stock=torch.cat, **kwargs: stock(*args, **kwargs))
+    assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+    assert read["tokens"] == before_replacing > 0
+    assert not verification.Verification().holds()
+
+
+def test_a_model_with_its_own_update_receives_tensors(pair, read):
+    prepared, _ = pair()
+    stocks = GenerationMixin._update_model_kwargs_for_generation
+    prepared._update_model_kwargs_for_generation = lambda *args, **kwargs: stocks(prepared, *args, **kwargs)
+    looked_up(prepared, repeating())
+    assert read["tokens"] == 0
+
+
+def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
+    monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.argmax_dropped, first=2, last=2))
+    prepared, stock = pair(graphs=None)
+    for _ in range(2):
+        assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+    assert "differed from the step itself" in known(prepared).disabled
+
+
+def test_any_other_use_of_a_stand_in_computes_the_tensor():
+    logits = torch.randn((1, 4, 61), generator=torch.Generator().manual_seed(0)).bfloat16()
+    step = SimpleNamespace(logits=logits, tokens=logits.argmax(-1))
+    stand_in = verification.Verification().stand_in(step, None)
+    assert torch.equal(stand_in[:, -3:], logits[:, -3:]) and stand_in.shape == (1, 4, 61)
+    scores = stand_in[:, -4:].to(dtype=torch.float32, device=logits.device)
+    assert torch.equal(scores.clone().softmax(-1), logits.float().softmax(-1))
+    assert torch.equal(torch.cat([scores, scores]), torch.cat([logits.float()] * 2))
+    assert torch.equal(scores.to(torch.float64), logits.float().double())
+    assert torch.equal(scores.argmax(-1), step.tokens) and torch.equal(scores[:, 1, :], logits.float()[:, 1])
+    selected = scores.argmax(dim=-1)
+    assert torch.equal(selected + 1, step.tokens + 1) and torch.equal(selected[0], step.tokens[0])
+    drafts = step.tokens[:, :3].clone()
+    drafts[0, 1] += 1
+    assert (drafts == selected[:, :-1]).tolist() == [[True, False, True]]
+    assert torch.equal(selected[:, :-1] + 1, step.tokens[:, :-1] + 1)
+    accepted = selected[:, : torch.tensor(1) + 1]
+    assert accepted.shape == (1, 2) and torch.equal(torch.cat((drafts, accepted), -1)[:, 3:], step.tokens[:, :2])
+    assert torch.equal(accepted[:, :1].cpu(), step.tokens[:, :1]) and torch.equal(
+        accepted.sum(), step.tokens[:, :2].sum()
+    )
+    assert torch.equal(accepted.squeeze(0), step.tokens[0, :2])

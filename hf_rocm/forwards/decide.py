@@ -72,7 +72,7 @@ def refuses_model(model: Any, wanted: Switch) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if "forward" in model.__dict__:
-        return "another library has set a forward on the model itself, which calls the stock one"
+        return "another library has set a forward on the model itself, and that forward calls the stock one"
     return refuses_weights(model) or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
 
 

@@ -150,7 +150,7 @@ def refuses_call(
         return "the call uses no cache"
     brought = model_kwargs.get("past_key_values")
     if brought is not None and searches:
-        return "the call passes a cache, and its beams change rows"
+        return "the call passes a cache, and beam search reorders its rows"
     if brought is not None and drafts:
         return "the call passes a cache, and rejected drafts are removed from it"
     reason = None if brought is None else user_cache.refuses(brought)

@@ -112,7 +112,7 @@ def test_attention_on_radeon(recorded_as, version, form):
     how["sinks"] = random(4, seed=2) if form == "sinks" else None
     if Version(version) < Version("0.1.19"):
         words = refusal("attention", query, key, key, **how)
-        assert f"aiter supports gfx1100 from 0.1.19 on, and this is amd-aiter {version}" in words
+        assert f"aiter supports gfx1100 from 0.1.19 on, but this is amd-aiter {version}" in words
         return
     (output, _), name, _ = by("attention", query, key, key, **how)
     assert name == "triton flash_attn_func"

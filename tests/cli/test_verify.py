@@ -51,7 +51,7 @@ def test_a_shape_of_bench_is_refused_before_accessing_the_hub(monkeypatch, capsy
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: tried.append(name))
     assert verify("--config", "small", "--force") == 1
     err = capsys.readouterr().err
-    assert "--config small is a shape of `hf-rocm bench` only" in err and "tiny-llama" in err and tried == []
+    assert "--config small is a shape that only `hf-rocm bench` accepts" in err and "tiny-llama" in err and tried == []
 
 
 def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path, capsys):

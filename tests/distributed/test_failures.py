@@ -108,7 +108,7 @@ def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
     # only the other rank is started
     (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
     assert result.code == 1, result.log
-    assert f"RankError: rank {absent} did not join to load the model with the other ranks" in result.log
+    assert f"RankError: rank {absent} did not join the other ranks to load the model" in result.log
     assert "HF_ROCM_RANKS_TIMEOUT" in result.log
 
 

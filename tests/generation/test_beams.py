@@ -93,7 +93,7 @@ def test_a_passed_cache_runs_as_in_stock(pair):
     inputs = prompt(rows=1)
     calls = [searched(model, inputs, past_key_values=DynamicCache(), num_beams=2) for model in (prepared, stock)]
     assert torch.equal(*calls)
-    assert "the call passes a cache, and its beams change rows" in known(prepared).turned_away
+    assert "the call passes a cache, and beam search reorders its rows" in known(prepared).turned_away
 
 
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])

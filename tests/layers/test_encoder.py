@@ -185,9 +185,9 @@ def test_hooks_on_all_modules_and_replaced_functions(pair, monkeypatch):
 
 
 REASONS = {
-    "hook on the norm": "has hooks or another forward",
+    "hook on the norm": "it has hooks or another forward",
     "hook on the dropout": "its dropout was replaced or has hooks",
-    "forward of the norm": "has hooks or another forward",
+    "forward of the norm": "it has hooks or another forward",
     "class of the norm": "code of tests",
     "class of the dropout": "its dropout was replaced or has hooks",
 }

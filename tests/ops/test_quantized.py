@@ -293,7 +293,7 @@ PLAIN, AFTER, WHOLE = (
         (AFTER, {"dtype": torch.float64}, "_scaled_mm returns at most fp32, not torch.float64"),
         (WHOLE, {}, "_int_mm supports only int8"),
         (WHOLE, {"format": INT8, "k": 60}, "on a GPU, _int_mm needs N and K to be multiples of 8, got 64 × 60"),
-        (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
+        (WHOLE, {"format": INT8, "dtype": torch.float64}, "the scales of _int_mm are applied in fp32"),
     ],
 )
 def test_refusals_of_the_torch_tier(refuses, changes, sentence):

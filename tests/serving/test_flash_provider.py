@@ -126,7 +126,7 @@ def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu
 def test_explain_after_a_batch():
     """With flash attention, attention layers run in their overlays. With sdpa, they run their stock forward."""
     model = hf_rocm.prepare(make("llama"), force=True)
-    stayed = "last call stock × 2: the call has a cache in pages (continuous batching)"
+    stayed = "last call stock × 2: the call has a paged cache (continuous batching)"
     batch(model)
     assert "last call stock" not in hf_rocm.explain(model).details()
     batching.batch(model, prompts())

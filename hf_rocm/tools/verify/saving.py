@@ -20,8 +20,8 @@ from hf_rocm.tools.verify.measure import difference
 from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.reference import Reference, Run, run
 
-WEIGHTS = "weights", "the same bits before and after preparing"
-SAVED = "save_pretrained", "the same files as stock's, and the same results afterwards"
+WEIGHTS = "weights", "bit-identical before and after preparing"
+SAVED = "save_pretrained", "the same files as stock, and unchanged results afterwards"
 RESTORED = "restore", "stock again: weights, modules and results"
 
 

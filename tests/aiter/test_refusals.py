@@ -254,7 +254,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[3])
-def test_refusals(recorded_as, case):
+def test_unsupported_calls_are_refused(recorded_as, case):
     refuses, spec, changes, sentence, *where = case
     version, arch = (*where, *(NEWEST, "gfx942")[len(where) :])
     recorded_as(version, arch)

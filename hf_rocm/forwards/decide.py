@@ -87,7 +87,7 @@ def refuses_state(model: Any) -> str | None:
     if training is not None:
         return f"{training or 'the model'} is in training mode"
     foreign = watches_of(model).foreign
-    return None if foreign is None else f"a replay would not run it: {foreign}"
+    return None if foreign is None else f"a replay would not run replaced code: {foreign}"
 
 
 def refuses_call(model: Any, device: torch.device) -> str | None:

@@ -132,7 +132,7 @@ def refuses_call(
         return reason
     foreign = watches_of(model).foreign
     if foreign is not None:
-        return f"a replay would not run it: {foreign}"
+        return f"a replay would not run replaced code: {foreign}"
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in ("sdpa", "eager"):
         return f"the attention implementation {attention!r} does not accept sequence lengths"

@@ -100,7 +100,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         return Plan(tuple(commands), {}, tuple(words))
     if not machine.hipcc:
         raise ScriptError(
-            "aiter compiles its kernels, and there is no hipcc on PATH\n\n"
+            "aiter compiles its kernels, but there is no hipcc on PATH\n\n"
             "hint: install ROCm's compiler (hip-dev or rocm-hip-sdk), or add /opt/rocm/bin to PATH"
         )
     if machine.aiter == PYPI:

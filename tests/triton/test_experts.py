@@ -176,7 +176,7 @@ def test_only_few_pairs_are_served():
             ops.experts(*tensors)
         tiers += [route.tier for route in routes if route.operation == "experts"]
     assert tiers == ["triton", "torch"]
-    assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
+    assert "more than 64 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
 
 
 def test_many_pairs_are_served_if_the_tier_is_named():

@@ -197,7 +197,7 @@ def test_the_custom_op_passes_opcheck():
 @each_dtype
 def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
     """All experts are dequantised together, or as many as fit into temporary memory. The last expert has no tokens."""
-    assert "more than 256 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
+    assert "more than 256 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
     monkeypatch.setattr(experts, "PAIRS", 6)
     monkeypatch.setattr(moe_mxfp4, "_TEMPORARY", at_once * 2 * 64 * 32 * dtype.itemsize)
     names = []

@@ -42,11 +42,11 @@ KNOWN = {
         Architecture("gfx942", "CDNA 3", "Instinct MI300A, MI300X, MI325X", 64),
         Architecture("gfx950", "CDNA 4", "Instinct MI350X, MI355X", 64),
         Architecture("gfx1030", "RDNA 2", "Radeon RX 6800, 6900", 32),
-        Architecture("gfx1036", "RDNA 2", "the graphics of Ryzen 7000 and 9000", 32, integrated=True),
+        Architecture("gfx1036", "RDNA 2", "integrated graphics of Ryzen 7000 and 9000", 32, integrated=True),
         Architecture("gfx1100", "RDNA 3", "Radeon RX 7900, PRO W7900", 32),
         Architecture("gfx1101", "RDNA 3", "Radeon RX 7700, 7800", 32),
         Architecture("gfx1102", "RDNA 3", "Radeon RX 7600", 32),
-        Architecture("gfx1103", "RDNA 3", "the graphics of Ryzen 7040 and 8040", 32, integrated=True),
+        Architecture("gfx1103", "RDNA 3", "integrated graphics of Ryzen 7040 and 8040", 32, integrated=True),
         Architecture("gfx1150", "RDNA 3.5", "Ryzen AI 300 (Strix Point)", 32, integrated=True),
         Architecture("gfx1151", "RDNA 3.5", "Ryzen AI Max (Strix Halo)", 32, integrated=True),
         Architecture("gfx1152", "RDNA 3.5", "Ryzen AI 300 (Krackan Point)", 32, integrated=True),
@@ -61,7 +61,7 @@ def tiers(gfx: str) -> dict[str, str]:
     if gfx in INSTINCT:
         aiter = "every kernel"
     elif gfx in RADEON:
-        aiter = "plain HIP and Triton kernels only (AMD: experimental)"
+        aiter = "only plain HIP and Triton kernels (experimental, according to AMD)"
     else:
         aiter = "no kernel"
     triton = "compiled for it in tests" if gfx in BUILT_AHEAD else "not compiled for it in tests"

@@ -144,8 +144,8 @@ def _torch_sentence(torch: TorchFacts) -> str:
 
 
 def _rocm_sentence(torch: TorchFacts, rocm: RocmFacts) -> str:
-    here = f"{rocm.version or 'not installed'}, {'a device' if rocm.device else 'no device'}"
-    return here if torch.hip else f"{here}; this torch does not use it, so installed overlays stay stock"
+    here = f"{rocm.version or 'not installed'}, {'device present' if rocm.device else 'no device'}"
+    return here if torch.hip else f"{here}; this torch does not use it, so models with installed overlays stay stock"
 
 
 def _aiter_sentence(aiter: AiterFacts) -> str:

@@ -102,7 +102,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 @pytest.mark.parametrize(("arch", "flag"), [("gfx1151", None), ("gfx1150", 1), ("gfx942", 1)])
-def test_a_gpu_that_shares_the_hosts_memory(
+def test_a_gpu_that_shares_the_hosts_memory_is_limited_by_it(
     shared: Callable[..., None], arch: str, flag: int | None, machine: dict[str, float], total: float, free: float
 ) -> None:
     shared(arch, flag, **machine)

@@ -21,7 +21,7 @@ _NARROW = 40  # if fewer columns are left next to the check's name, the text sta
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Also check whether this model (a folder, or a name on the hub) fits."),
+        typer.Argument(metavar="MODEL", help="Also check whether this model (a folder, or a name on the Hub) fits."),
     ] = None,
     everything: Annotated[
         bool,

@@ -33,10 +33,10 @@ TransformersPath = Annotated[
     typer.Option(metavar="PATH", help="The folder of another transformers, or its parent."),
 ]
 ModelPath = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", callback=_folder)
+    str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the Hub.", callback=_folder)
 ]
 OptionalModelPath = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", callback=_folder)
+    str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the Hub.", callback=_folder)
 ]
 DeviceName = Annotated[
     str | None,

@@ -36,7 +36,7 @@ Out = Annotated[
         "--out", metavar="FOLDER", help="Write the quantised model here, in the format of compressed-tensors."
     ),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="Tokens of the text to use.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=2, metavar="N", help="The number of tokens of the text to use.")]
 
 _NO_TOKENIZER = "save the tokenizer in the model's folder; `hf-rocm verify MODEL` also works with random tokens"
 
@@ -95,8 +95,8 @@ def _print_one(reference: Unquantized, result: Quantized) -> None:
     facts = {
         "layers": f"{report['layers']} quantised, {len(report['left'])} unchanged",
         "memory": f"{was} before, {now} after",
-        "layer outputs": f"off by {error['mean']:.2%} on average, {error['max']:.2%} at most ({error['worst']})",
-        "logits": f"off by {gap.mean:.3g} on average, {gap.largest:.3g} at most; standard deviation {gap.size:.3g}",
+        "layer outputs": f"mean error {error['mean']:.2%}, largest error {error['max']:.2%} ({error['worst']})",
+        "logits": f"mean error {gap.mean:.3g}, largest error {gap.largest:.3g}; standard deviation {gap.size:.3g}",
         "same top-1": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
         "divergence": f"{gap.divergence:.3g} nats (Kullback-Leibler) on average",
     }

@@ -110,7 +110,7 @@ def _loaded(model: str | None, config: str | None, *, dtype: str, device: str | 
     if config is not None:
         if config in BENCH_SHAPES and config not in SHAPES and not Path(config).exists():
             raise OptionError(
-                f"--config {config} is a shape of `hf-rocm bench` only",
+                f"--config {config} is a shape that only `hf-rocm bench` accepts",
                 facts={"allowed": f"a config.json, or one of {', '.join(sorted(SHAPES))}"},
             )
         return random_model(config, dtype=dtype, device=device_named(device)), None

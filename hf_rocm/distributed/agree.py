@@ -162,7 +162,7 @@ def _failed(rank: int, published: Mapping[str, Any]) -> RankError:
 
 def _not_joined(missing: Sequence[int], ranks: Sequence[int], waited: float) -> RankError:
     return RankError(
-        f"{named(missing, {})} did not join to load the model with the other ranks",
+        f"{named(missing, {})} did not join the other ranks to load the model",
         facts={
             "expected": f"{named(ranks, {})}, within {waited:.0f} s",
             "joined": named(sorted({*ranks} - {*missing}), {}),

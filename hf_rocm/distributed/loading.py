@@ -78,7 +78,7 @@ def _unreachable(here: Place, timeout: float, error: RuntimeError) -> RankError:
             f"rank 0 can't serve the rendezvous store at {address}", facts=cause, hint="set MASTER_PORT to a free port"
         )
     return RankError(
-        "rank 0 did not join to load the model with the other ranks",
+        "rank 0 did not join the other ranks to load the model",
         facts={"expected": f"a store at {address}, within {timeout:g} s", "seen by": f"rank {here.rank}", **cause},
         hint="see the log of rank 0; check MASTER_ADDR and MASTER_PORT; HF_ROCM_RANKS_TIMEOUT sets a longer wait",
     )

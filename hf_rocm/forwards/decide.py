@@ -72,7 +72,7 @@ def refuses_model(model: Any, wanted: Switch) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if "forward" in model.__dict__:
-        return "another library has set a forward on the model itself, which calls the stock one"
+        return "another library has set a forward on the model itself, and that forward calls the stock one"
     return refuses_weights(model) or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
 
 
@@ -87,7 +87,7 @@ def refuses_state(model: Any) -> str | None:
     if training is not None:
         return f"{training or 'the model'} is in training mode"
     foreign = watches_of(model).foreign
-    return None if foreign is None else f"a replay would not run it: {foreign}"
+    return None if foreign is None else f"a replay would not run replaced code: {foreign}"
 
 
 def refuses_call(model: Any, device: torch.device) -> str | None:

@@ -132,7 +132,7 @@ def refuses_call(
         return reason
     foreign = watches_of(model).foreign
     if foreign is not None:
-        return f"a replay would not run it: {foreign}"
+        return f"a replay would not run replaced code: {foreign}"
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in ("sdpa", "eager"):
         return f"the attention implementation {attention!r} does not accept sequence lengths"
@@ -150,7 +150,7 @@ def refuses_call(
         return "the call uses no cache"
     brought = model_kwargs.get("past_key_values")
     if brought is not None and searches:
-        return "the call passes a cache, and its beams change rows"
+        return "the call passes a cache, and beam search reorders its rows"
     if brought is not None and drafts:
         return "the call passes a cache, and rejected drafts are removed from it"
     reason = None if brought is None else user_cache.refuses(brought)

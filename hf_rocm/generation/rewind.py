@@ -39,7 +39,7 @@ class Rewind(GraphError):
 
     def __init__(self, reason: str, unproven: int, ranks: Agreement) -> None:
         super().__init__(
-            "a replayed step was wrong", facts={"reason": reason, "steps since the last verified": unproven}
+            "a replayed step was wrong", facts={"reason": reason, "steps since the last verified one": unproven}
         )
         self.reason = reason
         self.unproven = unproven

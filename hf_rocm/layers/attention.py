@@ -106,7 +106,7 @@ def _reason(
         if getattr(config, "output_attentions", False):
             return "the config requests attention weights, which only stock returns"
     elif implementation != SERVED and not paged:
-        return f"the attention implementation {implementation!r} is selected, and only {SERVED!r} is served"
+        return f"the attention implementation {implementation!r} is selected, but only {SERVED!r} is served"
     if not _is_stock(module.__class__, str(implementation)):
         return implementation_replaced(module)
     if isinstance(dropout, nn.Module):
@@ -120,7 +120,7 @@ def _reason(
         if name in _UNSERVED and (value := arguments[name]) is not None and value is not False:
             if paged and name == CACHE:
                 continue
-            what = "a cache in pages (continuous batching)" if name == CACHE else name
+            what = "a paged cache (continuous batching)" if name == CACHE else name
             return f"the call has {what}, which is left to stock"
     return None
 
@@ -338,7 +338,7 @@ def visible_keys(
     query: [B, H, S_q, D]. key: [B, Hkv, S_k, D]. value: [B, Hkv, S_k, D_v]. mask: transformers' mask, which includes
     causality, window and padding, or None for plain causal or full attention. window: the layer's sliding window.
     softcap, sinks: the arguments that `ops.attention` will get. These three arguments only help to select a kernel that
-    needs no mask, except for a cache in pages, which has no mask for the window.
+    needs no mask, except for a paged cache, which has no mask for the window.
     Returns (key, value, visibility); key and value may be shortened, but are never expanded.
     """
     if arguments.get(CACHE) is not None:

@@ -116,12 +116,12 @@ def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms 
 
 def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | str:
     if not is_plain(norm) or nn.Module.__call__ is not _call:
-        return "has hooks or another forward, or a function that it calls was replaced"
+        return "it has hooks or another forward, or a function that it calls was replaced"
     reason = None if dropout is None else dropout_reason(dropout)
     if reason is not None:
-        return f"part of a sum: {reason}"
+        return f"it can't be fused with the sum before it: {reason}"
     if is_pytorchs(output) or residual.__class__ not in _PLAIN:
-        return "called under autocast or by a tool that transforms the call"
+        return "it is called under autocast or by a tool that transforms the call"
     if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
         return "the two terms of the sum before it differ in dtype, shape or device"
     if not may_serve():
@@ -132,7 +132,7 @@ def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) 
         if one.__class__ not in _PLAIN or one.dtype != output.dtype or one.device != output.device:
             return "its weights are not plain tensors of the input's dtype on its device"
         if one.shape != output.shape[-1:]:
-            return "normalises over several dims"
+            return "it normalises over several dims"
     return _Terms(weight, bias, norm.eps)
 
 

@@ -200,7 +200,9 @@ def _listed(module: Any, x: Tensor) -> tuple[Any, str] | str:
         empty = module.__dict__.get(SLOT) is None
         return "the experts are not stacked" if empty else why_not(module) or "a layer of an expert was changed"
     if group.gate_up.dtype != x.dtype or group.gate_up.device != x.device:
-        return f"the input is {x.dtype} on {x.device}, the experts are {group.gate_up.dtype} on {group.gate_up.device}"
+        return (
+            f"the input is {x.dtype} on {x.device}, but the experts are {group.gate_up.dtype} on {group.gate_up.device}"
+        )
     if not all(unchanged(kind) for kind in {type(expert) for expert in module.experts}):
         return "the forward of the experts' class, or a function that it calls, was replaced"
     activation = activation_of(group.activation)
@@ -230,9 +232,9 @@ def _interface_reason(module: Any, x: Tensor, ids: Tensor) -> str | None:
     selected = getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm")
     if selected == "batched_mm":
         if x.device.type == "cpu" or ids.numel() > most_pairs(x):
-            return "the experts implementation 'batched_mm' is served for a few tokens on a GPU only"
+            return "the experts implementation 'batched_mm' is served only on a GPU and only for a few tokens"
     elif selected != "grouped_mm":
-        return f"the experts implementation {selected!r} is selected, and only 'grouped_mm' and 'batched_mm' are served"
+        return f"the experts implementation {selected!r} is selected, but only 'grouped_mm' and 'batched_mm' are served"
     interface = sys.modules[_INTERFACE]
     if interface.ALL_EXPERTS_FUNCTIONS[selected] is not getattr(interface, f"{selected}_experts_forward"):
         return f"the registered experts implementation {selected!r} is not transformers' own function"
@@ -260,7 +262,7 @@ def _unserved(x: Tensor) -> str | None:
     if torch.is_autocast_enabled(x.device.type):
         return "under autocast, experts are left to stock"
     if torch.compiler.is_compiling() and (x.dtype != torch.bfloat16 or exporting()):
-        return "while torch.compile traces, experts are served in bf16 only"
+        return "while torch.compile traces, experts are served only in bf16"
     return None
 
 

@@ -173,7 +173,7 @@ def shuffled_experts(module: Module, x: Tensor) -> tuple[ops.Shuffled, ops.Shuff
 def why_not(module: Module) -> str | None:
     """Return why the group in the module's slot can't run now, as a sentence; None if it can."""
     kind = kind_in(module)
-    return "it was not prepared" if kind is None else kind.why_not(module, names_in(module))
+    return "its layers were not prepared" if kind is None else kind.why_not(module, names_in(module))
 
 
 @constant_in_traces

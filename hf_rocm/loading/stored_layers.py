@@ -138,7 +138,7 @@ def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
     return LoadError(
         "a quantised layer of the checkpoint is damaged",
         facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": found},
-        hint="download the checkpoint again; config.json and the weights must be of one revision",
+        hint="download the checkpoint again; config.json and the weights must be from the same revision",
     )
 
 

@@ -67,7 +67,7 @@ class StoredQuantizer(HfQuantizer):
         devices = arguments.get("device_map")
         if isinstance(devices, dict) and "disk" in devices.values() and Version(__version__) < Version("5"):
             raise Unsupported(
-                "parts of it are offloaded to disk, which transformers before 5 supports for parameters only"
+                "parts of it are offloaded to disk, which transformers before 5 supports only for parameters"
             )
         self._later = stored_layers.replace_layers(model, self.quantization_config.format, self._entries)
         self._entries = None

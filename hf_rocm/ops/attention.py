@@ -58,7 +58,7 @@ def attention(
     mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; columns of the mask beyond
     S_k are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
-    of `recognise` for the mask, or a cache in pages; it replaces the mask, causality and the window.
+    of `recognise` for the mask, or a paged cache; it replaces the mask, causality and the window.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
     """
     if padded is not None and not weights:

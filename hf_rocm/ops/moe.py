@@ -154,7 +154,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
 
 
 def _never(call: ExpertsCall) -> Tensor:
-    raise AssertionError("fused_moe refuses every weight in the plain order")
+    raise AssertionError("fused_moe refuses all weights in plain order")
 
 
 _operation = Operation("experts", ExpertsSpec, cases, kind, terms=ExpertsCall, recorded=(0, 1, 3))

@@ -31,7 +31,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) or spec.weight_dtype != spec.dtype:
         return f"grouped_mm takes fp32, bf16 or fp16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if spec.traced and spec.dtype != torch.bfloat16:
-        return f"the compiler lowers grouped_mm for bf16 only, not for {spec.dtype}"
+        return f"the compiler lowers grouped_mm only for bf16, not for {spec.dtype}"
     for name, size in (("hidden", spec.hidden), ("intermediate", spec.intermediate)):
         if size * spec.dtype.itemsize % 16:
             return f"the size of grouped_mm's rows must be a multiple of 16 bytes, got {name} size {size}"
@@ -122,11 +122,11 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if device.kind == "cpu":
         return "on a CPU, copying the chosen experts' weights is slower than the loop"
     if not 0 < spec.pairs <= FEW:
-        return f"there are more than {FEW} pairs of a token and an expert: copying their experts' weights is too slow"
+        return f"there are more than {FEW} token-expert pairs: copying their experts' weights is too slow"
     if spec.grad:
         return "gradients would go through copies of the weights"
     if spec.weight_dtype != spec.dtype:
-        return f"it needs one dtype, got {spec.dtype} and {spec.weight_dtype}"
+        return f"gathered weights need one dtype, got {spec.dtype} and {spec.weight_dtype}"
     return None
 
 

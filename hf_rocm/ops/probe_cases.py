@@ -67,7 +67,7 @@ def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
     allowed = allowed_error(eager_error, eager.dtype, expected.abs().max().item())
     error = (actual.double() - expected).abs().max().item()
     if error > allowed:
-        return f"its output is wrong by {error:.3g}, and {allowed:.3g} is allowed"
+        return f"its output is wrong by {error:.3g}, but only {allowed:.3g} is allowed"
     return None
 
 

@@ -144,7 +144,7 @@ def int8_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if not hasattr(torch, "_int_mm"):
         return f"PyTorch {torch.__version__} has no _int_mm"
     if spec.dtype == torch.float64:
-        return "its scales are fp32"
+        return "the scales of _int_mm are applied in fp32"
     if device.kind == "cuda" and (spec.n % 8 or spec.k % 8):
         return f"on a GPU, _int_mm needs N and K to be multiples of 8, got {spec.n} × {spec.k}"
     return None

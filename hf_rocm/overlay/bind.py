@@ -112,7 +112,7 @@ def wanted(module_name: str) -> bool:
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
-        warnings.warn(f"hf_rocm: {error.message}; the overlay stays stock", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"hf_rocm: {error.message}; models with this overlay stay stock", RuntimeWarning, stacklevel=2)
         return False
     torch = sys.modules.get("torch")
     if not forced and getattr(getattr(torch, "version", None), "hip", None) is None:

@@ -28,8 +28,8 @@ _HEADER = """\
 # stock sha256  {stock}
 # block sha256  {block}
 # newline       {newline}
-# The lines above the first marker are the file as transformers ships it. To take this block off, run
-# `hf-rocm uninstall-overlays`; if hf-rocm is gone, delete everything from the first marker to the last.
+# The lines above the first marker are the file as transformers ships it. To remove this block, run
+# `hf-rocm uninstall-overlays`; if hf-rocm is not installed, delete everything from the first marker to the last.
 __hf_rocm_block__ = "{version}"
 """
 _KEPT, _ADDED = "kept", "added before the first marker"

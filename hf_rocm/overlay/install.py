@@ -89,7 +89,7 @@ def _removed(temporary: Path, disk: Disk) -> bool:
 def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
     """The error if no stock file was changed but temporary files can't be removed, as in an append-only folder."""
     return OverlayError(
-        f"{plan.command} could not write, and could not remove its temporary files; every stock file is as it was",
+        f"{plan.command} could not write, and could not remove its temporary files; every stock file is unchanged",
         facts={
             "file": error.filename or plan.installation.root,
             "found": error.strerror or error,

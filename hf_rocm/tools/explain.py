@@ -165,7 +165,7 @@ def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay 
     if overlays.get(family, ...) is None:
         return NO_OVERLAY.format(family)
     if not module._parameters:
-        return "has no weights of its own"
+        return "it has no weights of its own"
     return "no operation of hf_rocm fits" if family in served else "no overlay"
 
 
@@ -197,7 +197,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
 
 
 def _has_its_own_forward(module: nn.Module) -> bool:
-    """Return whether a hub kernel or the user set a forward on this instance.
+    """Return whether a Hub kernel or the user set a forward on this instance.
 
     The forwards of accelerate and of tensor parallelism don't count, because they call hf_rocm's forward.
     """

@@ -271,7 +271,7 @@ def _part(part: Part) -> Iterator[str]:
         yield f"    one matrix in the checkpoint already: {', '.join(part.joined)}"
     yield from (f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items())
     if part.theirs:
-        yield f"    another forward × {part.theirs}: it was set on the instance (by a hub kernel or by you) and runs"
+        yield f"    another forward × {part.theirs}: it was set on the instance (by a Hub kernel or by you) and runs"
 
 
 def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:

@@ -50,8 +50,8 @@ class QuantizationLoss:
     def __str__(self) -> str:
         lines = [
             f"over {self.tokens} tokens",
-            f"  logits       off by {self.mean:.3g} on average, {self.largest:.3g} at most",
-            f"  their spread {self.size:.3g}",
+            f"  logits       mean error {self.mean:.3g}, largest error {self.largest:.3g}",
+            f"  logits' std  {self.size:.3g}",
             f"  same top-1   {self.same_choice:.1%} of the positions",
             f"  divergence   {self.divergence:.3g} nats (Kullback-Leibler)",
         ]

@@ -120,7 +120,7 @@ def awq(config: Mapping[str, Any]) -> StoredFormat:
     """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise Unsupported(f"its AWQ version is {version!r}, and only 'gemm' is read")
+        raise Unsupported(f"its AWQ version is {version!r}, but only 'gemm' is read")
     if config.get("zero_point") is False:
         raise Unsupported("it was quantised by AWQ without zero points")
     return Awq("AWQ", _group(config))
@@ -142,7 +142,7 @@ def gptq(config: Mapping[str, Any]) -> StoredFormat:
 def _group(config: Mapping[str, Any]) -> int:
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if bits != 4:
-        raise Unsupported(f"its weights have {bits} bits, and this format is only read with 4 bits")
+        raise Unsupported(f"its weights have {bits} bits, but this format is only read with 4 bits")
     if group not in _GROUPS:
         raise Unsupported(f"its groups have {group} numbers")
     return int(group)

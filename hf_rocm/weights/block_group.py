@@ -20,7 +20,7 @@ from hf_rocm.weights.moves import follow_moves
 
 SHARED = (
     "other tensors share the memory of its weights (another model, or a state dict in use?): "
-    "they are fused once those tensors are gone"
+    "its layers are fused once those tensors are gone"
 )
 
 
@@ -94,7 +94,7 @@ class BlockGroup(WeightGroup):
         if reason is not None:
             return reason
         if kind_in(module) is not cls:
-            return "it was not prepared"
+            return "its layers were not prepared"
         if is_idle(group, MOVED):
             return cls.moved
         if hooks_on_all():

@@ -168,7 +168,7 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     _nothing_else(config)
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
-        raise Unsupported(f"its layers have {len(groups)} schemes, and only one is supported")
+        raise Unsupported(f"its layers have {len(groups)} schemes, but only one is supported")
     group = groups[0]
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     if group.get("output_activations"):
@@ -183,7 +183,7 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     if format == "pack-quantized":
         if (bits, number) != (4, "int"):
             raise Unsupported(
-                f"its weights have {bits} bits of type {number} in a packed format, and only int4 is read"
+                f"its weights have {bits} bits of type {number} in a packed format, but only int4 is read"
             )
         if inputs:
             raise Unsupported("its weights have 4 bits and its activations are quantised")

@@ -120,7 +120,7 @@ def tensor_refusal(parameter: Tensor, *, alone: bool = False) -> str | None:
     if parameter.is_meta:
         return "is on the meta device"
     if parameter.dtype not in DTYPES:
-        return f"is {parameter.dtype}, and only {', '.join(str(dtype).split('.')[1] for dtype in DTYPES)} are fused"
+        return f"is {parameter.dtype}, but only {', '.join(str(dtype).split('.')[1] for dtype in DTYPES)} are fused"
     if parameter.layout is not torch.strided or not parameter.is_contiguous():
         return "is not contiguous in memory"
     if not parameter.numel():

@@ -89,7 +89,7 @@ def shuffle(module: nn.Module, left: int | None) -> tuple[str | None, int]:
         return reason, 0
     nbytes = sum(block.nbytes for block in blocks)
     if left is not None and nbytes > left:
-        return f"a copy takes {nbytes} bytes, and {left} bytes of the budget are left", 0
+        return f"a copy takes {nbytes} bytes, but only {left} bytes of the budget are left", 0
     copies = ExpertCopies(blocks, weights)
     if isinstance(group, Stacked):
         group.copies = copies

@@ -177,7 +177,7 @@ def _shuffle(
         del group, weight
         return (ShuffledGroup if names else ShuffledLinear).form(module, names), 0
     if weight.nbytes > left:
-        return f"a copy takes {weight.nbytes} bytes, and {left} bytes of the budget are left", 0
+        return f"a copy takes {weight.nbytes} bytes, but only {left} bytes of the budget are left", 0
     if isinstance(group, Fused):
         group.copy = ShuffledCopy(weight, parameters, wanted.threshold)
     else:

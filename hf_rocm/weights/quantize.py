@@ -134,7 +134,8 @@ def summary(model: nn.Module) -> str | None:
         return f"{report['layers']} layers as in the checkpoint, {report['format']}, {after:.0f} MiB{left}"
     return (
         f"{report['layers']} layers in {report['kind']} ({report['format']}), {before:.0f} MiB before and {after:.0f} "
-        f"after; their outputs are off by {error['mean']:.1%} on average, {error['max']:.1%} at most ({error['worst']})"
+        f"after; the mean error of their outputs is {error['mean']:.1%}, the largest is {error['max']:.1%} "
+        f"({error['worst']})"
     )
 
 

@@ -62,7 +62,7 @@ def plan(
                 reason = _named(full, wide, exclude, _STAYS, inside=inside) or _stays(child, others)
                 reason = reason or refuses(child.weight)
             elif child is not None and _is_stacked(child):
-                reason = "stacked experts are quantised in mxfp4 only"
+                reason = "stacked experts are quantised only in mxfp4"
                 if experts is not None:
                     reason = _named(full, wide, exclude, {}, inside=inside) or experts(child)
                     reason = reason or first_shared(child.parameters(), others)

@@ -99,6 +99,7 @@ def machine(segments: dict[str, Any]) -> str:
 def times(segments: Sequence[Any]) -> Iterator[str]:
     """One row per case, one column per side: medians in milliseconds, and hf_rocm relative to the others."""
     from hf_rocm.tools.bench.report import gains, large, markdown, milliseconds
+    from hf_rocm.tools.bench.variants import EARLIER_NOT_DECODING, NOT_DECODING
 
     results = [(segment, result) for segment in segments for result in segment.results]
     sides = [side for side in COLUMNS if any(timing.side == side for _, result in results for timing in result.timings)]
@@ -147,7 +148,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
         f"- {result.case.title}: {side} was left out: {reason}."
         for segment, result in results
         for side, reason in {**segment.missing, **result.left_out}.items()
-        if reason != "it differs in decoding only"
+        if reason not in (NOT_DECODING, *EARLIER_NOT_DECODING)
     ]
     yield from ["", *left_out] if left_out else []
 

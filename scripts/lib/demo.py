@@ -18,8 +18,8 @@ from lib.environments import NEWEST, ROOT, lock
 
 NOTICE = """\
 Everything below runs on this machine's CPU with the ROCm path forced on. It shows that results agree with stock
-transformers and that the overlays can be removed without a trace. The times are no evidence for ROCm: the forced path
-exists for AMD GPUs, and no part of hf_rocm has run on one yet."""
+transformers and that the overlays can be removed without a trace. The times do not predict those under ROCm: the
+forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
 
 NEXT = """\
   next, here:

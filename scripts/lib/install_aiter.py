@@ -35,7 +35,7 @@ PYPI = "0.1.7.post2.dev18"
 PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0.1")
 PYPI_LACKS = (
     "it ignores that a weight is shuffled (from 0.1.7.post3 on)",
-    "it never finds its table of tuned GEMMs, and its untuned ones are F.linear",
+    "it never finds its table of tuned GEMMs, and its untuned GEMMs run in F.linear",
     "its attention has no sinks (from 0.1.10 on), and drops a softcap on bf16 with head dim 128",
     "it has no (1 + w) norm (from 0.1.17 on)",
     "it supports no Radeon except gfx1100",
@@ -82,7 +82,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         )
     if machine.arch not in SERVED:
         raise ScriptError(
-            f"hf_rocm uses aiter's kernels on {', '.join(SERVED)} only\n  found  {machine.arch}\n\n"
+            f"hf_rocm uses aiter's kernels only on {', '.join(SERVED)}\n  found  {machine.arch}\n\n"
             "hint: nothing has to be installed; the other tiers serve this GPU"
         )
     words: list[str] = []
@@ -100,15 +100,17 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         return Plan(tuple(commands), {}, tuple(words))
     if not machine.hipcc:
         raise ScriptError(
-            "aiter compiles its kernels, and there is no hipcc on PATH\n\n"
+            "aiter compiles its kernels, but there is no hipcc on PATH\n\n"
             "hint: install ROCm's compiler (hip-dev or rocm-hip-sdk), or add /opt/rocm/bin to PATH"
         )
     if machine.aiter == PYPI:
-        words += [f"replaces amd-aiter {PYPI} from PyPI:", *(f"  {release}" for release in PYPI_LACKS)]
+        words += [f"this replaces amd-aiter {PYPI} from PyPI:", *(f"  {release}" for release in PYPI_LACKS)]
     if machine.arch == "gfx90a":
         words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
     words += _unchecked(release)
-    words.append("kernels are compiled at their first use, minutes each: `hf-rocm warmup MODEL` does it in advance")
+    words.append(
+        "kernels are compiled when first used, which takes minutes each; `hf-rocm warmup MODEL` does this in advance"
+    )
     commands.append(("install", *BUILD_NEEDS))
     commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))
     return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(words))
@@ -123,7 +125,9 @@ def _unchecked(release: str) -> list[str]:
 
     if Version(release) <= Version(NEWEST_AITER):
         return []
-    return [f"{release} is newer than {NEWEST_AITER}, the last one checked: used only with HF_ROCM_TIER=aiter"]
+    return [
+        f"{release} is newer than {NEWEST_AITER}, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:

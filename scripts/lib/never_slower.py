@@ -219,7 +219,7 @@ def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None
         return None if dtype.itemsize < 4 or torch.equal(expected, actual) else "its tokens differ from stock's"
     eager, off = (float((result.double() - reference).abs().max()) for result in (expected, actual))
     allowed = allowed_error(eager, dtype, float(reference.abs().max()))
-    return None if off <= allowed else f"the error of its output is {off:.3g}, and {allowed:.3g} is allowed"
+    return None if off <= allowed else f"the error of its output is {off:.3g}, but only {allowed:.3g} is allowed"
 
 
 def timed(call: Callable[[], Any], device: Any) -> float:

@@ -103,7 +103,7 @@ def _environment() -> str:
     rows = "".join(f"| `{variable.name}` | {variable.values} | {variable.meaning} |\n" for variable in VARIABLES)
     return f"""# Environment variables
 
-If the overlay is inert (no ROCm, nothing forced), all are ignored. Arguments of `from_pretrained` and `prepare` take
+If hf_rocm is inert (no ROCm, and not forced), all are ignored. Arguments of `from_pretrained` and `prepare` take
 precedence.
 
 | Variable | Values | Meaning |

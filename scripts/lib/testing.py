@@ -166,14 +166,14 @@ HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": 
 FAULTS = "tests/overlay/promises/test_faults.py"
 
 DESCRIPTION = f"""\
-Set up the environments of the tests in .envs/ and run them; nothing has to be installed before.
+Set up the tests' environments in .envs/ and run the tests. Nothing needs to be installed first.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
 With --all: also the slow tests, and those that depend on transformers with {", ".join(RUNNABLE[:-1])}.
-The Triton kernels are executed as the machine code of AMD GPUs: a sample of the cases, with --all a larger one,
-and a few cases for three more.
-With --machine-code: all of those cases, and nothing else.
-With --release X -- tests/coverage -k mistral: these tests, only with transformers X."""
+Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, or with --all a larger
+sample and a few cases for three related architectures.
+With --machine-code: all of these cases, and no other tests.
+With --release X -- tests/coverage -k mistral: only these tests, with transformers X."""
 
 
 def main(arguments: Sequence[str]) -> int:

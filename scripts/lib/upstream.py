@@ -93,7 +93,7 @@ def show(comparison: Comparison) -> None:
         say(f"  {styled('unavoidable', 'yellow')}  {test}\n      {entry.reason}")
     for entry in comparison.stale:
         named = f"{entry.test} ({', '.join(entry.models)})"
-        say(f"  {styled('stale', 'red')}        {named} is listed, and no longer differs")
+        say(f"  {styled('stale', 'red')}        {named} is listed but no longer differs")
     for model in comparison.idle:
         say(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
     if comparison.repaired:

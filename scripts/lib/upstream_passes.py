@@ -29,7 +29,7 @@ GRACE = 30.0
 class Result:
     """The result of one test in one pass.
 
-    outcome: `passed`, `failed`, `skipped`, `network` (it needs the hub), `timeout` or `crashed`.
+    outcome: `passed`, `failed`, `skipped`, `network` (it needs the Hub), `timeout` or `crashed`.
     hits: the number of calls of overlaid forwards, by class. reached: the number of calls that an injected fault
     changed.
     """
@@ -153,7 +153,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),
         HF_HUB_OFFLINE="1",
-        DISABLE_SAFETENSORS_CONVERSION="1",  # otherwise a thread requests a converted checkpoint from the hub
+        DISABLE_SAFETENSORS_CONVERSION="1",  # otherwise a thread requests a converted checkpoint from the Hub
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONFAULTHANDLER="1",

@@ -73,7 +73,7 @@ def fetched(release: str) -> Path | None:
 def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins: Path | None = None) -> list[str]:
     """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
 
-    The checkout's conftest.py is not copied: it configures doctests and the hub's cache, and requires pytest plugins.
+    The checkout's conftest.py is not copied: it configures doctests and the Hub's cache, and requires pytest plugins.
     Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none.
     """
     tests = checkout / "tests"

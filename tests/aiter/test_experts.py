@@ -28,7 +28,7 @@ def drawn(tokens, dtype, top=2):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 63])
-def test_fused_moe(kernels, tokens, dtype):
+def test_fused_moe_is_as_accurate_as_the_eager_tier(kernels, tokens, dtype):
     x, gate_up, down, ids, weights = drawn(tokens, dtype)
     shuffled = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
     del kernels.CALLS[:]
@@ -69,7 +69,7 @@ def test_weights_in_the_plain_order_are_refused(kernels):
     assert routes[0].tier == "torch"
 
 
-def test_compiled_as_one_custom_op(kernels):
+def test_it_compiles_into_one_custom_op(kernels):
     x, gate_up, down, ids, weights = drawn(5, torch.bfloat16)
     shuffled = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
     with options.override(tiers={"experts": "aiter"}, probe=False), torch.no_grad():

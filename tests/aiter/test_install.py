@@ -49,7 +49,7 @@ def test_the_build_on_pypi_is_reported_with_its_limitations(installer, machine):
 
 
 def test_an_unchecked_release_is_reported(installer, machine):
-    words = "0.1.22 is newer than 0.1.21.dev46, the last one checked: used only with HF_ROCM_TIER=aiter"
+    words = "0.1.22 is newer than 0.1.21.dev46, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
     assert words in installer.plan(machine, release="0.1.22").words
     assert not any("newer" in word for word in installer.plan(machine).words)
 

@@ -134,7 +134,7 @@ def test_strides_that_kernels_cannot_read_are_copied(kernels):
         torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_attention_without_keys(kernels):
+def test_attention_without_keys_returns_zeros(kernels):
     query, key, value = (random(2, 2, length, 8, dtype=torch.bfloat16) for length in (3, 0, 0))
     (output, _), _, calls = run(kernels, "attention", query, key, value, scale=1.0)
     assert torch.equal(output, torch.zeros(2, 3, 2, 8, dtype=torch.bfloat16)) and not calls
@@ -290,7 +290,7 @@ def test_the_shuffled_order_matches_aiter(kernels):
     assert torch.equal(ops.shuffle(weight).data, shuffle_weight(weight))
 
 
-def test_compiled_without_a_graph_break(kernels):
+def test_every_operation_compiles_without_a_graph_break(kernels):
     def every_operation(query, key, x, weight, matrix):
         attended, _ = ops.attention(query, key, key, scale=0.3, causal=True)
         sunk, _ = ops.attention(query, key, key, scale=0.3, causal=True, sinks=query[0, :, 0, 0])

@@ -192,7 +192,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refuses", "spec", "changes", "sentence"), REFUSALS)
-def test_refusals(recorded_as, refuses, spec, changes, sentence):
+def test_unsupported_calls_are_refused(recorded_as, refuses, spec, changes, sentence):
     recorded_as(NEWEST)
     device = Device("cuda", rocm=True, arch="gfx942")
     assert refuses(spec, device) is None or not changes

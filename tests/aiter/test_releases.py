@@ -105,14 +105,14 @@ def test_decode_attention(recorded_as, version, sinks):
 
 @each_release
 @pytest.mark.parametrize("form", ["prefill", "decode", "window", "sinks"])
-def test_attention_on_radeon(recorded_as, version, form):
+def test_radeon_attention_is_served_from_the_first_release_that_supports_it(recorded_as, version, form):
     recorded_as(version, "gfx1100")
     query, key = random(2, 4, 1 if form == "decode" else 9, 32), random(2, 2, 9, 32, seed=1)
     how = {"scale": 0.3, "causal": True, "mask": None, "window": 3 if form == "window" else None, "softcap": None}
     how["sinks"] = random(4, seed=2) if form == "sinks" else None
     if Version(version) < Version("0.1.19"):
         words = refusal("attention", query, key, key, **how)
-        assert f"aiter supports gfx1100 from 0.1.19 on, and this is amd-aiter {version}" in words
+        assert f"aiter supports gfx1100 from 0.1.19 on, but this is amd-aiter {version}" in words
         return
     (output, _), name, _ = by("attention", query, key, key, **how)
     assert name == "triton flash_attn_func"
@@ -151,7 +151,7 @@ def test_shuffled_linear(recorded_as, version, arch):
 @each_release
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("with_add", [False, True])
-def test_norms(recorded_as, version, one_plus, with_add):
+def test_norms_are_served_or_refused_with_a_reason(recorded_as, version, one_plus, with_add):
     recorded_as(version)
     x, residual, weight = random(2, 3, 16), random(2, 3, 16, seed=1), random(16, seed=2)
     operation, inputs = ("add_rms_norm", (x, residual)) if with_add else ("rms_norm", (x,))

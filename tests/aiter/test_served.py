@@ -68,8 +68,8 @@ PORTABLE = [activation.refuses, norm.refuses, norm.add_refuses, rope.refuses, tr
 @pytest.mark.parametrize(
     ("device", "sentence"),
     [
-        (Device("cpu", rocm=False), "aiter needs an AMD GPU under ROCm, and this is the CPU"),
-        (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, and this is a cuda device without it"),
+        (Device("cpu", rocm=False), "aiter needs an AMD GPU under ROCm, but this is the CPU"),
+        (Device("cuda", rocm=False), "aiter needs an AMD GPU under ROCm, but this is a cuda device without ROCm"),
     ],
 )
 def test_unsupported_devices_are_refused(recorded_as, refuses, device, sentence):
@@ -88,7 +88,7 @@ def test_compiled_kernels_are_for_instinct(recorded_as, refuses, arch):
 @pytest.mark.parametrize("refuses", PORTABLE)
 def test_portable_kernels_are_for_listed_radeons_too(recorded_as, refuses):
     recorded_as("0.1.18")
-    sentence = "aiter supports gfx1151 from 0.1.19 on, and this is amd-aiter 0.1.18"
+    sentence = "aiter supports gfx1151 from 0.1.19 on, but this is amd-aiter 0.1.18"
     assert refuses(None, Device("cuda", rocm=True, arch="gfx1151")) == sentence
     sentence = "this kernel of aiter is for gfx90a, gfx942, gfx950, gfx1100, gfx1151, gfx1201, not for gfx1030"
     assert refuses(None, Device("cuda", rocm=True, arch="gfx1030")) == sentence

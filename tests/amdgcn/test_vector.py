@@ -232,7 +232,7 @@ def test_comparisons(arch, kind):
         assert scalar(state, mask) == expected, text
 
 
-def test_comparisons_that_write_exec():
+def test_comparisons_may_write_exec():
     """v_cmpx writes EXEC on RDNA, so later instructions run in fewer lanes."""
     values = {"v1": np.arange(32, dtype=np.uint32), "v2": 7}
     state = execute("gfx1100", ["v_cmpx_gt_i32_e32 10, v1", "v_mov_b32_e32 v2, 1"], values)

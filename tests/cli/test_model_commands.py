@@ -24,7 +24,7 @@ def test_explain_is_short_and_names_every_reason_once(checkpoint, capsys, monkey
     out = capsys.readouterr().out
     assert "served by hf_rocm, forced on this machine" in out
     assert "fused: q_proj + k_proj + v_proj" in out
-    assert out.count("aiter needs an AMD GPU under ROCm, and this is the CPU") == 1
+    assert out.count("aiter needs an AMD GPU under ROCm, but this is the CPU") == 1
     assert len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 80
 
 
@@ -33,7 +33,7 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
     out = capsys.readouterr().out
     assert "fused 2 of 2: q_proj + k_proj + v_proj" in out
     assert "linear (q_proj + k_proj + v_proj" in out
-    assert out.count("aiter needs an AMD GPU under ROCm, and this is the CPU") == 1  # once, and not under every kernel
+    assert out.count("aiter needs an AMD GPU under ROCm, but this is the CPU") == 1  # once, and not under every kernel
 
 
 def test_explain_lists_the_kernels_as_json(checkpoint, capsys):

@@ -59,7 +59,7 @@ def test_lines_fit_eighty_columns(tmp_path, capsys, monkeypatch):
     assert len(lines) > 100 and not [line for line in lines if len(line) > 80 and len(line.split()) > 2]
 
 
-def test_json(tmp_path, capsys):
+def test_json_contains_findings_and_unread_files(tmp_path, capsys):
     (tmp_path / "a.py").write_text("import pynvml\n")
     (tmp_path / "b.py").write_text("def f(:\n")
     assert main(["port-check", str(tmp_path), "--json"]) == 1

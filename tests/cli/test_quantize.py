@@ -77,13 +77,13 @@ def test_the_model_is_written(tiny_checkpoint, tmp_path, capsys):
     assert "is not an empty folder" in capsys.readouterr().err
 
 
-def test_the_head(tiny_checkpoint, capsys):
+def test_head_also_quantises_the_output_layer(tiny_checkpoint, capsys):
     command = ["quantize", str(tiny_checkpoint), "--kind", "int8", "--force", "--device", "cpu", "--tokens", "20"]
     assert main([*command, "--head"]) == 0
     assert "layers 29 quantised, 0 unchanged" in " ".join(capsys.readouterr().out.split())
 
 
-def test_all_kinds(tiny_checkpoint, capsys):
+def test_kind_all_compares_every_kind(tiny_checkpoint, capsys):
     command = ["quantize", str(tiny_checkpoint), "--kind", "all", "--force", "--device", "cpu", "--tokens", "20"]
     assert main([*command, "--json"]) == 0
     kinds = [scheme["kind"] for scheme in json.loads(capsys.readouterr().out)["schemes"]]

@@ -141,19 +141,19 @@ def _support(
         "fused QKV": _fused(here, classes),
         "fused gate/up": _fused([module for module in modules if type(module) in others], classes),
         "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
-        "norm": _ran({"rms_norm"}, every, norms, "it has a different kind of norm"),
+        "norm": _ran({"rms_norm"}, every, norms, "hf_rocm does not serve its kind of norm"),
         "add+norm": _ran(
             {"add_rms_norm", "add_layer_norm"},
             every,
             norms or "rms_norm" in every,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
-        "rope": _ran({"rope"}, every, "rotary" in text, "it has a different rotary embedding"),
-        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "it has different experts"),
+        "rope": _ran({"rope"}, every, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
+        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "hf_rocm does not serve its kind of experts"),
         "recorded": _recorded(model),
     }
     if marks["fused gate/up"] == NONE and gated:
-        marks["fused gate/up"] = "stock: it has a different gated MLP"
+        marks["fused gate/up"] = "stock: hf_rocm does not fuse its gated MLP"
     if not attending:
         marks["fused QKV"] = NONE if marks["attention"] == NONE else "stock: its attention stays stock"
     return {feature: marks[feature] for feature in FEATURES}
@@ -174,7 +174,7 @@ def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[
     left = sorted(cls.__name__ for cls in leaves - set(attending))
     if not attending:
         return f"stock: {', '.join(left)} is not replaced" if left else NONE
-    return f"{YES}, but not {', '.join(left)}" if left else YES
+    return f"{YES}, except in {', '.join(left)}" if left else YES
 
 
 def _recorded(model: nn.Module) -> str:
@@ -202,7 +202,7 @@ def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
     if groups and all(groups):
         return YES
     if groups:
-        return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, but in some layers: {reasons[0]}"
+        return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, except in some modules: {reasons[0]}"
     return JOINED if any(joined_already(module) for module in modules) else NONE
 
 

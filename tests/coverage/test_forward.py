@@ -46,7 +46,7 @@ def numbered(tensors):
 
 @each_dtype
 @params(CASES)
-def test_forward(case, dtype, trio):
+def test_outputs_equal_stock(case, dtype, trio):
     def run(model):
         return inputs.outputs(model(**inputs.arguments(case, model), output_hidden_states=True))
 
@@ -55,7 +55,7 @@ def test_forward(case, dtype, trio):
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @params(PADDED, without="padding")
-def test_padded(case, padding, trio):
+def test_padded_batches_equal_stock(case, padding, trio):
     mask = inputs.LEFT if padding == "left" else inputs.RIGHT
 
     def run(model):
@@ -68,7 +68,7 @@ def test_padded(case, padding, trio):
 
 @each_dtype
 @params(TEXT, without="cache")
-def test_prefill_decode_and_a_chunk_on_a_filled_cache(case, dtype, trio):
+def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(case, dtype, trio):
     prompt, further = inputs.tokens(2, 9), inputs.tokens(2, 5, seed=1)
 
     def run(model):

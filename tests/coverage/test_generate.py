@@ -42,7 +42,7 @@ def generated(case, model, padding=None, **how):
 
 @pytest.mark.parametrize("way", WAYS)
 @params(GENERATING, without="generate")
-def test_tokens(case, way, trio):
+def test_generated_tokens_equal_stock(case, way, trio):
     if way in case.stock_can_not:
         pytest.skip(f"stock can't: {case.stock_can_not[way]}")
     prepared, stock, _ = trio()
@@ -60,13 +60,13 @@ def test_tokens(case, way, trio):
 
 
 @params(TEXT, without="padding")
-def test_tokens_of_a_left_padded_batch(case, trio):
+def test_tokens_of_a_left_padded_batch_equal_stock(case, trio):
     prepared, stock, _ = trio()
     assert torch.equal(generated(case, prepared, inputs.LEFT), generated(case, stock, inputs.LEFT))
 
 
 @params(TEXT, without="assisted")
-def test_tokens_with_an_assistant(case, trio):
+def test_tokens_with_rejected_drafts_equal_stock(case, trio):
     """Several candidate tokens at once on a filled cache, some of which are rejected."""
     prepared, stock, _ = trio()
     prompt = {"input_ids": inputs.tokens(1, 9), "max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}

@@ -34,7 +34,7 @@ def test_patches_are_embedded_by_a_gemm(case, trio):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @params(VIDEO)
-def test_video(case, dtype, trio):
+def test_video_patches_are_embedded_by_a_gemm(case, dtype, trio):
     """The input is two clips: one with two pairs of frames, and one with one pair."""
     torch.manual_seed(0)
     pixels = torch.randn(2 * 16 + 8, 96).to(dtype)

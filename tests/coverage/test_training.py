@@ -44,7 +44,7 @@ def rounded_once(case, exact, *, times=4):
 
 
 @params(CASES, without="training")
-def test_loss_and_gradients(case, trio):
+def test_loss_and_gradients_equal_stock(case, trio):
     prepared, stock, exact = trio()
     embedding = patch_embeddings.in_force(prepared)
     patch_embeddings.detach(prepared)  # tests/weights compares the gradients of patch embeddings

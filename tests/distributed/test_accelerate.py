@@ -113,7 +113,7 @@ def as_good_as(stock, model, reference):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_loaded_with_a_device_map(checkpoint, tmp_path, name):
+def test_models_with_a_device_map_equal_stock(checkpoint, tmp_path, name):
     arguments, groups = MAPS[name]
     placed = LlamaForCausalLM.from_pretrained(checkpoint, offload_folder=tmp_path / "stock", **arguments).eval()
     prepared = hf_rocm.from_pretrained(checkpoint, offload_folder=tmp_path / "prepared", force=True, **arguments).eval()
@@ -150,7 +150,7 @@ def _groups(model):
         yield layer.mlp, ("gate_proj", "up_proj")
 
 
-def test_everything_on_disk(checkpoint, tmp_path):
+def test_a_model_entirely_on_disk_runs_if_transformers_supports_it(checkpoint, tmp_path):
     """4.x doesn't support this; hf_rocm does if transformers does."""
     arguments = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     try:
@@ -189,7 +189,7 @@ assert "another forward" not in hf_rocm.explain(model).details()
 
 
 @pytest.mark.slow
-def test_the_first_model_of_a_process(checkpoint, tmp_path):
+def test_the_first_model_of_a_process_binds_its_overlay_after_hooks_are_set(checkpoint, tmp_path):
     """The model's overlay is bound after accelerate's hooks, or transformers' output-collecting hooks, are set."""
     (result,) = launch.run_ranks(FIRST, checkpoint, tmp_path, world=1, timeout=120)
     assert result.code == 0, result.log[-2000:]
@@ -227,7 +227,7 @@ def _dispatch_in_place(model, folder):
     ("place", "groups"),
     [(_cpu_offload, 0), (_disk_offload, 0), (_dispatch, GROUPS - 2), (_dispatch_in_place, GROUPS)],
 )
-def test_dispatched_after_prepare_and_undone(model, stock, tmp_path, place, groups):
+def test_a_prepared_model_can_be_dispatched_and_restored(model, stock, tmp_path, place, groups):
     """`remove_hook_from_submodules` moves the weights back; `prepare` fuses moved weights again."""
     for either, folder in ((model, "prepared"), (stock, "stock")):
         place(either, tmp_path / folder)
@@ -268,7 +268,7 @@ class Counts(ModelHook):
         return output
 
 
-def test_a_user_hook_in_addition_to_accelerates(model, stock):
+def test_a_user_hook_runs_in_addition_to_accelerates(model, stock):
     """The hook is called in order, and the group of its layer runs unfused until the hook is removed."""
     messages = {}
     for variant in (model, stock):

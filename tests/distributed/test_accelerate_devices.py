@@ -69,7 +69,7 @@ def prompt_and_step(model):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_layers_on_two_devices(kind, when):
+def test_layers_on_two_devices_run_as_in_stock(kind, when):
     with FakeTensorMode(allow_non_fake_inputs=True):
         stock, prepared = make(kind), make(kind)
         spread(stock)

@@ -11,7 +11,7 @@ from tests.weights import models
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_accelerate_launch_runs_two_processes(tmp_path):
     models.build().save_pretrained(tmp_path / "checkpoint")
     # `--multi_gpu` starts several processes; the script selects the CPU
     options = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")

@@ -88,7 +88,7 @@ def test_a_failed_rank_and_wrong_results_end_the_command(program, message, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_two_gpus(capsys):
+def test_two_gpus_are_measured(capsys):
     if torch.cuda.device_count() < 2:
         pytest.skip("not run: needs two GPUs")
     arguments = ["--config", "llama-8b", "--layers", "4", "--rounds", "1", "--prompt", "64", "--new", "16", "--tp", "2"]

@@ -62,19 +62,19 @@ def packages_own(folder: Path) -> Path:
     return folder
 
 
-def test_a_rank_that_is_killed_while_it_loads(checkpoint, tmp_path):
+def test_a_rank_that_is_killed_while_it_loads_is_reported(checkpoint, tmp_path):
     log = fails("killed", checkpoint, tmp_path)
     assert "Signal 9 (SIGKILL)" in log and "rank" in log
 
 
-def test_a_rank_with_other_overlays(checkpoint, tmp_path):
+def test_a_rank_with_other_overlays_is_named(checkpoint, tmp_path):
     log = fails("overlays", checkpoint, packages_own(tmp_path))
     assert log.count("RankError: the ranks would not run the same model; they differ in: overlay of llama\n"), log
     assert re.search(r"overlay of llama  \w{12} on rank 0 \(.+\); \w{12} on rank 1 \(", log)
     assert "hf-rocm install-overlays" in log
 
 
-def test_a_rank_without_aiter(checkpoint, tmp_path):
+def test_a_rank_without_aiter_is_named(checkpoint, tmp_path):
     for module in ("__init__.py", "jit/core.py", "ops/mha.py"):
         file = tmp_path / "aiter" / module
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def test_a_rank_without_aiter(checkpoint, tmp_path):
     assert re.search(r"aiter  amd-aiter 99\.9 on rank 0 \(.+\); (not installed|amd-aiter .+) on rank 1 \(", log)
 
 
-def test_heads_that_cannot_be_divided(tmp_path):
+def test_heads_that_cannot_be_divided_are_refused(tmp_path):
     log = fails("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
     assert log.count("RankError: 3 (num_key_value_heads) heads can't be divided among 2 ranks\n"), log
     assert "sizes that fit       1, 3" in log
@@ -108,7 +108,7 @@ def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
     # only the other rank is started
     (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
     assert result.code == 1, result.log
-    assert f"RankError: rank {absent} did not join to load the model with the other ranks" in result.log
+    assert f"RankError: rank {absent} did not join the other ranks to load the model" in result.log
     assert "HF_ROCM_RANKS_TIMEOUT" in result.log
 
 

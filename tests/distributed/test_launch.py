@@ -25,14 +25,14 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_plain_processes():
+def test_plain_processes_report_output_and_exit_code():
     first, second = run_ranks(PLAIN, "word", environ=lambda rank: {"EXTRA": f"extra{rank}"}, timeout=8)
     assert (first.code, first.out) == (0, "rank 0 of 2 word extra0\n")
     assert (second.code, second.error) == (None, "on stderr\n")
     assert second.seconds >= 7.9
 
 
-def test_torchrun_and_remaining_processes():
+def test_processes_that_torchrun_leaves_behind_are_listed():
     result = torchrun(LEAVES, timeout=120)
     assert result.code == 1, result.log
     assert "exitcode:3" in result.log.replace(" ", "")

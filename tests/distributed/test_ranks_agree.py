@@ -92,7 +92,7 @@ def test_if_one_rank_fails_the_others_raise_at_once(error):
 def test_missing_ranks_are_named():
     ended = ranks_with([lambda: SAME, None, lambda: SAME, None], timeout=2.0)
     assert sorted(ended) == [0, 2] and str(ended[0]) == str(ended[2])
-    assert ended[0].message == "ranks 1, 3 did not join to load the model with the other ranks"
+    assert ended[0].message == "ranks 1, 3 did not join the other ranks to load the model"
     assert ended[0].facts["joined"] == "ranks 0, 2" and "HF_ROCM_RANKS_TIMEOUT" in ended[0].hint
 
 

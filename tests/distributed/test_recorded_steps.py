@@ -24,6 +24,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_recorded_steps(reports: list[dict[str, str]], check: str) -> None:
+def test_recorded_steps_equal_stock_on_every_rank(reports: list[dict[str, str]], check: str) -> None:
     for rank, report in enumerate(reports):
         assert report[check] == "", f"rank {rank}: {report[check]}"

@@ -34,6 +34,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 @pytest.mark.parametrize("model", MODELS)
-def test_sharded(reports: list[dict[str, dict[str, str]]], model: str, check: str) -> None:
+def test_sharded_models_equal_stock_on_every_rank(
+    reports: list[dict[str, dict[str, str]]], model: str, check: str
+) -> None:
     for rank, report in enumerate(reports):
         assert report[model][check] == "", f"rank {rank}: {report[model][check]}"

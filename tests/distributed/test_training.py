@@ -19,6 +19,6 @@ CHECKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", CHECKS)
-def test_two_processes(tmp_path, script):
+def test_training_with_two_processes_passes_every_check(tmp_path, script):
     first, _ = succeeded(run_ranks(Path(__file__).with_name(script), tmp_path))
     assert [line for line in first.out.splitlines() if line in CHECKS[script]] == CHECKS[script]

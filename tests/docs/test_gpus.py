@@ -9,7 +9,7 @@ from hf_rocm.architectures import KNOWN, NEWEST_AITER, tiers
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_table_of_architectures():
+def test_the_table_of_architectures_is_current():
     expected = []
     for gfx, known in KNOWN.items():
         memory = "the host's" if known.integrated else "its own"
@@ -19,5 +19,5 @@ def test_the_table_of_architectures():
     assert [line for line in lines if line.startswith("| gfx")] == expected
 
 
-def test_the_newest_checked_release_of_aiter():
+def test_the_page_names_the_newest_checked_release_of_aiter():
     assert f"| {NEWEST_AITER} (the main branch" in (DOCS / "aiter.md").read_text(encoding="utf-8")

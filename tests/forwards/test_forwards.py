@@ -118,7 +118,7 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
     ],
     ids=lambda flags: next(iter(flags)),
 )
-def test_arguments(flags, pair):
+def test_calls_with_further_arguments_equal_stock(flags, pair):
     prepared, stock = pair()
     for seed in range(CALLS + 2):  # the first call with outputs to collect installs transformers' hooks
         given = {**inputs("bert", seed=seed, padded=1), **flags}
@@ -126,7 +126,7 @@ def test_arguments(flags, pair):
     assert counted(prepared)[1] > 2 and not reasons(prepared)
 
 
-def test_images_of_another_size(pair):
+def test_images_of_another_size_are_recorded(pair):
     prepared, stock = pair("vit")
     for seed in range(CALLS):
         given = {"pixel_values": torch.randn(1, 3, 32, 40, generator=torch.Generator().manual_seed(seed))}
@@ -175,7 +175,7 @@ def test_the_memory_of_recordings_is_bounded(pair):
 
 
 @pytest.mark.usefixtures("exact_lengths")
-def test_threads(pair):
+def test_threads_replay_concurrently(pair):
     prepared, stock = pair()
     wrong = []
 
@@ -207,7 +207,7 @@ def test_switching_between_two_states_records_each_once(pair):
     assert recorded == [1, 2, 2, 2]
 
 
-def test_a_setting_of_the_config(pair):
+def test_a_changed_config_takes_effect(pair):
     prepared, stock = pair("classifier")
     for output in (False, True):
         for model in (prepared, stock):
@@ -217,7 +217,7 @@ def test_a_setting_of_the_config(pair):
             assert equal(call(prepared, given), call(stock, given))
 
 
-def test_restore_and_copies(pair):
+def test_copies_have_their_own_recordings_and_restore_frees_them(pair):
     prepared, stock = pair()
     before = vars(type(prepared)).get("forward")
     for _ in range(4):
@@ -250,7 +250,7 @@ def test_recordings_are_freed_with_their_model(name, pair):
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_an_encoder_inside_a_generating_model(recorded_on_cpu):
+def test_an_encoder_inside_a_generating_model_is_recorded(recorded_on_cpu):
     vision = transformers.SiglipVisionConfig(**{**make("siglip").config.to_dict()})
     text = transformers.LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

@@ -73,7 +73,7 @@ def test_values_are_returned_in_order(mode):
         (lambda x: torch.tensor(0.0, device="meta") + 1, "from values on the host"),
     ],
 )
-def test_operations_that_cannot_be_recorded(run, reason, observed):
+def test_unsupported_operations_are_refused_with_a_reason(run, reason, observed):
     assert reason in observed(run, torch.ones(3)).reason
 
 
@@ -86,7 +86,7 @@ def test_operations_that_cannot_be_recorded(run, reason, observed):
         lambda x: ELSEWHERE + 1,
     ],
 )
-def test_operations_that_can_be_recorded(run, observed):
+def test_supported_operations_can_be_recorded(run, observed):
     assert observed(run, torch.ones(3)).reason is None
 
 

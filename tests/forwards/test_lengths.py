@@ -37,7 +37,7 @@ def lengths(count=24, smallest=1, largest=62):
     return [draw.randrange(smallest, largest) for _ in range(count)]
 
 
-def test_buckets():
+def test_lengths_are_rounded_up_to_buckets():
     assert [padding.bucket_of(length) for length in (1, 32, 33, 250, 256, 257, 500)] == [32, 32, 64, 256, 256, 320, 512]
 
 
@@ -56,7 +56,7 @@ def test_mixed_lengths_share_a_recording(name, pair):
 @pytest.mark.parametrize(
     ("family", "task", "changes"), TASKS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_tasks(family, task, changes, pair):
+def test_every_task_pads_its_calls(family, task, changes, pair):
     prepared, stock = pair(family, task=task, **changes)
     for seed, length in enumerate(lengths(12, largest=31)):
         given = inputs(family, length=length, seed=seed, padded=min(1, length - 1))
@@ -69,7 +69,7 @@ def test_tasks(family, task, changes, pair):
     [{"output_hidden_states": True}, {"return_dict": False}, {"output_attentions": True}],
     ids=lambda flags: next(iter(flags)),
 )
-def test_flags(flags, pair):
+def test_calls_with_flags_are_padded(flags, pair):
     prepared, stock = pair(attn_implementation="eager")
     for seed, length in enumerate(lengths(12, largest=31)):
         given = {**inputs("bert", length=length, seed=seed), **flags}
@@ -80,7 +80,7 @@ def test_flags(flags, pair):
         assert output.hidden_states[-1] is output.last_hidden_state
 
 
-def test_types_and_positions_of_tokens(pair):
+def test_token_types_and_positions_are_padded_too(pair):
     prepared, stock = pair()
     for seed, length in enumerate(lengths(10, largest=31)):
         given = inputs("bert", length=length, seed=seed)
@@ -102,7 +102,7 @@ def test_outputs_belong_to_the_caller_and_have_stocks_strides(pair):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, pair):
+def test_half_precision_models_are_padded(dtype, pair):
     prepared, stock = pair()
     prepared.to(dtype)
     stock.to(dtype)
@@ -165,7 +165,7 @@ def test_a_loss_is_not_padded(pair):
     assert padded(prepared) == {}
 
 
-def test_local_attention_that_sees_no_token(pair):
+def test_calls_with_tokens_that_see_no_other_token_are_not_padded(pair):
     """In some releases, masked tokens far from all others attend to all tokens, so their results depend on the length.
 
     Calls with such tokens are not padded.
@@ -207,7 +207,7 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
         assert close(call(prepared, given), call(stock, given)), f"call {seed}"
     assert len(timed) == 3 and padded(prepared) == padded_to
     lines = [line for line in hf_rocm.explain(prepared).forwards if line.startswith("no longer padded")]
-    assert len(lines) == (replay > 1) and all("32 tokens, 1 form of call" in line for line in lines)
+    assert len(lines) == (replay > 1) and all("32 tokens: 1 form of call" in line for line in lines)
     assert not reasons(prepared) and known(prepared).disabled is None
     given = inputs("bert", length=20)
     for _ in range(4):  # where calls are no longer padded, a repeated shape is recorded unpadded
@@ -223,7 +223,7 @@ def test_lengths_above_the_models_are_not_padded(pair):
 
 
 @pytest.mark.parametrize("changes", [{"is_decoder": True}, {"chunk_size_feed_forward": 1}])
-def test_models_that_are_not_padded(changes, pair):
+def test_unsupported_models_are_not_padded(changes, pair):
     if "is_decoder" not in changes and not hasattr(transformers.BertConfig(), "chunk_size_feed_forward"):
         pytest.skip("this release has no such setting")
     prepared, _ = pair(**changes)
@@ -237,7 +237,7 @@ class Subclass(transformers.BertModel):
     pass
 
 
-def test_classes_that_are_not_padded(monkeypatch):
+def test_subclasses_and_other_classes_are_not_padded(monkeypatch):
     assert padding.refuses_model(make("bert")) is None
     assert "Subclass" in padding.refuses_model(Subclass(make("bert").config))
     assert "CLIPTextModel" in padding.refuses_model(make("clip-text"))
@@ -255,7 +255,7 @@ def test_every_padded_class_exists():
             assert features.padding_of(getattr(transformers, name)) == feature, module
 
 
-def test_a_forward_that_depends_on_the_length(pair):
+def test_a_forward_that_depends_on_the_length_ends_padding(pair):
     """The first padded forward differs from the unpadded one, so padding ends. The caller gets stock's results."""
 
     def mean(module, args, output):
@@ -274,7 +274,7 @@ def test_a_forward_that_depends_on_the_length(pair):
     assert counted(prepared)[1] > 0  # recordings by exact shapes are still replayed
 
 
-def test_a_wrong_replay_of_a_padded_call(pair, monkeypatch):
+def test_a_wrong_replay_of_a_padded_call_is_noticed(pair, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.garbage, first=1))
     prepared, stock = pair()
     for seed, length in enumerate((5, 6, 7, 8, 9)):

@@ -74,7 +74,7 @@ def same(one, other):
         ("feature-extraction", "modernbert", None),
     ],
 )
-def test_texts_of_mixed_lengths(task, family, name, batch, recorded_on_cpu, tokenizer):
+def test_pipelines_of_texts_of_mixed_lengths_equal_stock(task, family, name, batch, recorded_on_cpu, tokenizer):
     window = {"local_attention": 128} if family == "modernbert" else {}
     prepared, stock = both(task, make(family, task=name, **window), tokenizer=tokenizer)
     given = texts()
@@ -85,7 +85,7 @@ def test_texts_of_mixed_lengths(task, family, name, batch, recorded_on_cpu, toke
     assert recorded in (1, 2) and replayed > (20 if batch == 1 else 0)
 
 
-def test_images_of_mixed_sizes(recorded_on_cpu):
+def test_pipelines_of_images_of_mixed_sizes_equal_stock(recorded_on_cpu):
     sizes = ((24, 24), (40, 30), (17, 50))
     generator = numpy.random.default_rng(0)
     images = [

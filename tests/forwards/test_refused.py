@@ -83,7 +83,7 @@ def _scaled(function, kind):
         (nn.Dropout, "forward", nn.Dropout),
     ],
 )
-def test_replaced_methods_of_pytorchs_classes(owner, name, kind, replayed, recorded_on_cpu, monkeypatch):
+def test_replaced_methods_of_pytorchs_classes_are_called(owner, name, kind, replayed, recorded_on_cpu, monkeypatch):
     """The methods are replaced before the first call, or after calls that were replayed."""
     stock = make("bert")
     prepared, given = hf_rocm.prepare(copy.deepcopy(stock), force=True), inputs("bert")
@@ -120,7 +120,7 @@ class Subclass(torch.Tensor):
         (lambda: torch.ones(3).as_subclass(Subclass), "is of type Subclass"),
     ],
 )
-def test_attributes_that_are_no_plain_tensors(make_tensor, reason, pair):
+def test_attributes_that_are_no_plain_tensors_run_uncaptured(make_tensor, reason, pair):
     prepared, stock = pair()
     given = inputs("bert")
     for _ in range(5):
@@ -155,7 +155,7 @@ def of_a_layer(model):
 
 
 @pytest.mark.parametrize("change", [in_training, of_a_layer])
-def test_dropout(change, pair):
+def test_dropout_runs_uncaptured(change, pair):
     prepared, stock = pair()
     for _ in range(5):
         call(prepared, inputs("bert"))
@@ -168,7 +168,7 @@ def test_dropout(change, pair):
     assert any("in training mode" in reason for reason in reasons(prepared))
 
 
-def test_random_numbers(pair):
+def test_forwards_that_draw_random_numbers_run_uncaptured(pair):
     def noisy(module, args, output):
         return output + torch.rand(output.shape[-1])
 
@@ -183,7 +183,7 @@ def test_random_numbers(pair):
     assert counted(prepared) == (0, 0) and "it draws random numbers" in reasons(prepared)
 
 
-def test_a_switched_off_overlay(pair):
+def test_after_deactivate_the_stock_forward_is_recorded(pair):
     prepared, stock = pair()
     for _ in range(5):
         call(prepared, inputs("bert"))
@@ -195,7 +195,7 @@ def test_a_switched_off_overlay(pair):
     assert counted(prepared)[0] == recorded + 1  # the forward of the stock layers is recorded
 
 
-def test_gradients(pair):
+def test_calls_with_gradients_run_uncaptured(pair):
     prepared, stock = pair()
     for _ in range(5):
         call(prepared, inputs("bert"))
@@ -217,7 +217,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_autocast_modes_and_transforms(pair):
+def test_autocast_modes_and_transforms_run_uncaptured(pair):
     prepared, stock = pair("vit")
     given = inputs("vit")
     for _ in range(5):
@@ -239,7 +239,7 @@ def test_autocast_modes_and_transforms(pair):
     }
 
 
-def test_fullgraph_compilation(pair):
+def test_a_compiled_model_records_nothing(pair):
     prepared, stock = pair("vit")
     given = inputs("vit")
     torch._dynamo.reset()
@@ -250,7 +250,7 @@ def test_fullgraph_compilation(pair):
     torch._dynamo.reset()
 
 
-def test_an_output_that_contains_a_cache(recorded_on_cpu):
+def test_an_output_with_a_cache_is_not_recorded(recorded_on_cpu):
     torch.manual_seed(0)
     config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     stock = transformers.LlamaModel(transformers.LlamaConfig(**config, num_hidden_layers=1)).eval()
@@ -265,7 +265,7 @@ def test_an_output_that_contains_a_cache(recorded_on_cpu):
     assert counted(prepared)[1] == 1
 
 
-def test_host_reads_after_device_work(pair):
+def test_a_read_of_a_computed_value_is_not_recorded(pair):
     def doubled(module, args, output):
         return output * 2 if output.sum() > 0 else output
 
@@ -279,7 +279,7 @@ def test_host_reads_after_device_work(pair):
     assert counted(prepared) == (0, 0) and reasons(prepared)[0].startswith("it reads a value on the host that it has")
 
 
-def test_host_reads_that_depend_on_earlier_ones(pair):
+def test_each_path_of_dependent_host_reads_has_a_recording(pair):
     """Only one of two paths reads a second value. Each of its two values has a separate recording."""
 
     def chosen(module, args, kwargs):
@@ -299,7 +299,7 @@ def test_host_reads_that_depend_on_earlier_ones(pair):
 
 
 @pytest.mark.usefixtures("exact_lengths")
-def test_a_shape_whose_recording_fails(pair, monkeypatch):
+def test_a_failed_recording_does_not_affect_results(pair, monkeypatch):
     class Failing(EmulatedRecorder):
         def record(self, run):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -315,7 +315,7 @@ def test_a_shape_whose_recording_fails(pair, monkeypatch):
     assert reasons(prepared) == [reason] and known(prepared).disabled == reason
 
 
-def test_required_graphs(pair, monkeypatch):
+def test_required_graphs_raise_if_recording_fails(pair, monkeypatch):
     prepared, _ = pair(graphs=True)
     prepared(**inputs("bert"))  # not recorded, because gradients are enabled
     assert len(reasons(prepared)) == 1

@@ -43,7 +43,7 @@ def compared(request, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_form_at_the_same_address(change, compared):
+def test_another_form_at_the_same_address_is_a_change(change, compared):
     model = Layer().requires_grad_(False)
     taken = Snapshot(model, 0)
     whole = model.linear.weight.data
@@ -72,7 +72,7 @@ def test_guards_replace_the_comparison_in_python(compared):
         assert taken.unchanged(model) and len(compared) == (expected if guards else 1)
 
 
-def test_other_changes(compared):
+def test_other_changes_are_detected(compared):
     model: Any = Layer()
     taken = Snapshot(model, 0)
     assert taken.unchanged(model)

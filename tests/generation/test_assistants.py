@@ -183,7 +183,7 @@ def test_a_wrong_draft_is_noticed_and_the_call_begins_again(fault, sampled, trio
     assert known(ours[0]).disabled is None and counted(ours[0])[1] > 0
 
 
-def test_a_wrong_draft_that_a_streamer_has_not_seen(trio, faulty):
+def test_a_wrong_draft_never_reaches_a_streamer(trio, faulty):
     ours, stocks = trio(graphs=None)
     faulty(ours[1], faults.garbage, first=6)
     streamers = Streamer(), Streamer()
@@ -192,7 +192,7 @@ def test_a_wrong_draft_that_a_streamer_has_not_seen(trio, faulty):
     assert streamers[0].values == streamers[1].values and known(ours[1]).disabled is not None
 
 
-def test_drafts_that_are_not_finite(trio, faulty):
+def test_nonfinite_drafts_are_noticed(trio, faulty):
     """The step's alarm reports values that are not finite at the end of a call."""
     ours, stocks = trio(graphs=None, schedule="constant")
     faulty(ours[1], faults.garbage, first=10**9)
@@ -215,7 +215,7 @@ def test_a_fault_in_a_draft_that_is_not_compared_costs_acceptance_only(trio, fau
     assert known(ours[1]).disabled is None and counted(ours[1])[1] > NEW
 
 
-def test_an_exception_in_a_streamer(trio):
+def test_an_exception_in_a_streamer_ends_the_call(trio):
     class Failing:
         def __init__(self):
             self.count = 0
@@ -263,7 +263,7 @@ def test_recurrent_states_cannot_discard_drafts(pair):
     assert rounds.refuses_windows([None, RECURRENT]) is not None and rounds.refuses_windows([None, 8]) is None
 
 
-def test_assistants_that_draft_uncaptured(pair, trio):
+def test_assistants_that_cannot_be_recorded_draft_uncaptured(pair, trio):
     prepared, stock = pair(graphs=None)
     expected = generate(stock, repeating(), new=NEW)
     plain = assistant_of(stock)
@@ -319,7 +319,7 @@ def tokenizer(first=0, further=0):
     )
 
 
-def test_another_tokenizer(pair, monkeypatch):
+def test_an_assistant_with_another_tokenizer_drafts_as_in_stock(pair, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 2)
     prepared, stock = pair()
     drafting = assistant_of(make("llama", vocab_size=66), noise=0)

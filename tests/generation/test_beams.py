@@ -51,7 +51,7 @@ def test_all_steps_after_the_first_are_replayed(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_returned_outputs_of_calls(kind, pair):
+def test_returned_outputs_equal_stock(kind, pair):
     prepared, stock = pair(kind)
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for seed in (0, 1):
@@ -68,7 +68,7 @@ def test_returned_outputs_of_calls(kind, pair):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_encoder_decoders(kind, couple):  # noqa: F811
+def test_beam_search_of_encoder_decoder_models_equals_stock(kind, couple):  # noqa: F811
     prepared, stock = couple(kind)
     for seed, arguments in enumerate(({}, {"num_return_sequences": 2}, {"eos_token_id": [5, 17, 40]})):
         inputs = asked(kind, seed=seed)
@@ -77,7 +77,7 @@ def test_encoder_decoders(kind, couple):  # noqa: F811
     assert counted(prepared)[1] > NEW
 
 
-def test_searches_and_samples_alternate(pair):
+def test_searches_and_sampling_share_a_recording(pair):
     prepared, stock = pair()
     for seed, beams in enumerate((3, 1, 2, 3, 1)):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)
@@ -93,7 +93,7 @@ def test_a_passed_cache_runs_as_in_stock(pair):
     inputs = prompt(rows=1)
     calls = [searched(model, inputs, past_key_values=DynamicCache(), num_beams=2) for model in (prepared, stock)]
     assert torch.equal(*calls)
-    assert "the call passes a cache, and its beams change rows" in known(prepared).turned_away
+    assert "the call passes a cache, and beam search reorders its rows" in known(prepared).turned_away
 
 
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])

@@ -86,7 +86,7 @@ def test_a_change_takes_effect_in_the_next_call(change, pair):
     assert change is in_eager or not torch.equal(before, after)
 
 
-def test_switching_between_adapters(pair):
+def test_switching_back_to_an_adapter_records_nothing(pair):
     """Every adapter has its own recording, and switching back to an adapter records nothing."""
     prepared, stock = pair()
     for model in (prepared, stock):
@@ -133,7 +133,7 @@ def test_a_pickled_model_decodes_again(pair):
     assert counted(again)[1]
 
 
-def test_preparing_twice_and_restoring(pair):
+def test_preparing_twice_keeps_the_setting_and_restore_frees_the_state(pair):
     prepared, stock = pair()
     generate(prepared)
     assert hf_rocm.prepare(prepared, force=True) is prepared

@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_stock_beyond_every_window(kind, padded, pair):
 
 @pytest.mark.parametrize("length", [1, 2, 9, 10, 11, 23])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_prompts_of_any_length(kind, length, pair):
+def test_prompts_of_any_length_are_decoded_with_one_recording(kind, length, pair):
     prepared, stock = pair(kind)
     inputs = prompt(length=length)
     assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
@@ -53,7 +53,7 @@ def _after(stock, how):
     return torch.rand(3)
 
 
-def test_several_sequences_per_prompt(pair):
+def test_several_sequences_per_prompt_equal_stock(pair):
     prepared, stock = pair()
     how = {"do_sample": True, "num_return_sequences": 3}
     assert torch.equal(generate(prepared, seed=0, **how), generate(stock, seed=0, **how))
@@ -78,7 +78,7 @@ class Streamer:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_streaming(late, pair, request):
+def test_streamed_tokens_equal_stock(late, pair, request):
     if late:
         request.getfixturevalue("ends_asked_late")
     prepared, stock = pair()
@@ -157,7 +157,7 @@ def test_caches_and_recordings_are_reused(kind, pair):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_more_tokens_than_the_first_cache_holds(kind, pair):
+def test_buffers_grow_with_the_number_of_tokens(kind, pair):
     """The buffers grow within a call, and a longer call gets a larger cache."""
     prepared, stock = pair(kind)
     for new in (8, 70, 120):
@@ -165,7 +165,7 @@ def test_more_tokens_than_the_first_cache_holds(kind, pair):
     assert counted(prepared)[1] > 120
 
 
-def test_two_models_and_four_threads(pair):
+def test_two_models_decode_in_four_threads(pair):
     prepared, stock = pair()
     other, other_stock = pair("qwen3")
     calls = [(prepared, stock, 1), (prepared, stock, 2), (other, other_stock, 3), (prepared, stock, 2)]
@@ -187,7 +187,7 @@ def test_two_models_and_four_threads(pair):
     assert sum(counted(prepared)) >= 9 * 11 - 3 * FIRST
 
 
-def test_alternating_inference_mode_and_no_grad(pair):
+def test_inference_mode_and_no_grad_share_recordings(pair):
     prepared, stock = pair()
     expected = generate(stock)
     for context in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):

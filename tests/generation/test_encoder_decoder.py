@@ -85,7 +85,7 @@ def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_padded_encoder_inputs(kind, couple):
+def test_padded_encoder_inputs_equal_stock(kind, couple):
     prepared, stock = couple(kind, graphs=None)
     for seed, padded in ((0, 3), (1, 4), (2, 0), (3, 2)):
         inputs = asked(kind, seed=seed, padded=padded)
@@ -98,7 +98,7 @@ def test_padded_encoder_inputs(kind, couple):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_other_batches_lengths_and_sampling(kind, couple):
+def test_other_batches_lengths_and_sampling_equal_stock(kind, couple):
     prepared, stock = couple(kind)
     for rows, length, new in ((1, 4, 8), (3, 9, 40), (1, 4, 12), (2, 17, 9)):
         inputs = asked(kind, rows=rows, length=length)
@@ -111,7 +111,7 @@ def test_other_batches_lengths_and_sampling(kind, couple):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_returned_outputs(kind, couple):
+def test_returned_outputs_equal_stock(kind, couple):
     prepared, stock = couple(kind)
     how = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):

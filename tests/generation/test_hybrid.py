@@ -27,7 +27,7 @@ def test_older_releases_give_the_reason(recorded_on_cpu):
 @recorded
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("length", [1, 3, 7])
-def test_greedy_tokens(length, padded, pair):
+def test_greedy_tokens_equal_stock(length, padded, pair):
     prepared, stock = pair("qwen3_next")
     inputs = prompt(length=length + padded, padded=padded)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_caches_and_recordings_are_reused(pair):
 
 
 @recorded
-def test_alternating_inference_mode_and_no_grad(pair):
+def test_alternating_inference_mode_and_no_grad_keeps_the_tokens(pair):
     prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         expected = generate(stock)
@@ -73,7 +73,7 @@ def test_alternating_inference_mode_and_no_grad(pair):
 
 
 @recorded
-def test_sampling_beams_and_several_sequences(pair):
+def test_sampling_and_beam_search_equal_stock(pair):
     prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         for how in (
@@ -85,7 +85,7 @@ def test_sampling_beams_and_several_sequences(pair):
 
 
 @recorded
-def test_rows_that_end_early(pair, ends_asked_late):
+def test_rows_may_end_early(pair, ends_asked_late):
     prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         end = int(generate(stock)[0, -4])

@@ -157,7 +157,7 @@ def test_a_subclass_of_a_prepared_models_class_stays_stock(pair, steps):
     assert steps[0] == 0
 
 
-def test_restored_copied_and_pickled_models(pair, steps):
+def test_copies_and_pickles_prepare_inputs_and_a_restored_model_does_not(pair, steps):
     prepared, stock = pair("llama", graphs=None)
     wanted = generate(stock, new=NEW)
     for model in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), prepared):
@@ -247,7 +247,7 @@ class Edits(StoppingCriteria):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_tokens_that_user_code_changes_in_place(kind, pair):
+def test_tokens_changed_in_place_by_user_code_are_not_a_fault(kind, pair):
     """Comparisons do not recompute a step if its tokens have changed since then."""
     prepared, stock = pair(kind)
     for _ in range(2):

@@ -81,7 +81,7 @@ def test_nothing_is_recorded_with_a_known_fault(suspect_gpu) -> None:
     assert any("issues/279" in batches and "use_cuda_graph" in batches for batches in others)
 
 
-def test_moving_a_model_to_a_gpu_with_a_known_fault(recorded_on_cpu, monkeypatch) -> None:
+def test_a_model_that_moves_to_a_gpu_with_a_known_fault_runs_uncaptured(recorded_on_cpu, monkeypatch) -> None:
     prepared, stock = hf_rocm.prepare(make("llama"), force=True), make("llama")
     monkeypatch.setattr(torch.version, "rocm", "7.2.1", raising=False)
     with simulated("cpu", Device("cpu", rocm=True, arch="gfx942")):

@@ -83,7 +83,7 @@ def test_every_step_equals_transformers_preparation(kind, padded, pair, steps):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_with_transformers_static_cache(kind, pair, steps):
+def test_every_step_equals_stock_with_transformers_static_cache(kind, pair, steps):
     in_place, stock = pair(kind, graphs=False)
     call = prompt(padded=3)
     made = [generate(model, call, new=24, cache_implementation="static") for model in (in_place, stock)]
@@ -93,7 +93,7 @@ def test_with_transformers_static_cache(kind, pair, steps):
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_while_windows_move(kind, pair, steps, monkeypatch):
+def test_every_step_equals_stock_while_windows_move(kind, pair, steps, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 4)  # rows beyond the window: it moves every few steps
     in_place, stock = pair(kind)
     call = prompt(padded=5)
@@ -104,7 +104,7 @@ def test_while_windows_move(kind, pair, steps, monkeypatch):
 
 @pytest.mark.parametrize("padded", [0, 5])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3"])
-def test_steps_that_verify_drafts(kind, padded, pair, steps, monkeypatch):
+def test_every_step_equals_stock_while_drafts_are_verified(kind, padded, pair, steps, monkeypatch):
     """Steps have any number of tokens and follow rejected drafts, while windows move and buffers grow."""
     monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
     in_place, stock = pair(kind)
@@ -126,7 +126,7 @@ def test_steps_that_verify_drafts(kind, padded, pair, steps, monkeypatch):
     assert all(steps), steps
 
 
-def test_while_buffers_grow(pair, steps, monkeypatch):
+def test_every_step_equals_stock_while_buffers_grow(pair, steps, monkeypatch):
     monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
     in_place, stock = pair("gemma2")
     call = prompt(padded=2)

@@ -140,7 +140,7 @@ def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_returning_hidden_states_or_attentions_disables_nothing(name, pair):
+def test_a_call_that_returns_hidden_states_or_attentions_does_not_disable_recording(name, pair):
     prepared, stock = pair(graphs=None)
     assert torch.equal(generate(prepared, **{name: True}), generate(stock, **{name: True}))
     assert known(prepared).disabled is None and counted(prepared) == (0, 0)

@@ -211,7 +211,7 @@ def test_replacing_an_unused_function_changes_nothing(holder, name, pair):
     assert counted(prepared)[0] == recorded and counted(prepared)[1] > replayed
 
 
-def test_training_steps(pair):
+def test_training_runs_through_the_replacement(pair):
     """Gradients are computed through the replacement."""
     prepared, stock = pair(graphs=None)
     with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
@@ -222,7 +222,7 @@ def test_training_steps(pair):
 
 
 @pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")
-def test_the_experts_interface(pair):
+def test_a_replaced_experts_function_is_called(pair):
     from transformers.integrations import moe
 
     prepared, stock = pair("mixtral", graphs=None)
@@ -265,7 +265,7 @@ def test_wrappers_that_compare_equal_to_the_wrapped_function(pair):
             assert stocks(prepared) == {"LlamaAttention"}
 
 
-def test_a_removed_function(pair):
+def test_a_removed_function_is_named(pair):
     prepared, _ = pair(graphs=None)
     generate(prepared)
     step, call = watches_of(prepared).step, watches_of(prepared).call
@@ -288,7 +288,7 @@ def empty_calls(check):
     return shortest(check) / shortest(lambda: None)
 
 
-def test_budgets(pair):
+def test_the_checks_stay_within_their_budgets(pair):
     """The cost of the checks in a recorded step, and in a layer of an uncaptured step.
 
     The unit is a call of an empty function, which takes about 35 ns.

@@ -75,7 +75,7 @@ def test_a_fault_is_detected_at_the_next_comparison(fault, first, faulty):
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped], ids=lambda fault: fault.__name__)
-def test_with_moving_windows(fault, kind, faulty):
+def test_a_fault_is_detected_while_windows_move(fault, kind, faulty):
     prepared, stock = faulty(fault, 6, kind=kind)
     assert torch.equal(generate(prepared, new=40), generate(stock, new=40))
     assert "differed from the step itself" in known(prepared).disabled
@@ -106,14 +106,14 @@ def test_nonfinite_logits_cause_an_early_comparison(fault, faulty, monkeypatch):
     assert 66 < event.replays <= 66 + 17
 
 
-def test_nonfinite_logits_at_the_end(faulty):
+def test_nonfinite_logits_of_the_last_step_are_detected(faulty):
     prepared, stock = faulty(faults.not_finite, 7, 8)
     assert torch.equal(generate(prepared, new=11), generate(stock, new=11))
     (event,) = ledger.events()
     assert event.replays == 8 and "not finite" in known(prepared).disabled
 
 
-def test_nonfinite_logits_of_the_model_itself(pair):
+def test_nonfinite_logits_of_the_model_itself_are_not_a_fault(pair):
     prepared, stock = pair()
 
     def banned(module, args, output):
@@ -135,7 +135,7 @@ def test_sampling_equals_an_uncaptured_call(faulty):
     assert len(ledger.events()) == 1
 
 
-def test_rows_that_end_early(faulty):
+def test_a_fault_is_detected_after_a_row_has_ended(faulty):
     prepared, stock = faulty(faults.garbage, 6)
     free = generate(stock, repetition_penalty=9.0)
     how = {"eos_token_id": [free[0, 9].item()], "repetition_penalty": 9.0, "new": 25}
@@ -143,7 +143,7 @@ def test_rows_that_end_early(faulty):
     assert len(ledger.events()) == 1
 
 
-def test_with_the_late_check(faulty, ends_asked_late):
+def test_a_fault_is_detected_with_the_late_check(faulty, ends_asked_late):
     prepared, stock = faulty(faults.garbage, 6)
     ends = generate(stock, prompt(rows=1), repetition_penalty=9.0, new=25)[0, 22].item()
     how = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}
@@ -238,7 +238,7 @@ def test_the_cost_of_comparisons_in_short_calls():
     assert all(later - call > 1 for call, later in itertools.pairwise(compared[3:])) and len(compared) > 5
 
 
-def test_the_schedule():
+def test_comparisons_become_rarer_up_to_a_limit():
     plan = schedule.Schedule()
     compared = []
     for number in range(1, 20_000):
@@ -255,7 +255,7 @@ def test_the_schedule():
     assert (schedule.BACK + 1) / schedule.LONGEST * 3.6 < 0.01
 
 
-def test_the_number_of_uncaptured_steps_of_comparisons(pair):
+def test_comparisons_add_few_uncaptured_steps(pair):
     """The model is called for the prompt, for two steps, and for the comparisons of replays 1, 2, 3, 5, 9 and 17."""
     prepared, _ = pair()
     calls = []

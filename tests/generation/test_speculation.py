@@ -112,7 +112,7 @@ def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
     assert recorded[1] == recorded[2] > 1  # alternating the padding records nothing again
 
 
-def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_place):
+def test_transformers_prepares_steps_while_a_mask_function_is_replaced(pair, monkeypatch, drafted, in_place):
     """While a mask function is replaced, transformers receives the arguments that it would have computed itself."""
     prepared, stock = pair(graphs=None)
     for seed in range(3):
@@ -126,7 +126,7 @@ def test_single_steps_that_transformers_prepares(pair, monkeypatch, drafted, in_
     assert counted(prepared)[1] > 0
 
 
-def test_a_call_whose_masks_transformers_makes(pair, in_place):
+def test_a_mask_with_a_gap_is_prepared_by_transformers(pair, in_place):
     """transformers prepares every step of a call whose mask has a gap, but only the first step of the next call."""
     prepared, stock = pair()
     call = repeating()
@@ -137,7 +137,7 @@ def test_a_call_whose_masks_transformers_makes(pair, in_place):
     assert in_place and preparation.noted(prepared) is None
 
 
-def test_a_recording_for_each_number_of_drafts(pair, drafted):
+def test_each_number_of_drafts_has_a_recording(pair, drafted):
     prepared, stock = pair()
     counts, results = [], []
     for model in (prepared, stock):
@@ -161,7 +161,7 @@ def test_sampling_draws_stocks_numbers(arguments, pair, drafted):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_returned_outputs_of_calls(sampled, pair):
+def test_returned_outputs_equal_stock(sampled, pair):
     prepared, stock = pair()
     how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": sampled}
     for seed in range(3):
@@ -188,7 +188,7 @@ def test_a_streamer_receives_the_same_values_as_in_stock(pair):
 
 @pytest.mark.parametrize("schedule", [None, "heuristic"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_assistant_models(sampled, schedule, pair, drafted):
+def test_assistant_models_draft_as_in_stock(sampled, schedule, pair, drafted):
     prepared, stock = pair()
     assistants = [assistant_of(stock, schedule) for _ in range(2)]
     for seed in range(2):
@@ -242,7 +242,7 @@ def test_a_wrong_replay_is_noticed_and_the_call_begins_again(fault, pair, monkey
     assert "differed from the step itself" in known(prepared).disabled
 
 
-def test_a_wrong_replay_with_an_assistant(pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_with_an_assistant_is_noticed(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=4))
     prepared, stock = pair(graphs=None)

@@ -64,7 +64,7 @@ def test_the_largest_logits_are_chosen_in_the_step(pair, chosen):
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, how, pair, chosen, monkeypatch):
+def test_half_precision_models_choose_the_same_tokens(dtype, how, pair, chosen, monkeypatch):
     """The reference is the same model, with tokens chosen by transformers. Of tied logits, the first is chosen."""
     prepared = pair()[0].to(dtype)
     tokens = [generate(prepared, prompt(rows=3), seed=seed, new=25, **how) for seed in (0, 1)]
@@ -74,7 +74,7 @@ def test_half_precision(dtype, how, pair, chosen, monkeypatch):
         assert torch.equal(generate(prepared, prompt(rows=3), seed=seed, new=25, **how), tokens[seed])
 
 
-def test_ends_and_several_rows(pair, chosen):
+def test_rows_end_as_in_stock(pair, chosen):
     prepared, stock = pair()
     free = generate(stock, prompt(rows=3), seed=5, new=20, **SAMPLED)
     ends = {"eos_token_id": [free[0, 15].item(), free[2, 18].item()], "pad_token_id": 0}
@@ -86,7 +86,7 @@ def test_ends_and_several_rows(pair, chosen):
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_streamers(how, pair, chosen):
+def test_streamers_receive_the_values_of_stock(how, pair, chosen):
     prepared, stock = pair()
     for seed in (0, 1):
         streamers = Streamer(), Streamer()
@@ -166,7 +166,7 @@ def test_calls_in_which_transformers_chooses(name, pair, chosen):
     assert counted(prepared)[1] and not chosen
 
 
-def test_a_returned_dict_without_scores(pair, chosen):
+def test_a_returned_dict_without_scores_equals_stock(pair, chosen):
     prepared, stock = pair()
     for _ in range(2):
         ours, stocks = (generate(model, seed=1, return_dict_in_generate=True, **SAMPLED) for model in (prepared, stock))
@@ -176,7 +176,7 @@ def test_a_returned_dict_without_scores(pair, chosen):
 
 @pytest.mark.parametrize("at", [2, 4, 6, 9])
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_logits_that_become_nan_during_a_call(how, at, pair):
+def test_logits_that_become_nan_are_handled_as_in_stock(how, at, pair):
     """Stock chooses the first NaN, or raises in `torch.multinomial`. Later calls are recorded as before."""
     prepared, stock = pair()
     inputs, kept = prompt(rows=1), stock.model.embed_tokens.weight.clone()
@@ -201,7 +201,7 @@ def test_logits_that_become_nan_during_a_call(how, at, pair):
     assert known(prepared).disabled is None
 
 
-def test_a_method_of_the_model_that_reads_the_logits(pair, chosen):
+def test_a_method_of_the_model_may_read_the_logits(pair, chosen):
     prepared, stock = pair()
     sums = []
     for model in (prepared, stock):

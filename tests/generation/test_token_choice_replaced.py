@@ -73,7 +73,7 @@ def test_functions_that_were_replaced_before_the_first_call(how, pair, monkeypat
     token_choice._skipped.cache_clear()
 
 
-def test_lists_that_change_during_a_call(pair):
+def test_lists_that_change_during_a_call_take_effect(pair):
     """During a call, a streamer extends the call's lists of logits processors and stopping criteria."""
 
     class Changes(Streamer):
@@ -104,7 +104,7 @@ def test_lists_that_change_during_a_call(pair):
         assert torch.equal(*results) and results[0].shape[1] == 22
 
 
-def test_a_setting_that_becomes_a_tensor(pair):
+def test_a_setting_that_becomes_a_tensor_takes_effect(pair):
     prepared, stock = pair()
     for seed in range(2):
         tokens = []
@@ -123,7 +123,7 @@ def test_a_setting_that_becomes_a_tensor(pair):
         assert torch.equal(*tokens)
 
 
-def test_a_setting_that_changes_during_a_call(pair, chosen):
+def test_a_setting_that_changes_during_a_call_takes_effect(pair, chosen):
     prepared, stock = pair()
 
     class Changes(Streamer):

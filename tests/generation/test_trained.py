@@ -19,5 +19,5 @@ def test_512_greedy_tokens_equal_stock(trained):
     assert recorded > 1 and replayed > NEW - 4 * recorded  # a step is recorded again whenever the buffers grow
 
 
-def test_bf16_teacher_forced(trained):
+def test_bf16_predictions_are_as_good_as_those_of_eager(trained):
     judges_tokens_as_well_as_eager(trained)

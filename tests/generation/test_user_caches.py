@@ -59,7 +59,7 @@ def alike(prepared, stock):
 @pytest.mark.parametrize("name", [None, "dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [0, 3])
-def test_returned_caches(kind, name, padded, pair):
+def test_returned_caches_equal_stock(kind, name, padded, pair):
     if name == "static" and kind != "llama" and not SLIDING_STATIC:
         pytest.skip("its static cache has another class")
     prepared, stock = pair(kind)
@@ -87,7 +87,7 @@ def brought(kind, how, model):
 
 @pytest.mark.parametrize("how", ["dynamic", "dynamic with a config", "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_with_a_passed_cache(kind, how, pair):
+def test_a_chat_continues_with_a_passed_cache(kind, how, pair):
     if not SLIDING_STATIC and (how == "dynamic with a config" or (how == "static" and kind != "llama")):
         pytest.skip("this release has no such cache")
     prepared, stock = pair(kind)
@@ -229,7 +229,7 @@ def test_the_cache_of_recorded_steps_is_never_returned(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_as_the_prompt(kind, pair):
+def test_a_prompt_of_embeddings_is_recorded(kind, pair):
     prepared, stock = pair(kind)
     inputs = prompt(padded=2)
     for seed in (0, 1):

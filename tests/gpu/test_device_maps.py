@@ -89,7 +89,7 @@ def cache_places(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
+def test_layers_offloaded_to_the_cpu_run_as_in_stock(kind, checkpoint, tmp_path):
     arguments = {"device_map": placed(0, "cpu", 0, "cpu")}
     folder = checkpoint(kind)
     prepared, stock = (load(folder, prepared=which, **arguments) for which in (True, False))
@@ -110,7 +110,7 @@ def test_layers_offloaded_to_the_cpu(kind, checkpoint, tmp_path):
     assert hooks(prepared) == hooks(stock) and torch.equal(generate(prepared, asked(), new=24), expected)
 
 
-def test_limited_by_memory(checkpoint):
+def test_layers_that_do_not_fit_are_offloaded_as_in_stock(checkpoint):
     """accelerate places the first layers on the GPU and the others on the CPU."""
     embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
     memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # accelerate may reserve memory for an offloaded layer
@@ -122,7 +122,7 @@ def test_limited_by_memory(checkpoint):
 
 
 @pytest.mark.parametrize("mapping", ["auto", {"": 0}])
-def test_one_gpu_for_all_layers(mapping, checkpoint):
+def test_a_device_map_with_one_gpu_adds_no_hooks(mapping, checkpoint):
     """The model gets no hooks, and its steps are recorded as without a device map."""
     folder = checkpoint("llama")
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
@@ -134,7 +134,7 @@ def test_one_gpu_for_all_layers(mapping, checkpoint):
 
 @two
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_on_two_gpus(kind, checkpoint):
+def test_layers_on_two_gpus_run_as_in_stock(kind, checkpoint):
     folder = checkpoint(kind)
     placement = placed(0, 0, 1, 1, tied=kind == "gemma2")
     prepared, stock = (load(folder, prepared=which, device_map=placement) for which in (True, False))
@@ -149,7 +149,7 @@ def test_layers_on_two_gpus(kind, checkpoint):
 
 
 @two
-def test_layers_on_alternating_devices(checkpoint):
+def test_layers_on_alternating_devices_run_as_in_stock(checkpoint):
     folder = checkpoint("llama")
     prepared, stock = (load(folder, prepared=which, device_map=placed(0, 1, 0, 1)) for which in (True, False))
     same_as_stock(prepared, stock, groups=GROUPS)
@@ -157,7 +157,7 @@ def test_layers_on_alternating_devices(checkpoint):
 
 
 @two
-def test_balanced(checkpoint):
+def test_a_balanced_device_map_runs_as_in_stock(checkpoint):
     folder = checkpoint("llama")
     prepared, stock = (load(folder, prepared=which, device_map="balanced") for which in (True, False))
     assert len(set(prepared.hf_device_map.values())) == 2

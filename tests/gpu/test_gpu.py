@@ -25,7 +25,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
-def test_forward(name, padded, dtype, checkpoint):
+def test_outputs_equal_stock_within_tolerance(name, padded, dtype, checkpoint):
     folder = checkpoint(name, dtype)
     prepared, stock = models.load_prepared(folder).cuda(), models.load_stock(name, folder).cuda()
     exact = models.in_float64(models.load_stock(name, folder)).cuda()
@@ -46,7 +46,7 @@ def test_forward(name, padded, dtype, checkpoint):
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_tokens(name, cache, checkpoint):
+def test_greedy_tokens_equal_stock(name, cache, checkpoint):
     folder = checkpoint(name, torch.float32)
     results = []
     for model in (models.load_prepared(folder).cuda(), models.load_stock(name, folder).cuda()):
@@ -84,7 +84,7 @@ def memory():
 
 
 @pytest.mark.first
-def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
+def test_preparing_and_saving_on_the_gpu_stay_within_the_memory_bound(tmp_path):
     """Allocated and reserved memory stay within 1 % of stock. The peak is at most one layer's fused weights higher."""
     model = large_llama("cuda")
     # run a GEMM first, because the BLAS library keeps its workspace, which is not a leak
@@ -112,7 +112,7 @@ def test_memory_of_preparing_and_saving_on_the_gpu(tmp_path):
     assert abs(memory()[0] - allocated) <= 0.01 * allocated
 
 
-def test_memory_of_a_prepared_model_that_moves_to_the_gpu():
+def test_moving_a_prepared_model_to_the_gpu_needs_only_its_weights():
     model = hf_rocm.prepare(large_llama("cpu"), force=True)
     before = memory()[0]
     model.cuda()

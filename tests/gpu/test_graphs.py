@@ -95,7 +95,7 @@ def test_ends_with_the_late_check(at, pair):
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch warns about its first graph
-def test_together_with_graphs_of_torch_compile(pair):
+def test_recorded_steps_work_together_with_graphs_of_torch_compile(pair):
     """torch.compile's graphs make PyTorch free the BLAS workspaces, so recorded steps must not depend on them."""
     prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
     expected = generate(prepared, asked())

@@ -75,7 +75,7 @@ def kernels(kind, layers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_of_a_layer(kind):
+def test_a_layer_runs_the_expected_number_of_kernels(kind):
     *_, expected, before = KINDS[kind]
     with options.override(probe=False):
         few, many = kernels(kind, FEW), kernels(kind, MANY)

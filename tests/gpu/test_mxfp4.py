@@ -50,7 +50,7 @@ def test_experts(tokens, name, sizes, dtype, biased):
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_replayed_with_other_selections(tokens):
+def test_a_replay_uses_the_current_selection(tokens):
     (x, *stored, ids, weights), keywords = on_gpu((tokens, 16, 4, 1024, 512), torch.bfloat16)
     ops.mxfp4_experts(x, *stored, ids, weights, **keywords)
     graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ def test_it_is_selected_and_checked_in_a_child():
     assert [route.name for route in routes] == ["chosen_experts"]
 
 
-def test_a_checkpoint(tmp_path):
+def test_a_checkpoint_stays_packed_and_its_steps_are_recorded(tmp_path):
     """The weights stay packed on the device, the results match the dequantised weights, and steps are recorded."""
     from tests.weights import mxfp4_checkpoints as mxfp4
 

@@ -60,7 +60,7 @@ def in_full(x, data, scale, bias, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_the_gemm(kind, dtype, bias, shape, k, n):
+def test_the_gemm_is_within_the_bound_of_the_format(kind, dtype, bias, shape, k, n):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -78,7 +78,7 @@ def test_the_gemm(kind, dtype, bias, shape, k, n):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("tier", ["torch", "eager"])
-def test_zeros_and_nan(tier, kind):
+def test_a_nan_affects_only_its_row(tier, kind):
     format = format_of(kind)
     if format is None:
         pytest.skip("this GPU has no fp8")
@@ -104,7 +104,7 @@ def test_odd_sizes_are_served_by_some_tier(kind, k, n):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_model(kind):
+def test_a_quantised_model_halves_the_memory_and_runs_one_gemm_per_group(kind):
     """Quantizing halves the memory of the linear layers of a Llama, and every group of layers runs as one GEMM.
 
     The logits are as accurate as the eager tier's, and differ from those of the original weights by the reported loss.
@@ -184,7 +184,7 @@ SIZES = [(4096, 4096), (896, 4864), (272, 1152)]
 @pytest.mark.parametrize("form", [{}, {"activation": "silu"}, {"norm": True, "residual": True, "bias": True}], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_few_rows(kind, dtype, form, n, k):
+def test_few_rows_run_the_kernel_of_this_gpu(kind, dtype, form, n, k):
     weight = (random(n, k, dtype=dtype, seed=1) * k**-0.5).cuda()
     if kind == "int4":
         data, scale = quantize_groups(weight, 128)

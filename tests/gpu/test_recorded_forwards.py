@@ -112,7 +112,7 @@ def test_a_mask_that_is_computed_just_before_the_call(mode):
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "classifier"])
-def test_mixed_lengths(name):
+def test_mixed_lengths_share_a_recording(name):
     prepared, twin, _ = build(name)
     for seed in range(20):
         given = on_gpu(inputs(name, length=5 + 7 * seed % 27, seed=seed, padded=seed % 3))
@@ -120,7 +120,7 @@ def test_mixed_lengths(name):
     assert set(known(prepared).padded) == {32} and counted(prepared)[0] == 1 and counted(prepared)[1] > 8
 
 
-def test_threads_on_separate_streams():
+def test_threads_on_separate_streams_return_correct_results():
     prepared, twin, _ = build("bert")
     other, other_twin, _ = build("vit")
     wrong = []
@@ -148,7 +148,7 @@ def test_threads_on_separate_streams():
     assert not wrong and counted(prepared)[1] > 40 and counted(other)[1] > 20
 
 
-def test_together_with_a_decoding_model():
+def test_an_encoder_and_a_decoding_model_alternate():
     from tests.generation.conftest import make as make_decoder
 
     decoder = make_decoder("llama").cuda()

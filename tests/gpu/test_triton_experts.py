@@ -42,7 +42,7 @@ def test_experts(tokens, sizes, layout, dtype):
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss"])
 @pytest.mark.parametrize("tokens", [1, 8])
-def test_replayed_with_other_selections(tokens, layout):
+def test_a_replay_uses_the_current_selection(tokens, layout):
     """Nothing is read on the host, so a replay uses the experts that its current ids select."""
     (x, gate_up, down, ids, weights), keywords = on_gpu((tokens, 16, 4, 1024, 512), torch.bfloat16, LAYOUTS[layout])
     ops.experts(x, gate_up, down, ids, weights, **keywords)

@@ -51,7 +51,7 @@ PACKED = {  # H, Hkv, D, D_v; queries per sequence; keys per sequence; other arg
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("case", PACKED.values(), ids=PACKED)
-def test_packed_sequences(case, dtype):
+def test_packed_sequences_are_as_accurate_as_the_eager_tier(case, dtype):
     (h, kv_heads, d, value_dim), queries, keys, terms = case
     draw = drawing(dtype)
     query, key, value = (draw(sum(n), *rest) for n, *rest in (
@@ -69,7 +69,7 @@ def test_packed_sequences(case, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s_q", "s_k"), [(1024, 1024), (100, 1000), (1000, 100)])
-def test_dense(s_q, s_k, causal):
+def test_dense_attention_is_as_accurate_as_the_eager_tier(s_q, s_k, causal):
     draw = drawing(BF16)
     query, key, value = draw(2, s_q, 32, 128).transpose(1, 2), draw(2, 8, s_k, 128), draw(2, 8, s_k, 128)
     how = {"scale": 0.09, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
@@ -81,7 +81,7 @@ def test_dense(s_q, s_k, causal):
 
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("terms", [{}, {"softcap": 30.0}, {"sinks": True, "window": 100}], ids=str)
-def test_pages_inside_a_recorded_graph(terms, page):
+def test_a_recorded_graph_reads_the_current_page_table(terms, page):
     """Lengths and page tables change in place between replays. Rows without a request write nothing."""
     draw = drawing(BF16)
     rows, columns = 5, -(-700 // page)

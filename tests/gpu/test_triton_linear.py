@@ -42,7 +42,7 @@ def test_linear(m, n, k, dtype):
 @pytest.mark.parametrize("k", [4096, 520])
 @pytest.mark.parametrize("m", [1, 2, 8])
 @pytest.mark.parametrize("form", ["norm", "1 + w", "gate", "all"])
-def test_fused_norm_activation_and_residual(form, m, k, dtype):
+def test_norm_activation_and_residual_are_fused(form, m, k, dtype):
     n = 2048
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     by = random(k, dtype=dtype, seed=2) if form in ("norm", "1 + w", "all") else None
@@ -60,7 +60,7 @@ def test_fused_norm_activation_and_residual(form, m, k, dtype):
 
 
 @pytest.mark.parametrize("m", [1, 8])
-def test_replayed_with_other_inputs(m):
+def test_a_replay_uses_the_current_inputs(m):
     """Nothing is read on the host, so a replay uses the current values of its tensors."""
     dtype = torch.bfloat16
     x, weight, by = (

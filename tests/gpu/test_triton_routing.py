@@ -51,7 +51,7 @@ def test_the_experts_equal_those_of_topk_even_with_equal_scores(experts, top, sc
         torch.testing.assert_close(weights.sort(-1).values, expected.sort(-1).values, rtol=2**-7, atol=0)
 
 
-def test_groups_with_equal_scores():
+def test_groups_with_equal_scores_are_chosen_as_by_topk():
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(2048, 256, generator=generator, device="cuda").mul(4).round().div(4)
     form = {"top": 8, "scores": "sigmoid", "groups": 8, "chosen_groups": 4, "bias": torch.zeros(256, device="cuda")}
@@ -59,7 +59,7 @@ def test_groups_with_equal_scores():
     assert torch.equal(actual, expected)
 
 
-def test_replayed_with_other_logits():
+def test_a_replay_uses_the_current_logits():
     logits, keywords = drawn(8, FORMS["normalised"], torch.bfloat16, experts=128)
     logits = logits.cuda()
     ops.choose_experts(logits, **keywords)

@@ -95,7 +95,7 @@ def measure(folder, tmp_path, *, prepared):
     return after, peaks, saving
 
 
-def test_memory_of_loading_and_saving(large, tmp_path, monkeypatch):
+def test_loading_and_saving_stay_within_the_memory_bound(large, tmp_path, monkeypatch):
     """After loading, allocated and reserved memory are within 1 % of stock's.
 
     The peaks of loading and saving exceed stock's by at most one layer. The weights are loaded in the checkpoint's
@@ -207,7 +207,7 @@ def test_replays_see_writes_and_a_stale_group_is_not_used_while_capturing():
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-def test_compiled(model):
+def test_compiled_models_follow_changed_weights(model):
     torch._dynamo.reset()
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool, device="cuda").tril()
     counter = CompileCounterWithBackend("inductor")

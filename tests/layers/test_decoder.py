@@ -199,7 +199,7 @@ def test_a_wrapped_projection_is_called(pair, few, name):
     assert routes.count(FUSED) == 3 * LAYERS
 
 
-def test_hooks_on_all_modules_see_every_module(pair, few):
+def test_hooks_on_all_modules_are_called_for_every_module(pair, few):
     seen: list[list[str]] = []
     for model in pair:
         names: list[str] = []
@@ -236,7 +236,7 @@ def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
-def test_generating_with_a_cache(each_pair, few):
+def test_generation_with_a_cache_equals_stock(each_pair, few):
     stock, actual = each_pair
     arguments: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:

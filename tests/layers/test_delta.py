@@ -131,7 +131,7 @@ def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
 @served
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cached", [True, False])
-def test_padding_and_no_cache(cached, name):
+def test_left_padding_does_not_change_results(cached, name):
     """Rows with padding on the left have the same results as rows without padding. Stock sets padding to zero."""
     stock, prepared = pair(name)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
@@ -163,7 +163,7 @@ def test_the_states_keep_their_addresses(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in transformers.CONFIG_MAPPING])
-def test_greedy_tokens(name):
+def test_greedy_tokens_equal_stock(name):
     stock, prepared = pair(name)
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     mask = torch.ones(2, 6, dtype=torch.int64)
@@ -179,7 +179,7 @@ def test_greedy_tokens(name):
 
 @served
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_projections(name):
+def test_fused_projections_equal_separate_layers(name):
     linear = linear_layer(pair(name)[1])
     names, x = binding_of(linear).fuses, torch.ones(1, 64)
     with torch.no_grad():
@@ -342,7 +342,7 @@ def test_stock_serves_the_rest(length, change, reason, monkeypatch):
 
 
 @served
-def test_record_past():
+def test_a_cache_that_records_its_past_is_left_to_stock():
     """In a cache that records past states, stock keeps earlier inputs of the convolution to undo rejected drafts."""
     prepared = pair("qwen3_next")[1]
     cache = run(prepared, tokens(1, 6))[1]

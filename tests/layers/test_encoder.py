@@ -80,7 +80,7 @@ def test_a_norm_of_a_sum_is_one_operation(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_attention_weights(family):
+def test_attention_weights_equal_stock(family):
     stock = build(family, attn_implementation="eager")
     actual = prepared(stock)
     given = {"pixel_values": PIXELS} if hasattr(stock.config, "image_size") else {"input_ids": TOKENS}
@@ -163,7 +163,7 @@ def test_changed_modules_are_called(change, pair):
 
 
 @torch.no_grad()
-def test_hooks_on_all_modules_and_replaced_functions(pair, monkeypatch):
+def test_hooks_on_all_modules_and_replaced_functions_are_called(pair, monkeypatch):
     model = pair[1]
     assert run(model)[1] == 2 * LAYERS
     seen = []
@@ -185,9 +185,9 @@ def test_hooks_on_all_modules_and_replaced_functions(pair, monkeypatch):
 
 
 REASONS = {
-    "hook on the norm": "has hooks or another forward",
+    "hook on the norm": "it has hooks or another forward",
     "hook on the dropout": "its dropout was replaced or has hooks",
-    "forward of the norm": "has hooks or another forward",
+    "forward of the norm": "it has hooks or another forward",
     "class of the norm": "code of tests",
     "class of the dropout": "its dropout was replaced or has hooks",
 }
@@ -221,7 +221,7 @@ def test_a_reason_is_removed_by_the_next_call_that_is_served(pair):
 @pytest.mark.parametrize("owner", [nn.LayerNorm, nn.Module])
 @pytest.mark.parametrize("name", ["__call__", "_call_impl"])
 @torch.no_grad()
-def test_replaced_calls(name, owner, pair, monkeypatch):
+def test_replaced_calls_take_effect(name, owner, pair, monkeypatch):
     model = pair[1]
     run(model)
     call = getattr(owner, name)
@@ -248,7 +248,7 @@ def test_dropout_in_training_mode_draws_what_stock_draws():
 
 
 @pytest.mark.parametrize("family", ["Bert", "SiglipVision", "ViT"])
-def test_gradients(family):
+def test_gradients_equal_stock(family):
     stock = build(family)
     models = stock, prepared(stock)
     counts = []
@@ -265,7 +265,7 @@ def test_gradients(family):
 
 
 @torch.no_grad()
-def test_other_dtypes_and_autocast(pair):
+def test_other_dtypes_and_autocast_follow_pytorchs_rules(pair):
     """PyTorch's own rules for dtypes apply under autocast, and if a norm has another dtype than the other layers."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (expected, _), (output, count) = map(run, pair)
@@ -279,7 +279,7 @@ def test_other_dtypes_and_autocast(pair):
 
 
 @torch.no_grad()
-def test_aiter_that_is_required_has_no_such_operation(pair):
+def test_if_aiter_is_required_the_sum_and_the_norm_are_separate(pair):
     aiter = {**options.current().aiter, "rms_norm": Switch.REQUIRED}
     with options.override(aiter=aiter):
         assert run(pair[1])[1] == 0
@@ -288,7 +288,7 @@ def test_aiter_that_is_required_has_no_such_operation(pair):
             assert run(pair[1])[1] == expected
 
 
-def test_a_norm_without_weights_and_another_shape():
+def test_a_norm_without_weights_or_over_several_dims_is_left_to_pytorch():
     output, residual = torch.randn(3, 8), torch.randn(3, 8)
     with ops.recording() as routes:
         bare = encoder.norm_of_sum(nn.LayerNorm(8, elementwise_affine=False), output, residual)
@@ -352,7 +352,7 @@ def _causal(layer: Any) -> list[None]:
 
 
 @torch.no_grad()
-def test_an_activation_that_stock_computes_as_a_formula(monkeypatch):
+def test_one_kernel_computes_an_activation_that_is_a_formula_in_stock(monkeypatch):
     """On a GPU, one kernel computes the formula. On the CPU, or if the module has a hook, the module is called."""
     stock = build("CLIPVision")
     model = prepared(stock)

@@ -83,7 +83,7 @@ def test_changed_modules_are_not_plain(name, change, monkeypatch):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("change", ["forward of the class", "call of the class", "body of the call"])
-def test_a_class_that_was_changed_before_it_was_examined(change, known, monkeypatch):
+def test_a_class_that_was_changed_before_it_was_examined_is_not_stock(change, known, monkeypatch):
     monkeypatch.delitem(watches, nn.LayerNorm, raising=False)
     if known:
         assert is_stock(nn.LayerNorm)
@@ -93,13 +93,13 @@ def test_a_class_that_was_changed_before_it_was_examined(change, known, monkeypa
     assert is_stock(nn.LayerNorm)
 
 
-def test_functions_and_classes_of_users(monkeypatch):
+def test_replaced_functions_and_user_classes_are_not_plain(monkeypatch):
     assert not is_plain(Norm(8)) and not is_stock(Norm) and is_plain(nn.LayerNorm(8))
     monkeypatch.setattr(functional, "layer_norm", lambda *args: args[0])
     assert not is_plain(nn.LayerNorm(8)) and is_plain(nn.Dropout())
 
 
-def test_activations():
+def test_activations_are_recognised_by_their_function():
     gelu = transformers.activations.GELUActivation()
     assert activation_of(gelu) == "gelu"
     gelu.act = torch.relu
@@ -112,7 +112,7 @@ def test_activations():
         assert activation_of(tanh) is None
 
 
-def test_a_gelu_built_while_the_function_was_replaced(monkeypatch):
+def test_a_gelu_with_a_replaced_function_is_not_recognised(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(functional, "gelu", lambda x: x * 2)
         gelu = transformers.activations.GELUActivation()
@@ -128,7 +128,7 @@ def test_hooks_on_all_modules_are_for_activations_too():
     assert activation_of(silu) == "silu"
 
 
-def test_activations_that_are_looked_up(monkeypatch):
+def test_changed_lookups_of_activations_are_detected(monkeypatch):
     from transformers.models.llama.modeling_llama import ACT2FN, LlamaMLP
 
     assert looks_up(LlamaMLP, "silu", "silu") and looks_up(LlamaMLP, "swish", "silu")
@@ -226,7 +226,7 @@ assert type(stock.encoder.layer[0].output.get_submodule(sys.argv[2])) is Mine
 
 
 @pytest.mark.parametrize(("name", "child"), [("LayerNorm", "LayerNorm"), ("Dropout", "dropout"), ("Linear", "dense")])
-def test_a_class_that_was_replaced_in_torch_nn(name, child, tmp_path):
+def test_a_class_that_was_replaced_in_torch_nn_is_detected(name, child, tmp_path):
     script = tmp_path / "replaced.py"
     script.write_text(REPLACED)
     ran = subprocess.run([sys.executable, str(script), name, child], capture_output=True, text=True, check=False)

@@ -210,7 +210,7 @@ def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
 
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
-def test_the_environment_switches_it_on_from_an_installed_block(llama, wanted, prepared):
+def test_an_installed_block_switches_it_on_if_the_environment_requests_it(llama, wanted, prepared):
     """A child process imports a modeling file that ends with an installed block."""
     program = textwrap.dedent(
         f"""

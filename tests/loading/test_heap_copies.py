@@ -78,7 +78,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize(("kernel", "gpus", "name"), MACHINES)
-def test_the_choice_by_kernel_and_gpus(kernel: str, gpus: tuple[str, ...], name: str | None) -> None:
+def test_the_fault_depends_on_the_kernel_and_the_gpus(kernel: str, gpus: tuple[str, ...], name: str | None) -> None:
     result = mapped_copy_fault(kernel, gpus)
     assert (result and result.name) == name
     if result is not None:

@@ -82,7 +82,7 @@ def test_auto_class_decides(llama, auto_class):
     assert bind.mode_of(model.layers[0].self_attn) == bind.ON
 
 
-def test_the_dtype_defaults_to_the_checkpoints(llama):
+def test_the_default_dtype_is_that_of_the_checkpoint(llama):
     assert hf_rocm.from_pretrained(llama, force=True).dtype == torch.bfloat16
     assert hf_rocm.from_pretrained(llama, force=True, dtype=torch.float32).dtype == torch.float32
     assert hf_rocm.from_pretrained(llama, force=True, dtype="float16").dtype == torch.float16
@@ -126,7 +126,7 @@ def test_a_model_without_an_overlay_comes_back_stock_with_the_reason(tmp_path):
     assert explanation.without_overlay == {"openai": "hf_rocm has no overlay for this model"}
 
 
-def test_a_missing_folder(tmp_path):
+def test_a_missing_folder_is_an_error_with_a_hint(tmp_path):
     with pytest.raises(LoadError) as caught:
         hf_rocm.from_pretrained(tmp_path / "nothing", force=True, local_files_only=True)
     assert str(tmp_path / "nothing") in str(caught.value) and "hint:" in str(caught.value)
@@ -140,7 +140,7 @@ def test_a_missing_hub_repository_raises_transformers_error():
     assert "transformers error" in caught.value.facts
 
 
-def test_missing_weights(llama, tmp_path):
+def test_missing_weights_are_an_error(llama, tmp_path):
     empty = change_config(llama, tmp_path / "empty")
     for file in empty.glob("*.safetensors"):
         file.unlink()
@@ -149,18 +149,18 @@ def test_missing_weights(llama, tmp_path):
     assert "safetensors" in str(caught.value)
 
 
-def test_an_option_that_transformers_does_not_accept(llama):
+def test_an_option_that_transformers_does_not_accept_is_an_error(llama):
     with pytest.raises(OptionError) as caught:
         hf_rocm.from_pretrained(llama, force=True, flavour="sweet")
     assert "flavour" in str(caught.value) and "auto_class, force, preshuffle" in str(caught.value)
 
 
-def test_a_class_that_transformers_does_not_have(llama):
+def test_a_class_that_transformers_does_not_have_is_an_error(llama):
     with pytest.raises(OptionError, match="AutoModelForEverything"):
         hf_rocm.from_pretrained(llama, auto_class="AutoModelForEverything")
 
 
-def test_prepare_takes_models_only(llama):
+def test_prepare_accepts_only_models(llama):
     with pytest.raises(OptionError, match="takes a model"):
         hf_rocm.prepare("llama", force=True)
 

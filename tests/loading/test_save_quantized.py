@@ -119,7 +119,7 @@ def read_by_stock(checked, tmp_path_factory):
 
 @pytest.mark.skipif(not LIBRARY, reason="not run: needs compressed-tensors")
 @each_kind
-def test_stock_transformers_reads_it(kind, read_by_stock):
+def test_stock_transformers_reads_the_checkpoint(kind, read_by_stock):
     model, weights, actual = read_by_stock[kind]
     ordinary = hf_rocm.dequantize(model)
     assert len(weights) == 7 * models.LAYERS
@@ -134,7 +134,7 @@ def test_stock_transformers_reads_it(kind, read_by_stock):
         assert (actual - exact).norm() <= 2 * (expected - exact).norm()
 
 
-def test_fnuz_numbers_are_stored_in_fn(tmp_path, monkeypatch):
+def test_fnuz_weights_are_stored_in_the_fn_format(tmp_path, monkeypatch):
     from hf_rocm.weights import eight_bit as weights
 
     monkeypatch.setattr(weights.EightBitWeight, "format_for", lambda model, kind: torch.float8_e4m3fnuz)
@@ -150,7 +150,7 @@ def test_fnuz_numbers_are_stored_in_fn(tmp_path, monkeypatch):
         assert ((actual - weight).abs() <= 1.01 * largest / 240 / 2**10).all()
 
 
-def test_tied_heads_and_kept_originals(tmp_path):
+def test_a_model_with_a_tied_head_and_kept_originals_is_saved(tmp_path):
     model = models.build(**SIZES, tie_word_embeddings=True)
     hf_rocm.prepare(model, force=True)
     originals = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -163,7 +163,7 @@ def test_tied_heads_and_kept_originals(tmp_path):
     assert all(torch.equal(tensor, originals[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_quantised_head(tmp_path):
+def test_a_quantised_head_is_saved(tmp_path):
     model = hf_rocm.quantize(models.build(**SIZES), "int4-g32", force=True, head=True)
     hf_rocm.save_quantized(model, tmp_path)
     loaded = hf_rocm.from_pretrained(tmp_path, force=True)
@@ -181,7 +181,7 @@ def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     unchanged(model, before)
 
 
-def test_refusals(tmp_path):
+def test_models_that_cannot_be_saved_are_refused(tmp_path):
     with pytest.raises(OptionError, match="takes a model"):
         hf_rocm.save_quantized("llama", tmp_path)
     with pytest.raises(OptionError, match="is not quantised"):

@@ -92,7 +92,7 @@ def replace(name, change):
         (GPTQ, replace(f"{LAYER}.g_idx", lambda tensor: tensor * 0), "[256] int32", "groups that do not have 128"),
     ],
 )
-def test_a_damaged_layer(folder, monkeypatch, case, edit, expected, found):
+def test_a_damaged_layer_is_named_before_any_weight_is_read(folder, monkeypatch, case, edit, expected, found):
     """A single error names the tensor, before any weight is read."""
     path = folder(case)
     checkpoints.edit_tensors(path, edit)
@@ -104,7 +104,7 @@ def test_a_damaged_layer(folder, monkeypatch, case, edit, expected, found):
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
-def test_a_truncated_file(folder, monkeypatch, kept):
+def test_a_truncated_file_is_an_error(folder, monkeypatch, kept):
     path = folder() / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     monkeypatch.setattr(LlamaForCausalLM, "_load_pretrained_model", None)
@@ -161,7 +161,7 @@ def changed(case, where, **values):
         (BLOCKS.config | {"dequantize": True}, "dequantize"),
     ],
 )
-def test_features_that_are_left_to_stock(folder, caplog, config, reason):
+def test_unsupported_features_are_left_to_stock(folder, caplog, config, reason):
     path = folder()
     checkpoints.edit(path, quantization_config=config)
     left_to_stock(path, caplog, reason)
@@ -185,13 +185,13 @@ def outcome(call):
     return {type(module) for module in model.modules()}
 
 
-def test_a_tensor_that_the_format_does_not_name(folder, caplog):
+def test_a_tensor_that_the_format_does_not_name_is_left_to_stock(folder, caplog):
     path = folder()
     checkpoints.edit_tensors(path, lambda state: state.update({f"{LAYER}.weight_g_idx": torch.zeros(256).int()}))
     left_to_stock(path, caplog, "weight_g_idx")
 
 
-def test_a_layer_that_the_model_does_not_have(folder, caplog):
+def test_a_layer_that_the_model_does_not_have_is_left_to_stock(folder, caplog):
     path = folder()
 
     def rename(state):
@@ -202,7 +202,7 @@ def test_a_layer_that_the_model_does_not_have(folder, caplog):
     left_to_stock(path, caplog, "experts.0.up_proj")
 
 
-def test_weights_that_are_not_in_safetensors(folder, caplog):
+def test_weights_outside_safetensors_are_left_to_stock(folder, caplog):
     path = folder()
     file = path / "model.safetensors"
     torch.save({"model.norm.weight": torch.ones(256)}, path / "pytorch_model.bin")
@@ -210,7 +210,7 @@ def test_weights_that_are_not_in_safetensors(folder, caplog):
     left_to_stock(path, caplog, "safetensors")
 
 
-def test_stock_without_the_force_option(folder, monkeypatch):
+def test_without_force_the_model_is_loaded_as_in_stock(folder, monkeypatch):
     """If the model stays stock, `stored_checkpoints.load` must not be called. The test replaces it with None."""
     monkeypatch.setattr(stored_checkpoints, "load", None)
     path = folder()
@@ -226,7 +226,7 @@ def test_a_config_in_the_arguments_is_stock(folder):
     )
 
 
-def test_an_unquantised_checkpoint(tmp_path):
+def test_an_unquantised_checkpoint_has_no_quantised_layers(tmp_path):
     checkpoints.build().save_pretrained(tmp_path)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     assert not layers(model) and getattr(model, "hf_quantizer", None) is None
@@ -265,7 +265,7 @@ def test_another_thread_stays_stock(folder, tmp_path):
     assert results == [outcome(lambda: LlamaForCausalLM.from_pretrained(path))]
 
 
-def test_parts_of_a_sharded_checkpoint(folder, tmp_path):
+def test_the_tensors_of_a_layer_may_be_in_several_files(folder, tmp_path):
     """The tensors of a layer may be in several files, and the base model's names differ from the checkpoint's."""
     model = hf_rocm.from_pretrained(folder(), force=True)
     expected = {name: checkpoints.raw(tensor) for name, tensor in model.state_dict().items()}
@@ -279,7 +279,7 @@ def test_parts_of_a_sharded_checkpoint(folder, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_another_dtype_of_the_model(folder, dtype):
+def test_with_another_dtype_of_the_model_scales_keep_theirs(folder, dtype):
     """The checkpoint's scales keep their dtype."""
     path = folder(FP8)
     checkpoints.edit_tensors(path, replace(f"{LAYER}.weight_scale", lambda tensor: tensor.float() * 1.0001))
@@ -291,7 +291,7 @@ def test_another_dtype_of_the_model(folder, dtype):
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5"), reason="not run: needs transformers 5")
-def test_scales_that_are_powers_of_two(folder):
+def test_scales_of_one_byte_are_read(folder):
     """Scales of one byte, like DeepSeek's `ue8m0`; transformers 4 does not support this dtype."""
     path = folder(BLOCKS)
 

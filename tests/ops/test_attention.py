@@ -93,14 +93,14 @@ def check(tier, shape, dtype, **keywords):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tier", TIERS)
-def test_plain_attention(tier, shape, causal, dtype):
+def test_attention_is_as_accurate_as_the_eager_tier(tier, shape, causal, dtype):
     check(tier, shape, dtype, causal=causal)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [1, 4, 100])
 @pytest.mark.parametrize("tier", TIERS)
-def test_windows(tier, window, shape):
+def test_windows_hide_distant_keys(tier, window, shape):
     check(tier, shape, torch.float32, causal=True, window=window)
 
 
@@ -109,7 +109,7 @@ def test_windows(tier, window, shape):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tier", TIERS)
-def test_masks(tier, shape, causal, kind, heads):
+def test_masks_hide_keys(tier, shape, causal, kind, heads):
     b, h, _, s_q, s_k, _, _ = shape
     generator = torch.Generator().manual_seed(1)
     visible = torch.rand(b, h if heads == "each" else 1, s_q, s_k + 2, generator=generator) > 0.3
@@ -203,12 +203,12 @@ def _largest_allocation(function):
     window=st.none() | st.integers(1, 8),
     tier=st.sampled_from(TIERS),
 )
-def test_any_shape(b, kv_heads, groups, s_q, s_k, d, causal, window, tier):
+def test_any_shape_is_supported(b, kv_heads, groups, s_q, s_k, d, causal, window, tier):
     check(tier, (b, kv_heads * groups, kv_heads, s_q, s_k, d, d), torch.float32, causal=causal, window=window)
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_gradients_flow(tier):
+def test_gradients_equal_those_of_sdpa(tier):
     query, key, value = (t.detach().requires_grad_() for t in tensors(SHAPES["square"], torch.float64))
     output, _ = run(tier, query, key, value, scale=0.25, causal=True)
     output.square().sum().backward()

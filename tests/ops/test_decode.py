@@ -71,7 +71,7 @@ def test_a_rolling_cache_has_the_last_keys(tier):
     torch.testing.assert_close(output.double(), torch.cat((first, second)), rtol=0, atol=1e-6)
 
 
-def test_lengths_instead_of_a_mask():
+def test_lengths_equal_the_equivalent_mask():
     """`CacheRows` in `ops.attention` equals the equivalent mask."""
     query, key, value = tensors((2, 4, 2, 1, 12, 8, 8), torch.float32)
     lengths, starts = torch.tensor([10]), torch.tensor([0, 7])
@@ -101,7 +101,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[3])
-def test_refusals(case, monkeypatch):
+def test_unsupported_calls_are_refused(case, monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     refuses, spec, changes, words = case
     assert refuses(spec, Device("cuda", rocm=True, arch="gfx942")) is None

@@ -111,7 +111,7 @@ def test_results_equal_those_of_transformers_layer(joined, dtype):
     assert_as_good_as_eager(after["state"], expected[2], wide["state"])
 
 
-def test_the_definition():
+def test_the_eager_tier_follows_the_formula():
     """Compare one head with the formula, written out in float64."""
     (query, key, value, gate, beta, decay), keywords = drawn(torch.float64, batch=1, groups=1, shared=1)
     before = converted(keywords)
@@ -132,7 +132,7 @@ def test_the_definition():
     torch.testing.assert_close(out, result * gate[0, 0, 0] / (1 + (-gate[0, 0, 0]).exp()))
 
 
-def test_the_torch_tier_and_recorded_shapes():
+def test_the_torch_tier_equals_eager_and_records_its_shapes():
     inputs, keywords = drawn(torch.bfloat16)
     expected = eager(*inputs, **converted(keywords))
     with torch.no_grad(), options.override(tier="torch"), ops.recording() as routes:

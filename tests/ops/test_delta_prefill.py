@@ -118,12 +118,12 @@ def chunked(*inputs, **keywords):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_chunks(sizes, dtype):
+def test_chunks_are_as_accurate_as_single_steps(sizes, dtype):
     check(chunked, *drawn(dtype, **sizes))
 
 
 @pytest.mark.parametrize("what", HARD.values(), ids=HARD)
-def test_extreme_values(what):
+def test_extreme_values_are_as_accurate_as_in_single_steps(what):
     check(chunked, *hard(torch.float32, what, length=100))
 
 
@@ -190,7 +190,7 @@ def test_results_equal_those_of_transformers_layer(length, dtype, what):
         assert_as_good_as_eager(state, expected[1], exact[2])
 
 
-def test_parts_of_a_prompt():
+def test_a_prompt_in_parts_equals_the_whole_prompt():
     """A prompt is processed in three parts, each starting from the states of the previous one."""
     inputs, keywords = drawn(torch.float64, length=100, fresh=True)
     whole = in_tier("torch", inputs, keywords)
@@ -205,7 +205,7 @@ def test_parts_of_a_prompt():
 
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
-def test_no_tokens(tier):
+def test_without_tokens_the_states_are_unchanged(tier):
     inputs, keywords = drawn(torch.float32, length=0)
     out, conv_state, state = in_tier(tier, inputs, keywords)
     assert out.shape == (2, 0, 4, 6)
@@ -220,7 +220,7 @@ def test_gradients_reach_the_inputs():
     assert inputs[0].grad.abs().sum() > 0
 
 
-def test_recorded_shapes():
+def test_the_shapes_are_recorded():
     inputs, keywords = drawn(torch.bfloat16, length=3)
     with torch.no_grad(), options.override(tier="torch"), ops.recording() as routes:
         ops.gated_delta_prefill(*inputs, **keywords)

@@ -43,7 +43,7 @@ def test_blocks_are_rounded_to_the_nearest_number(n, k, format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tier", "name"), [("torch", "dequantize, F.linear"), ("eager", "dequantize, matmul")])
 @pytest.mark.parametrize("m", [1, 64, 70])
-def test_the_tiers_of_pytorch(m, tier, name, dtype):
+def test_pytorchs_tiers_never_round_x(m, tier, name, dtype):
     """x is never rounded, even if the call requests it."""
     n, k = 140, 272
     x, bias = random(m, k, dtype=dtype), random(n, dtype=dtype, seed=2)

@@ -265,13 +265,13 @@ def test_shuffled_linear(tier, bias):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((15, 32), torch.bfloat16), ((16, 48), torch.bfloat16), ((16, 32), torch.float32)]
 )
-def test_weights_that_cannot_be_shuffled(shape, dtype):
+def test_unsupported_weights_are_not_shuffled(shape, dtype):
     with pytest.raises(OptionError, match="can't be shuffled"):
         ops.shuffle(torch.zeros(shape, dtype=dtype))
 
 
 @each_dtype
-def test_sinks_and_empty_packed_sequences(dtype):
+def test_queries_without_keys_return_zeros(dtype):
     """Queries without keys, and those after the last sequence, are zero."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
     ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))

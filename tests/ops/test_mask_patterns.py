@@ -54,24 +54,24 @@ def check(mask, s_q, s_k, **layer):
 
 @pytest.mark.parametrize("s_q", [9, 4])
 @pytest.mark.parametrize("padding", ["left", "none", "one"])
-def test_left_padding_with_a_causal_mask(padding, s_q):
+def test_a_left_padded_causal_mask_is_recognised(padding, s_q):
     route = check(causal_mask(PADDING[padding], s_q), s_q, 9)
     real = sum(map(sum, PADDING[padding]))
     assert route.shapes[1][0] == real  # padding keys are removed instead of masked
 
 
 @pytest.mark.parametrize("padding", PADDING)
-def test_keys_that_no_query_sees(padding):
+def test_keys_that_no_query_sees_are_removed(padding):
     real = torch.tensor(PADDING[padding], dtype=torch.bool)
     check(real[:, None, None].expand(2, 1, 6, 9), 6, 9)
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (1, 7)])
-def test_a_single_query_on_the_filled_part_of_a_cache(lengths):
+def test_a_single_query_on_a_filled_cache_is_recognised(lengths):
     check((torch.arange(12)[None] < torch.tensor(lengths)[:, None])[:, None, None], 1, 12)
 
 
-def test_a_mask_longer_than_the_keys_and_shared_by_the_rows():
+def test_a_mask_longer_than_the_keys_is_recognised():
     check(torch.ones(1, 1, 1, 15, dtype=torch.bool), 1, 9)
     check(torch.nn.functional.pad(causal_mask([[1] * 9], 9), (0, 6)), 9, 9)
 
@@ -84,7 +84,7 @@ def windowed(real, s_q, window):
 
 @pytest.mark.parametrize("s_q", [9, 4])
 @pytest.mark.parametrize("padding", ["left", "none", "one"])
-def test_a_sliding_window(padding, s_q):
+def test_a_sliding_window_is_recognised(padding, s_q):
     mask = windowed(PADDING[padding], s_q, 3)
     check(mask, s_q, 9, window=3)
     assert recognise(mask, *qkv(s_q, 9)) is None  # without the window the mask can't be recognised
@@ -96,7 +96,7 @@ def test_a_window_as_wide_as_the_keys_hides_nothing():
 
 
 @pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -torch.inf])
-def test_an_additive_mask_that_only_hides(hidden):
+def test_an_additive_mask_that_only_hides_keys_is_recognised(hidden):
     mask = torch.zeros(2, 1, 9, 9).masked_fill(~causal_mask(PADDING["left"], 9), hidden)
     check(mask, 9, 9)
 
@@ -134,7 +134,7 @@ def test_other_masks_are_not_replaced(name):
 
 
 @pytest.mark.parametrize("real", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
-def test_a_single_query_that_does_not_see_the_first_keys(real):
+def test_a_single_query_that_does_not_see_the_first_keys_is_not_recognised(real):
     mask = torch.tensor([real, [1, 1, 1]], dtype=torch.bool)[:, None, None]
     assert recognise(mask, *qkv(1, 3)) is None
 
@@ -150,14 +150,14 @@ def test_a_mask_is_read_once_and_again_after_a_change(monkeypatch):
     assert recognise(mask, *arguments) is None
 
 
-def test_masks_without_a_version_and_calls_without_a_kernel(monkeypatch):
+def test_masks_without_a_version_or_without_a_kernel_are_not_examined(monkeypatch):
     with torch.inference_mode():
         assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None
     monkeypatch.undo()
     assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None  # the torch tier supports masks
 
 
-def test_gradients():
+def test_gradients_equal_those_with_the_mask():
     query, key, value = (tensor.detach().requires_grad_() for tensor in qkv(9, 9))
     mask = causal_mask(PADDING["left"], 9)
     output = recognise(mask, query, key, value).attend(query, key, value, scale=0.25)

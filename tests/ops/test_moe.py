@@ -89,7 +89,7 @@ def arguments_of(tensors, keywords):
 @each_dtype
 @each_layout
 @each_shape
-def test_the_torch_tier(dtype, layout, shape):
+def test_the_torch_tier_is_as_accurate_as_eager(dtype, layout, shape):
     tensors, keywords = drawn(shape, dtype, layout)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         output = ops.experts(*tensors, **keywords)
@@ -100,7 +100,7 @@ def test_the_torch_tier(dtype, layout, shape):
 @each_dtype
 @each_layout
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_every_implementation(name, dtype, layout):
+def test_every_implementation_is_as_accurate_as_eager(name, dtype, layout):
     if name == "grouped_mm" and moe_torch._grouped_mm is None:
         pytest.skip("not run: this PyTorch has no grouped_mm")
     tensors, keywords = drawn(SHAPES["odd"], dtype, layout)
@@ -152,7 +152,7 @@ def test_the_loop_serves_calls_that_grouped_mm_refuses(shape, dtype, reason):
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("name", ["grouped_mm", "sorted tokens, loop"])
-def test_gradients(name, layout):
+def test_gradients_equal_those_of_eager(name, layout):
     if name == "grouped_mm" and moe_torch._grouped_mm is None:
         pytest.skip("not run: this PyTorch has no grouped_mm")
     tensors, keywords = drawn(SHAPES["odd"], torch.float32, LAYOUTS[layout])
@@ -194,7 +194,7 @@ def test_the_bound_of_pairs_follows_from_the_number_of_tokens(tokens, bound):
     assert spec.pairs == bound
     reason = moe_torch.gathered_refuses(spec, registry.describe(torch.device("meta")))
     assert (reason is None) is (bound == 32)
-    assert reason is None or "more than 32 pairs" in reason
+    assert reason is None or "more than 32 token-expert pairs" in reason
 
 
 def test_kernels_are_preferred_to_copies():
@@ -220,7 +220,7 @@ def test_nothing_is_read_back_from_the_device():
         moe_torch.sorted_loop(on_meta)
 
 
-def test_no_tokens():
+def test_no_tokens_return_an_empty_output():
     tensors, keywords = drawn((0, 4, 2, 16, 16), torch.bfloat16, {})
     for tier in ("torch", "eager"):
         with options.override(tiers={"experts": tier}):
@@ -242,7 +242,7 @@ def test_unselected_experts_are_not_read():
 
 
 @needs_grouped_mm
-def test_fullgraph_compilation():
+def test_it_compiles_into_one_graph():
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
     compiled = torch.compile(lambda *value: ops.experts(*value), fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_the_aiter_tier_requires_shuffled_weights(monkeypatch):
         ops.experts(*tensors, **keywords)
 
 
-def test_shuffled_weights():
+def test_shuffled_weights_have_the_same_results():
     (x, gate_up, down, ids, weights), _ = drawn((9, 4, 2, 64, 32), torch.bfloat16, {})
     first, second = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
     assert not torch.equal(first.data, gate_up) and first.data.shape == gate_up.shape
@@ -323,7 +323,7 @@ def test_a_failed_check_affects_only_calls_with_its_terms(monkeypatch):
         operation.forget()
 
 
-def test_refusals():
+def test_invalid_arguments_are_refused():
     tensors, _ = drawn(SHAPES["odd"], torch.float32, {})
     with pytest.raises(OptionError, match="does not support the activation"):
         ops.experts(*tensors, activation="relu")

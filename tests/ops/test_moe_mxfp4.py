@@ -59,7 +59,7 @@ def reference(tensors, keywords):
 
 @each_dtype
 @each_shape
-def test_the_torch_tier(dtype, shape):
+def test_the_torch_tier_is_as_accurate_as_eager(dtype, shape):
     tensors, keywords = drawn(shape, dtype)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         output = ops.mxfp4_experts(*tensors, **keywords)
@@ -69,7 +69,7 @@ def test_the_torch_tier(dtype, shape):
 
 @each_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_other_gates_without_biases(activation, dtype):
+def test_other_gates_without_biases_are_as_accurate_as_eager(activation, dtype):
     tensors, keywords = unbiased(drawn((9, 5, 3, 96, 64), dtype)[0], activation)
     with options.override(tiers={"experts": "torch"}):
         output = ops.mxfp4_experts(*tensors, **keywords)
@@ -81,7 +81,7 @@ def test_other_gates_without_biases(activation, dtype):
     assert torch.equal(reference(tensors, keywords), expected)
 
 
-def test_arguments_that_are_refused():
+def test_invalid_arguments_are_refused():
     (x, *first, second, scales, bias, ids, weights), _ = drawn((2, 4, 2, 32, 32), torch.float32)
     with pytest.raises(OptionError, match="does not support the activation 'relu'"):
         ops.mxfp4_experts(x, *first, second, scales, bias, ids, weights, activation="relu")

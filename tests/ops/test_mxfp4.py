@@ -18,13 +18,13 @@ def number(code):
     return (-1) ** sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
 
 
-def test_every_scale():
+def test_every_scale_is_decoded():
     values = powers(torch.arange(256).to(torch.uint8)).double()
     assert values[:255].tolist() == [2.0 ** (scale - 127) for scale in range(255)] and values[255].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_byte_under_every_scale(dtype):
+def test_every_byte_is_decoded_with_every_scale(dtype):
     """The first number is in the low bits. Numbers that a dtype can't represent are rounded once."""
     blocks = torch.arange(256).to(torch.uint8).view(1, 16, 16).expand(255, 16, 16)
     scales = torch.arange(255).to(torch.uint8).view(255, 1).expand(255, 16)
@@ -34,7 +34,7 @@ def test_every_byte_under_every_scale(dtype):
     assert torch.equal(dequantize(blocks, scales, dtype), expected)
 
 
-def test_a_block_of_a_nan_scale():
+def test_a_nan_scale_makes_its_block_nan():
     scales = torch.tensor([[127, 255]], dtype=torch.uint8)
     values = dequantize(torch.zeros(1, 2, 16, dtype=torch.uint8), scales, torch.bfloat16)
     assert values.shape == (1, 64) and values[:, 32:].isnan().all() and (values[:, :32] == 0).all()
@@ -46,7 +46,7 @@ def nearest(value):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_rounding(dtype):
+def test_numbers_are_rounded_to_the_nearest_code(dtype):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 8 * BLOCK, generator=generator) * 2.0 ** torch.randint(-9, 5, (3, 1), generator=generator)
     weight[:, -8:] = 7.9 * weight.abs().amax()  # these values saturate, because the largest number is 6
@@ -64,7 +64,7 @@ def test_rounding(dtype):
     assert ((back - weight.double()).abs() <= torch.where(inside, size, 2 * size)).all() and not inside.all()
 
 
-def test_ties_go_to_even_codes():
+def test_ties_are_rounded_to_even_codes():
     """The weight contains the midpoints between adjacent codes, and 4, which determines the scale."""
     middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
     weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
@@ -82,7 +82,7 @@ def test_every_magnitude_has_a_scale(exponent):
     assert codes[3] == nearest(-(2.0 ** (exponent + 127 - scales.item()))) and not codes[:3].any()
 
 
-def test_zeros_and_special_values():
+def test_zeros_nan_and_infinities_are_quantised():
     weight = torch.ones(4 * BLOCK)
     weight[:BLOCK], weight[BLOCK + 3], weight[2 * BLOCK] = 0, torch.nan, -torch.inf
     codes, scales = quantize(weight)

@@ -72,7 +72,7 @@ def nobody():
 
 
 @pytest.mark.parametrize("inner", ["", "cache"])
-def test_an_inaccessible_cache(inner, child_requests, monkeypatch, tmp_path, nobody):
+def test_an_inaccessible_cache_is_not_used(inner, child_requests, monkeypatch, tmp_path, nobody):
     if os.geteuid() != 65534:
         (tmp_path / "locked").mkdir(mode=0)
         monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "locked" / inner))
@@ -81,7 +81,7 @@ def test_an_inaccessible_cache(inner, child_requests, monkeypatch, tmp_path, nob
     passes_twice(child_requests)
 
 
-def test_no_home_folder(child_requests, monkeypatch):
+def test_without_a_home_folder_nothing_is_cached(child_requests, monkeypatch):
     def nobody(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
@@ -95,7 +95,7 @@ def test_no_home_folder(child_requests, monkeypatch):
     passes_twice(child_requests)
 
 
-def test_no_temporary_folder(monkeypatch):
+def test_without_a_temporary_folder_checks_still_pass(monkeypatch):
     def none(*arguments, **keywords):
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
@@ -111,7 +111,7 @@ def test_no_temporary_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENOENT])
-def test_no_process_can_be_started(number, monkeypatch):
+def test_if_no_process_can_be_started_the_kernel_is_refused_with_a_warning(number, monkeypatch):
     def refuse(*arguments, **keywords):
         raise OSError(number, os.strerror(number))
 
@@ -125,7 +125,7 @@ def test_no_process_can_be_started(number, monkeypatch):
     probe.ahead()
 
 
-def test_no_more_files():
+def test_if_no_file_can_be_opened_the_kernel_is_refused_with_a_warning():
     """The process is at its limit of open files, so no pipe can be opened until files are closed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = min(set(range(3, 4096)) - {int(file.name) for file in Path("/proc/self/fd").iterdir()})
@@ -139,7 +139,7 @@ def test_no_more_files():
     assert CHECK(SPEC, CPU) is None
 
 
-def test_a_process_with_thousands_of_open_files(monkeypatch):
+def test_a_check_passes_in_a_process_with_thousands_of_open_files(monkeypatch):
     """select.select fails for descriptors of 1024 and above."""
 
     def refuse(*arguments):

@@ -98,7 +98,7 @@ def within_the_bound(output, x, weight, bias, format):
 @each_dtype
 @each_tier
 @each_format
-def test_within_the_bound_of_the_format(format, tier, dtype, bias, shape, n):
+def test_results_are_within_the_bound_of_the_format(format, tier, dtype, bias, shape, n):
     x, weight, offset = tensors(shape, n, dtype, bias)
     data, scale = rounded(weight, format)
     output = routed(tier, x, data, scale, offset)
@@ -153,7 +153,7 @@ def has(request, monkeypatch):
 
 @each_dtype
 @each_format
-def test_the_route_on_other_cpus(format, dtype, has):
+def test_the_route_depends_on_the_gemms_that_a_cpu_supports(format, dtype, has):
     """The other tests cover only the CPU of this machine. This test covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
     assert (eight_bit.product(format, dtype) is not None) == has(format, dtype)
@@ -182,7 +182,7 @@ def test_fp64_is_served_by_the_eager_tier():
 @each_tier
 @each_format
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)], ids=str)
-def test_an_empty_batch(format, tier, shape):
+def test_an_empty_batch_returns_an_empty_output(format, tier, shape):
     data, scale = rounded(random(8, 16), format)
     assert routed(tier, random(*shape), data, scale, random(8)).shape == (*shape[:-1], 8)
 
@@ -190,7 +190,7 @@ def test_an_empty_batch(format, tier, shape):
 @each_tier
 @each_format
 @each_dtype
-def test_rows_of_zeros_tiny_rows_and_rows_with_nan(format, tier, dtype):
+def test_zeros_tiny_numbers_and_nan_affect_only_their_row(format, tier, dtype):
     weight = random(8, 32, dtype=dtype, seed=1)
     weight[3] = 0
     x = random(5, 32, dtype=dtype)
@@ -293,10 +293,10 @@ PLAIN, AFTER, WHOLE = (
         (AFTER, {"dtype": torch.float64}, "_scaled_mm returns at most fp32, not torch.float64"),
         (WHOLE, {}, "_int_mm supports only int8"),
         (WHOLE, {"format": INT8, "k": 60}, "on a GPU, _int_mm needs N and K to be multiples of 8, got 64 × 60"),
-        (WHOLE, {"format": INT8, "dtype": torch.float64}, "its scales are fp32"),
+        (WHOLE, {"format": INT8, "dtype": torch.float64}, "the scales of _int_mm are applied in fp32"),
     ],
 )
-def test_refusals_of_the_torch_tier(refuses, changes, sentence):
+def test_the_torch_tier_refuses_unsupported_calls(refuses, changes, sentence):
     assert refuses(SPEC._replace(**changes), ROCM) == sentence
 
 
@@ -318,7 +318,7 @@ def test_an_old_nvidia_gpu_has_no_fp8(monkeypatch):
         (Device("cpu", rocm=False), FP8),
     ],
 )
-def test_the_fp8_of_a_device(device, format):
+def test_the_fp8_format_depends_on_the_device(device, format):
     assert fp8_of(device) == format
 
 

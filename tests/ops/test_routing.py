@@ -64,7 +64,7 @@ def check(actual, logits, keywords):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_the_torch_tier(form, dtype):
+def test_the_torch_tier_equals_the_oracle(form, dtype):
     logits, keywords = drawn(5, form, dtype)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
         actual = ops.choose_experts(logits, **keywords)
@@ -75,7 +75,7 @@ def test_the_torch_tier(form, dtype):
     check(actual, logits, keywords)
 
 
-def test_the_oracle_against_a_manual_example():
+def test_the_oracle_equals_a_manual_example():
     logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]])
     weights, ids = eager(logits, {"top": 2, "normalise": True})
     assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]

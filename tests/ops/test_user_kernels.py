@@ -105,7 +105,7 @@ def test_gradients_are_checked_if_requested(register):
     assert torch.equal(x.grad, torch.full((2, 8), 4.0))
 
 
-def test_invalid_registrations(register):
+def test_invalid_registrations_are_refused(register):
     with pytest.raises(OptionError, match="no operation 'softmax'"):
         register("softmax")
     register()

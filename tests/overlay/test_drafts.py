@@ -274,7 +274,9 @@ def test_an_attention_with_the_forward_of_bart_is_drafted_like_bart(script: Modu
     )
 
 
-def test_refusals(script: ModuleType, overlays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    script: ModuleType, overlays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stock = demo(tmp_path, "", "", GATED)
     arguments = ["--stock", str(stock), "--overlays", str(overlays)]
     assert script.main(["nothing", "--directory", DIRECTORY, *arguments]) == 1

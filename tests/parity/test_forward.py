@@ -52,7 +52,7 @@ def outputs(result, keep=None):
 @each_dtype
 @each_model
 @pytest.mark.parametrize("padding", PADDING)
-def test_forward(name, dtype, tier, padding, trio):
+def test_outputs_equal_stock(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
     # outputs at padding tokens are not compared, because stock's implementations also differ there
     keep = mask.bool()
@@ -69,7 +69,7 @@ def test_forward(name, dtype, tier, padding, trio):
 @each_decoder
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, padding, trio):
+def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(name, dtype, tier, cache, padding, trio):
     mask = torch.tensor(PADDING[padding])
     prompt, further = tokens(2, 9), tokens(2, 5, seed=1)
 
@@ -102,7 +102,7 @@ def test_prefill_decode_and_a_chunk_on_a_filled_cache(name, dtype, tier, cache, 
 
 @each_tier
 @each_decoder
-def test_a_static_prefill_without_a_mask(name, tier, trio):
+def test_a_static_prefill_without_a_mask_equals_stock(name, tier, trio):
     """Newer releases omit the mask and rely on sdpa's top-left alignment. hf_rocm's attention aligns bottom-right."""
 
     def run(model):
@@ -143,7 +143,7 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
     torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bert_decoder_with_a_cache(checkpoint):
+def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
     """hf_rocm serves it in releases that pass a Cache object to the layer.
 
     In earlier releases, the layer runs stock code, and the reason is recorded.
@@ -166,7 +166,7 @@ def test_a_bert_decoder_with_a_cache(checkpoint):
 
 
 @each_model
-def test_under_autocast(name, checkpoint):
+def test_autocast_has_stocks_dtypes_and_at_most_its_error(name, checkpoint):
     """An fp32 model in mixed precision has the same dtypes as stock and, against float64, at most stock's error."""
     folder = checkpoint(name, torch.float32)
     prepared, stock = models.load_prepared(folder), models.load_stock(name, folder)

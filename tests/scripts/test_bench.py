@@ -12,7 +12,7 @@ import torch
 from hf_rocm.tools.bench import record
 from hf_rocm.tools.bench.cases import KINDS, Case
 from hf_rocm.tools.bench.known_shapes import SHAPES
-from hf_rocm.tools.bench.variants import LABELS
+from hf_rocm.tools.bench.variants import EARLIER_NOT_DECODING, LABELS, NOT_DECODING
 from tests.tools.bench.conftest import result, segment, timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +101,16 @@ def kernel(implementation, microseconds):
         "bound": "memory",
         "reason": None,
     }
+
+
+def test_sides_that_differ_only_in_decoding_are_not_listed_as_left_out(lib):
+    _, render, _ = lib
+    left_out = dict(
+        zip(("compile", "reduce-overhead", "no-graphs"), (NOT_DECODING, *EARLIER_NOT_DECODING), strict=True)
+    )
+    case = result(Case("prefill", 1, 1024))._replace(left_out={**left_out, "liger": "it needs more memory"})
+    lines = [line for line in render.times([segment("prefill", case)]) if "was left out" in line]
+    assert lines == ["- prefill, 1 × 1024 tokens: liger was left out: it needs more memory."]
 
 
 def test_the_page_equals_the_rendered_segments(lib, tmp_path):

@@ -87,7 +87,7 @@ def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
         assert left_out.keys() <= UNREAD and not any(left_out.values())
         assert arguments["attention_instances"] is instances
         assert delivery == "overlays" or noted(module) == (
-            "the attention implementation 'engine' is selected, and only 'sdpa' is served"
+            "the attention implementation 'engine' is selected, but only 'sdpa' is served"
         )
     assert_as_good_as_eager(actual, expected, exact)
     ran = Counter(route.operation for route in routes)

@@ -103,7 +103,7 @@ def works(model, alone):
     assert one_by_one(model, prompts()) == alone
 
 
-def test_requests_from_several_threads_to_a_cache_for_three():
+def test_more_requests_than_the_cache_can_hold_are_answered_in_turn():
     model = make("llama")
     alone = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

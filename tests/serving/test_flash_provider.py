@@ -107,7 +107,7 @@ def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_c
     ("longest", "given", "columns"),
     [(8192, {}, 32), (20000, {}, 80), (131072, {}, 128), (131072, {"max_blocks_per_request": 8}, 8)],
 )
-def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu):
+def test_page_tables_are_sized_for_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu):
     """transformers' default is 32 pages per request, even if the model supports longer requests."""
     from transformers.generation import ContinuousBatchingConfig
 
@@ -126,7 +126,7 @@ def test_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu
 def test_explain_after_a_batch():
     """With flash attention, attention layers run in their overlays. With sdpa, they run their stock forward."""
     model = hf_rocm.prepare(make("llama"), force=True)
-    stayed = "last call stock × 2: the call has a cache in pages (continuous batching)"
+    stayed = "last call stock × 2: the call has a paged cache (continuous batching)"
     batch(model)
     assert "last call stock" not in hf_rocm.explain(model).details()
     batching.batch(model, prompts())
@@ -209,7 +209,7 @@ def test_an_exception_while_the_batch_begins_leaves_the_model_as_it_was():
 
 
 @served
-def test_from_pretrained_with_the_name(tiny_checkpoint):
+def test_from_pretrained_accepts_the_name(tiny_checkpoint):
     """Without hf_rocm, transformers refuses this name while it builds the model."""
     expected = one_by_one(transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint), prompts())
     model = hf_rocm.from_pretrained(tiny_checkpoint, force=True, attn_implementation=NAME)
@@ -220,7 +220,7 @@ def test_from_pretrained_with_the_name(tiny_checkpoint):
 
 
 @served
-def test_auto_prepare_with_the_name(tiny_checkpoint):
+def test_auto_prepare_accepts_the_name(tiny_checkpoint):
     load = transformers.AutoModelForCausalLM.from_pretrained
     expected = one_by_one(load(tiny_checkpoint), prompts())
     hf_rocm.auto_prepare(force=True)
@@ -243,7 +243,7 @@ def test_older_releases_stay_stock_with_the_reason():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_windows_on_both_sides(packed):
+def test_windows_on_both_sides_equal_sdpa(packed):
     """Encoders request windows on both sides, which no operation supports."""
     query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()

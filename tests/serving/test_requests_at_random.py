@@ -145,7 +145,7 @@ def test_each_request_has_the_tokens_of_a_separate_run(kind, forks):
 
 @pytest.mark.parametrize("forks", [1, 2], ids=["", "forked"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_page_tables_too(kind, forks, page_tables_on_cpu):
+def test_random_requests_over_page_tables_equal_single_runs(kind, forks, page_tables_on_cpu):
     """Requests with more than four pages don't use page tables, and neither do other requests in their batch.
 
     The ring of a sliding layer has two pages of 5 keys each, for a window of 8 keys.

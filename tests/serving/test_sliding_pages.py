@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("columns", "over_pages"), [(9, True), (3, True), (2, False), (1, False)])
-def test_requests_with_more_pages_than_columns(columns, over_pages, page_tables_on_cpu):
+def test_requests_with_more_pages_than_columns_have_the_same_tokens(columns, over_pages, page_tables_on_cpu):
     """A full ring needs three columns: two pages and a slot. With fewer, only requests of one page could use tables."""
     model = make("mistral", sliding_window=8)
     expected = one_by_one(model, prompts())
@@ -34,7 +34,7 @@ def test_requests_with_more_pages_than_columns(columns, over_pages, page_tables_
     assert ("paged_attention" in ran(routes)) == over_pages
 
 
-def test_layers_of_gemma_3(page_tables_on_cpu):
+def test_sliding_and_full_layers_of_gemma_3_share_a_batch(page_tables_on_cpu):
     """Sliding layers have different rotary frequencies from full layers."""
     model = make("gemma3", sliding_window=8, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2)
     expected = one_by_one(model, prompts())
@@ -75,7 +75,7 @@ def test_page_tables_of_sliding_layers_are_for_hf_rocms_functions_only(page_tabl
     assert parts() == stock
 
 
-def test_sliding_layers_without_page_tables(page_tables_on_cpu, monkeypatch):
+def test_without_page_tables_sliding_layers_gather_their_keys(page_tables_on_cpu, monkeypatch):
     """If a part of transformers has changed, batches of sliding models gather their keys as in stock."""
     monkeypatch.setattr(sliding_pages, "refused", lambda: "a reason")
     model = make("gpt_oss", **KINDS["gpt_oss"])
@@ -87,7 +87,7 @@ def test_sliding_layers_without_page_tables(page_tables_on_cpu, monkeypatch):
     assert "its decode steps gather their keys, because a reason" in hf_rocm.explain(model).details()
 
 
-def test_a_part_that_is_replaced_between_batches(page_tables_on_cpu, monkeypatch):
+def test_a_function_that_is_replaced_between_batches_is_called(page_tables_on_cpu, monkeypatch):
     model = make("mistral", sliding_window=8)
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

@@ -82,7 +82,7 @@ def test_nothing_is_recorded_with_a_known_fault(given, suspect_gpu, caplog):  # 
     assert "use_cuda_graph: on gfx942" in " ".join(str(hf_rocm.explain(model)).split())
 
 
-def test_the_deprecated_place_of_the_config(suspect_gpu):  # noqa: F811
+def test_the_config_is_read_from_its_deprecated_place(suspect_gpu):  # noqa: F811
     if CONFIG is None:
         pytest.skip("not run: this release has no ContinuousBatchingConfig")
     config, arguments = configs(max_batch_tokens=48)

@@ -112,7 +112,7 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
     # with correct results, bitsandbytes' version is not reported
-    assert [finding.what for finding in packages(right)] == ["none that are made for NVIDIA GPUs only"]
+    assert [finding.what for finding in packages(right)] == ["none that are made only for NVIDIA GPUs"]
     wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)
     assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
@@ -175,7 +175,7 @@ def test_the_slower_backward_of_rocm_10_is_reported(good: Facts) -> None:
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
         ("0.17.1", {}, []),
-        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # this release is out of range, so no hub kernel is used
+        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # this release is out of range, so no Hub kernel is used
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_kernels_package_out_of_range_is_reported_with_the_disabled_features(g
     facts = replace(good, packages={**good.packages, "kernels": "0.17.2"})
     (finding,) = (finding for finding in transformers(facts) if finding.check == "kernels")
     assert finding.level.value == "warning"
-    for disabled in ("use_kernels=True", "flash attention from the hub", "FP8", "MXFP4"):
+    for disabled in ("use_kernels=True", "flash attention from the Hub", "FP8", "MXFP4"):
         assert disabled in finding.means
     assert finding.link.startswith("https://github.com/huggingface/transformers/")
 

@@ -126,7 +126,7 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
     reasons = stock_reasons(model)
     attention = type(model.model.layers[0].self_attn).__name__
     assert reasons[attention] == reasons["StableLmMLP"] == reason
-    assert reasons["StableLmModel"] == "has no weights of its own"
+    assert reasons["StableLmModel"] == "it has no weights of its own"
 
 
 def test_a_model_without_an_overlay_is_named_before_it_is_prepared(monkeypatch):

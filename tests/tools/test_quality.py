@@ -61,7 +61,7 @@ def test_a_known_difference_is_measured():
     assert quality.compare([second], [first], [ids], predicts=False).perplexity is None
 
 
-def test_models_that_cannot_be_compared(tmp_path):
+def test_models_that_cannot_be_compared_are_refused(tmp_path):
     model = models.build()
     with pytest.raises(LoadError, match="there is no tokenizer"):
         hf_rocm.quantization_loss(model, models.build(), text="a text")

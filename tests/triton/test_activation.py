@@ -77,7 +77,7 @@ def test_nothing_is_launched_for_empty_inputs():
 @pytest.mark.parametrize(
     ("x", "word"), [(torch.ones(1, 4, requires_grad=True), "gradient"), (torch.ones(1, 4).double(), "float64")]
 )
-def test_refusals(x, word):
+def test_unsupported_calls_are_refused(x, word):
     with pytest.raises(TierUnavailable, match=word):
         routed("act_and_mul", x, activation="silu")
 
@@ -129,7 +129,7 @@ def test_act(shape, activation, dtype):
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
 
 
-def test_act_of_views_and_of_nothing():
+def test_act_supports_views_and_empty_inputs():
     x = random(6, 40, dtype=torch.bfloat16)
     for view in (x.t(), x[:, ::2], x[:0]):
         output = routed("act", view, activation="quick_gelu")

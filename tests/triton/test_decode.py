@@ -119,13 +119,13 @@ def test_several_queries_are_causal_among_themselves(s_q):
     check((2, 6, 2, s_q, 150, 32, 32), [149, s_q])
 
 
-def test_more_rows_than_a_block():
+def test_more_rows_than_a_block_are_supported():
     check((1, 8, 1, 16, 70, 16, 16), [66], dtype=BF16)
 
 
 @pytest.mark.parametrize("s_q", [1, 4])
 @pytest.mark.parametrize("starts", [[0, 0], [5, 60], [99, 128]], ids=str)
-def test_left_padding(starts, s_q):
+def test_left_padding_is_skipped(starts, s_q):
     """Some rows have only one real key. Padding queries have no keys, so their outputs are zero."""
     output = check((2, 4, 2, s_q, 130, 32, 32), [100, 129], starts=starts)
     if starts[0] == 99 and s_q == 4:
@@ -135,7 +135,7 @@ def test_left_padding(starts, s_q):
 
 @pytest.mark.parametrize("s_q", [1, 4])
 @pytest.mark.parametrize("window", [1, 63, 64, 500])
-def test_windows(window, s_q):
+def test_windows_hide_distant_keys(window, s_q):
     check((2, 4, 2, s_q, 200, 32, 32), [199, 40], window=window)
 
 
@@ -156,7 +156,7 @@ def test_softcap_and_sinks(s_q, terms, dtype):
 
 
 @pytest.mark.parametrize("factor", [1e4, 1])
-def test_softcap_of_scores_whose_exponential_overflows(factor):
+def test_the_softcap_of_large_scores_is_finite(factor):
     softcapped(*(tensor * factor for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL)))
 
 
@@ -239,7 +239,7 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
         assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
 
 
-def test_any_strides():
+def test_any_strides_are_supported():
     """Caches whose first dim is the position, views of a longer cache, and strided columns."""
     query, key, value = tensors((2, 4, 2, 1, 690, 32, 32), USUAL)
     lengths = torch.tensor([680, 3])
@@ -265,7 +265,7 @@ def test_lengths_are_read_at_run_time():
         starts -= 60
 
 
-def test_empty_batches_and_no_keys(monkeypatch):
+def test_empty_batches_and_calls_without_keys_are_supported(monkeypatch):
     query, key, value = tensors((2, 4, 2, 1, 405, 16, 16), USUAL)
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)

@@ -43,7 +43,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_greedy_tokens(pair, cache):
+def test_greedy_tokens_equal_stock(pair, cache):
     output, stock = pair
     how = {"attention_mask": PADDING, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     how["cache_implementation"] = cache

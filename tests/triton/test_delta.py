@@ -37,11 +37,11 @@ def test_gated_delta_step(sizes, dtype):
 @pytest.mark.skipif(
     suite.gpu() is not None, reason="takes minutes as machine code; test_builds compiles a head dim of 128"
 )
-def test_a_head_of_qwen3_next():
+def test_heads_of_qwen3_next_are_as_accurate_as_the_eager_tier():
     check(step, torch.bfloat16, batch=1, groups=2, shared=2, key_dim=128, value_dim=128)
 
 
-def test_states_of_wider_buffers():
+def test_states_may_be_views_of_wider_buffers():
     """The states are views of wider buffers, and the rest of the buffers does not change."""
     inputs, keywords = drawn(torch.bfloat16)
     expected = converted(keywords)
@@ -69,7 +69,7 @@ def test_a_nan_stays_in_its_sequence_and_head():
 
 
 @pytest.mark.parametrize("logit", [-60.0, -9.0, 60.0])
-def test_large_and_small_decays(logit):
+def test_large_and_small_decays_equal_the_eager_tier(logit):
     inputs, keywords = drawn(torch.float32)
     inputs[5] = torch.full_like(inputs[5], logit)
     keywords["bias"].zero_()
@@ -79,7 +79,7 @@ def test_large_and_small_decays(logit):
     torch.testing.assert_close(fused["state"], its["state"], rtol=1e-5, atol=1e-6)
 
 
-def test_no_sequences():
+def test_an_empty_batch_returns_an_empty_output():
     inputs, keywords = drawn(torch.float32, batch=0)
     assert step(*inputs, **keywords).shape == (0, 6, 6)
 
@@ -89,7 +89,7 @@ def specification(**changes):
     return DeltaSpec(*operation.specification(DeltaCall(*inputs, **keywords)))._replace(**changes)
 
 
-def test_refusals():
+def test_unsupported_calls_are_refused():
     assert triton.refuses(specification(), here()) is None
     for words, changes in {
         "gradient": {"grad": True},
@@ -105,7 +105,7 @@ def test_refusals():
         ops.gated_delta_step(*inputs, **keywords)
 
 
-def test_one_operator_in_one_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     inputs, keywords = drawn(torch.float32)
 
     def function(*inputs):

@@ -38,7 +38,7 @@ def test_gated_delta_prefill(sizes, dtype):
 
 
 @pytest.mark.parametrize("what", HARD.values(), ids=HARD)
-def test_extreme_values(what):
+def test_extreme_values_are_as_accurate_as_the_eager_tier(what):
     check(prefill, *hard(torch.float32, what, length=40, **SMALL))
 
 
@@ -46,11 +46,11 @@ def test_extreme_values(what):
     suite.gpu() is not None, reason="takes minutes as machine code; test_builds compiles a head dim of 128"
 )
 @pytest.mark.parametrize("key_dim", [128, 256])
-def test_wide_heads(key_dim):
+def test_wide_heads_are_supported(key_dim):
     check(prefill, *drawn(torch.bfloat16, length=66, **SMALL, key_dim=key_dim, value_dim=128))
 
 
-def test_states_of_wider_buffers():
+def test_states_may_be_views_of_wider_buffers():
     """The states are views of wider buffers, and are not modified."""
     inputs, keywords = drawn(torch.bfloat16, length=34, groups=1, shared=1)
     expected = prefill(*inputs, **keywords)
@@ -77,7 +77,7 @@ def test_a_nan_stays_in_its_sequence_and_head():
 
 @pytest.mark.parametrize("empty", [{"length": 0}, {"length": 3, "batch": 0}])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_no_tokens(fresh, empty):
+def test_without_tokens_the_states_are_unchanged(fresh, empty):
     inputs, keywords = drawn(torch.float32, fresh=fresh, **empty)
     out, conv_state, state = prefill(*inputs, **keywords)
     assert out.numel() == 0
@@ -91,7 +91,7 @@ def specification(**changes):
     return DeltaSpec(*delta_prefill.specification(call))._replace(**changes)
 
 
-def test_refusals():
+def test_unsupported_calls_are_refused():
     assert triton.refuses(specification(value_dim=512), here()) is None
     for words, changes in {
         "gradient": {"grad": True},
@@ -107,7 +107,7 @@ def test_refusals():
         ops.gated_delta_prefill(*inputs, **keywords)
 
 
-def test_one_operator_in_one_graph():
+def test_it_is_one_op_of_a_compiled_graph():
     inputs, keywords = drawn(torch.float32, length=3, **SMALL)
     del keywords["eps"]
 

@@ -40,7 +40,7 @@ def extreme(n: int, k: int) -> torch.Tensor:
 @each_dtype
 @each_format
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
-def test_eight_bits(k, format, dtype):
+def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     data, scale = rounded(extreme(5, k), format)
     codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)  # every code, if K is large enough
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)  # weights have no NaN codes
@@ -52,7 +52,7 @@ def test_eight_bits(k, format, dtype):
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
-def test_four_bits(k, group, dtype):
+def test_four_bit_weights_equal_the_torch_tier(k, group, dtype):
     weight = extreme(5, k)
     weight[4, k - 1] = torch.nan
     words, scale = quantize_groups(weight, group)
@@ -61,7 +61,7 @@ def test_four_bits(k, group, dtype):
 
 @each_dtype
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640)])
-def test_zero_points(k, group, dtype):
+def test_zero_points_are_subtracted(k, group, dtype):
     words, scale = quantize_groups(extreme(17, k), group)
     zeros = torch.arange(17 * (k // group)).remainder(17).view(scale.shape).to(torch.uint8)
     for scales in (BF16, FP16, FP32):
@@ -70,7 +70,7 @@ def test_zero_points(k, group, dtype):
         assert not torch.equal(expected, dequantize_groups(words, scale.to(scales), dtype))
 
 
-def test_short_runs():
+def test_short_runs_are_dequantised():
     words, scale = quantize_groups(extreme(5, 32), 32)
     same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
 
@@ -81,7 +81,7 @@ def encoded(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("form", [{"bias": True}, *FORMS], ids=str)
 @pytest.mark.parametrize("kind", [*FORMATS, *GROUPS], ids=str)
-def test_many_rows(kind, form):
+def test_many_rows_use_a_dequantised_weight(kind, form):
     m, n, k = 65, 38, 128
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
     more: dict[str, Any] = {"activation": form.get("activation")}
@@ -113,7 +113,7 @@ def test_it_compiles_into_one_graph(kind):
 
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
-def test_the_rows_that_are_not_rounded(format):
+def test_few_rows_are_not_rounded(format):
     """For fp8, x is rounded if it has enough rows for this to be faster. For int8, it is never rounded.
 
     If the Triton tier is selected, x is not rounded either.
@@ -150,6 +150,6 @@ def test_the_first_use_check(kind):
     ],
     ids=str,
 )
-def test_refusals(change, reason):
+def test_unsupported_calls_are_refused(change, reason):
     assert reason in str(quantized.dequantize_refuses(MANY._replace(**change), here()))
     assert quantized.dequantize_refuses(MANY, here()) is None

@@ -23,7 +23,7 @@ from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, as_good_as_eage
 FP32 = torch.float32
 RDNA3 = (suite.arch() or "").startswith("gfx11")
 GFX1100 = Device("cuda", True, "gfx1100")
-served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual shows")
+served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual_are_fused shows")
 LAPS = 1 if suite.gpu() is None else 9  # in machine code, the loop over K takes several iterations
 
 
@@ -53,13 +53,13 @@ def test_odd_sizes(m, n, k, dtype):
 
 
 @served
-def test_the_tile_of_a_wide_weight():
+def test_wide_weights_use_their_own_tile():
     check_once(random(5, 160, dtype=BF16), *blocks(4112, 160), None)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_norm_gate_and_residual(m, form):
+def test_norm_gate_and_residual_are_fused(m, form):
     n, k = 512, 72 + 128 * LAPS
     columns = n // 2 if "activation" in form else n
     x = random(1, m, k, dtype=BF16)
@@ -93,7 +93,7 @@ def test_every_scale_applies_to_its_block(m):
 
 @served
 @pytest.mark.parametrize("m", [1, 4])
-def test_zeros_extremes_and_nan(m):
+def test_zeros_extremes_and_nan_affect_only_their_block(m):
     n, k = 260, 400
     data, scale = blocks(n, k)
     x = random(m, k, dtype=BF16)
@@ -110,7 +110,7 @@ def test_zeros_extremes_and_nan(m):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("k", [1, 16, 67, 128, 2048, 2100, 4352])
-def test_dequantised(k, dtype):
+def test_dequantised_weights_equal_the_torch_tier(k, dtype):
     data, scale = blocks(130, k)
     codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)  # every code, if K is large enough
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(FP8)
@@ -119,7 +119,7 @@ def test_dequantised(k, dtype):
 
 
 @pytest.mark.parametrize("form", [{"bias": True}, {"activation": "silu"}], ids=str)
-def test_many_rows(form):
+def test_many_rows_use_a_dequantised_weight(form):
     x, bias = random(65, 200, dtype=BF16), random(140, dtype=BF16, seed=2) if "bias" in form else None
     data, scale = blocks(140, 200)
     more = {"activation": form.get("activation")}
@@ -153,7 +153,7 @@ def test_a_gate_is_checked_with_whole_blocks():
 
 
 @served
-def test_refusals():
+def test_unsupported_calls_are_refused():
     spec = SPEC._replace(format=FP8, group=BLOCK, activation="silu")
     assert "multiple of 256, got 384" in str(quantized.refuses(spec._replace(n=384), here()))
     assert quantized.refuses(spec._replace(n=512), here()) is None

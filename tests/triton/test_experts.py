@@ -49,7 +49,7 @@ def test_experts(layout, dtype):
 
 @pytest.mark.parametrize("top", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_every_number_of_experts(tokens, top):
+def test_every_number_of_experts_is_supported(tokens, top):
     for layout in ("plain", "gpt_oss", "llama4"):
         for further in LONGER:
             check(*drawn((tokens, 9, top, 24 + further, 11 + further), BF16, LAYOUTS[layout]))
@@ -59,7 +59,7 @@ def test_every_number_of_experts(tokens, top):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 16), (33, 16), (32, 17), (1, 1)], ids=str)
-def test_every_layout_of_the_weights(sizes, biases, transposed, interleaved):
+def test_every_layout_of_the_weights_is_supported(sizes, biases, transposed, interleaved):
     """Some sizes are multiples of the blocks, and some are not."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
     for further in LONGER:
@@ -68,7 +68,7 @@ def test_every_layout_of_the_weights(sizes, biases, transposed, interleaved):
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
 @pytest.mark.parametrize(("tokens", "sizes"), [(1, (64, 256)), (1, (70, 5)), (5, (70, 5))], ids=str)
-def test_the_blocks_of_a_gpu(tokens, sizes, layout, monkeypatch):
+def test_the_tiles_of_a_gpu_have_the_same_results(tokens, sizes, layout, monkeypatch):
     monkeypatch.setattr(experts, "gate_up_tile", GATE_UP)
     monkeypatch.setattr(experts, "down_tile", DOWN)
     check(*drawn((tokens, 3, 2, *sizes[:: 1 if layout == "plain" else -1]), BF16, LAYOUTS[layout]))
@@ -84,7 +84,7 @@ def test_blocks_divide_the_sizes_of_the_compiled_builds():
 @pytest.mark.parametrize("weights_dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["plain", "llama4"])
-def test_dtypes_of_the_routing(layout, ids_dtype, weights_dtype):
+def test_ids_and_weights_may_have_other_dtypes(layout, ids_dtype, weights_dtype):
     (*tensors, ids, weights), keywords = drawn(ODD, BF16, LAYOUTS[layout], weights_dtype)
     check((*tensors, ids.to(ids_dtype), weights), keywords)
     if suite.gpu() is not None:
@@ -149,7 +149,7 @@ def test_a_single_token_equals_its_result_in_a_batch():
         assert torch.equal(alone, together[part])
 
 
-def test_no_tokens():
+def test_no_tokens_return_an_empty_output():
     tensors, _ = drawn((0, 4, 2, 16, 16), BF16, {})
     assert routed("experts", *tensors).shape == (0, 16)
 
@@ -176,7 +176,7 @@ def test_only_few_pairs_are_served():
             ops.experts(*tensors)
         tiers += [route.tier for route in routes if route.operation == "experts"]
     assert tiers == ["triton", "torch"]
-    assert "more than 64 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
+    assert "more than 64 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
 
 
 def test_many_pairs_are_served_if_the_tier_is_named():
@@ -195,7 +195,7 @@ def test_many_pairs_are_served_if_the_tier_is_named():
     ],
     ids=str,
 )
-def test_refusals(change, reason):
+def test_unsupported_calls_are_refused(change, reason):
     assert reason in str(experts.refuses(spec(**change), here()))
     assert experts.refuses(spec(), here()) is None
 
@@ -212,7 +212,7 @@ def test_gradients_are_refused_when_the_tier_is_named():
 
 
 @pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
-def test_the_limit_of_few_pairs(tiers, most, monkeypatch):
+def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
     x = torch.empty(0, dtype=BF16)
     assert moe.most_pairs(x) == moe_torch.FEW  # gradients are enabled, so no Triton kernel is used
     with torch.no_grad():

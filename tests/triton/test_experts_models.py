@@ -42,7 +42,7 @@ def wide_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens(name):
+def test_greedy_tokens_equal_stock(name):
     config = AutoConfig.for_model(name, **{**SHARED, **GROUPED, **MODELS[name]})
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config).eval()
@@ -60,7 +60,7 @@ def test_greedy_tokens(name):
 
 
 @pytest.mark.skipif(not hasattr(transformers, "GptOssConfig"), reason="not run: needs transformers 4.55")
-def test_a_checkpoint_in_mxfp4(tmp_path):
+def test_tokens_of_an_mxfp4_checkpoint_equal_stock(tmp_path):
     from tests.weights import mxfp4_checkpoints as mxfp4
 
     stock, ids = mxfp4.write(tmp_path), tokens(2, 5) % 96

@@ -45,13 +45,13 @@ def test_experts(tokens, dtype):
 
 
 @pytest.mark.parametrize("top", [1, 2, 3, 4, 6, 8])
-def test_every_number_of_experts(top):
+def test_every_number_of_experts_is_supported(top):
     check(*drawn((2, 8, top, 32, 64), BF16))
 
 
 @each_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_other_gates_without_biases(activation, dtype):
+def test_other_gates_without_biases_are_supported(activation, dtype):
     for further in LONGER:
         check(*unbiased(drawn((3, 5, 2, 96 + further, 64), dtype)[0], activation))
         check(*unbiased(drawn((1, 5, 3, 64, 96 + further), dtype)[0], activation))
@@ -59,13 +59,13 @@ def test_other_gates_without_biases(activation, dtype):
 
 @pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (64, 224)], ids=str)
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_whole_and_partial_tiles(sizes, blocks, monkeypatch):
+def test_whole_and_partial_tiles_have_the_same_results(sizes, blocks, monkeypatch):
     monkeypatch.setattr(experts, "mxfp4_gate_up_tile", lambda *_, **__: Mxfp4Tile(64, blocks, 64, 2))
     monkeypatch.setattr(experts, "mxfp4_down_tile", lambda *_, **__: Mxfp4Tile(64, blocks, 64, 2, 2))
     check(*drawn((1, 4, 2, *sizes), BF16))
 
 
-def test_the_tiles_of_a_gpu(monkeypatch):
+def test_the_tiles_of_a_gpu_have_the_same_results(monkeypatch):
     monkeypatch.setattr(experts, "mxfp4_gate_up_tile", mxfp4_gate_up_tile)
     monkeypatch.setattr(experts, "mxfp4_down_tile", mxfp4_down_tile)
     check(*drawn((1, 3, 2, 64, 32), BF16))
@@ -78,7 +78,7 @@ def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
 
 
 @each_dtype
-def test_every_number_at_every_position(dtype):
+def test_every_number_is_decoded_at_every_position(dtype):
     """The input of the second GEMM has one nonzero number, so the output is exactly twice one column of the weight."""
     codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
     down = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(1, 32, 1, 16)
@@ -112,7 +112,7 @@ def bits(tensor: Tensor) -> Tensor:
     return torch.where(tensor.isnan(), 12345.0, tensor.double())
 
 
-def test_zeros_extremes_and_nan():
+def test_zeros_extremes_and_nan_affect_only_their_row():
     """A block with the scale 255 makes its row NaN. Other rows do not change."""
     (x, *first, down, scales, bias, ids, weights), keywords = drawn((2, 3, 2, 64, 64), BF16)
     scales[:, 3] = 0
@@ -136,7 +136,7 @@ def test_zeros_extremes_and_nan():
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-30, 2.0**30])
-def test_small_and_large_inputs(magnitude):
+def test_small_and_large_inputs_lose_no_precision(magnitude):
     """The scales of the first GEMM cancel the magnitude of x."""
     (x, gate_up, scales, *rest), keywords = drawn((2, 3, 2, 64, 32), BF16)
     exponent = int(torch.tensor(magnitude).log2())
@@ -164,7 +164,7 @@ def test_a_single_token_equals_its_result_in_a_batch():
         assert torch.equal(alone, together[part])
 
 
-def test_strides_and_addresses():
+def test_rows_may_be_strided_and_blocks_unaligned():
     """Rows are strided, and blocks begin at any address, as in a mapped file."""
     (x, gate_up, *rest), keywords = drawn((5, 3, 2, 64, 32), BF16)
     expected = routed("mxfp4_experts", x, gate_up, *rest, **keywords)
@@ -174,7 +174,7 @@ def test_strides_and_addresses():
     assert torch.equal(routed("mxfp4_experts", wide, flat[1:].view(gate_up.shape), *rest, **keywords), expected)
 
 
-def test_no_tokens():
+def test_no_tokens_return_an_empty_output():
     tensors, _ = drawn((0, 4, 2, 32, 32), BF16)
     assert routed("mxfp4_experts", *tensors).shape == (0, 32)
 
@@ -197,7 +197,7 @@ def test_the_custom_op_passes_opcheck():
 @each_dtype
 def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
     """All experts are dequantised together, or as many as fit into temporary memory. The last expert has no tokens."""
-    assert "more than 256 pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
+    assert "more than 256 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
     monkeypatch.setattr(experts, "PAIRS", 6)
     monkeypatch.setattr(moe_mxfp4, "_TEMPORARY", at_once * 2 * 64 * 32 * dtype.itemsize)
     names = []
@@ -211,7 +211,7 @@ def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
     assert names == [("triton", experts.NAME), *[("triton", "dequantize, grouped_mm")] * 2]
 
 
-def test_one_expert_at_a_time(monkeypatch):
+def test_without_a_grouped_gemm_experts_run_one_by_one(monkeypatch):
     """Experts run one by one if PyTorch has no grouped GEMM, and with gradients."""
     tensors, keywords = drawn((experts.PAIRS, 3, 2, 32, 32), BF16)
     with options.override(tiers={"experts": "triton"}):
@@ -239,7 +239,7 @@ def test_one_expert_at_a_time(monkeypatch):
     ],
     ids=str,
 )
-def test_refusals(change, reason):
+def test_unsupported_calls_are_refused(change, reason):
     assert reason in str(experts.refuses(spec(**change), here()))
     assert experts.refuses(spec(), here()) is None
 

@@ -110,7 +110,7 @@ def test_packed_sequences(shape, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 15, 16, 40, 500])
-def test_windows(window, causal):
+def test_windows_hide_distant_keys(window, causal):
     check((4, 2), (32, 32), [40, 3, 21], [90, 40, 21], window=window, causal=causal)
 
 
@@ -134,7 +134,7 @@ def test_log_sum_exp(terms, dtype):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_more_queries_than_keys(causal):
+def test_causal_queries_before_the_first_key_return_zeros(causal):
     """Causal queries before the first key see no keys, so their outputs are zero, even with a sink."""
     for sinks in (False, True):
         output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
@@ -142,7 +142,7 @@ def test_more_queries_than_keys(causal):
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 8, 9, 33])
-def test_every_number_of_sequences(sequences):
+def test_every_number_of_sequences_is_supported(sequences):
     lengths = [(7 * n) % 23 for n in range(sequences)]
     lengths[0] = 5
     check((2, 1), (16, 16), lengths, [length + n % 3 for n, length in enumerate(lengths)])
@@ -176,7 +176,7 @@ def check_dense(s_q, s_k, causal, dtype, window):
     assert_as_good_as_eager(output, eager, expected.double())
 
 
-def test_any_strides_and_empty_batches():
+def test_any_strides_and_empty_batches_are_supported():
     query, key, value = (random(2, heads, LONGER, 32, dtype=USUAL, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
     apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
@@ -242,7 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("spec", "match"), REFUSED.values(), ids=REFUSED)
-def test_refusals_of_attention(spec, match):
+def test_unsupported_attention_is_refused(spec, match):
     assert match in flash.attention_refuses(spec, here())
     served = spec._replace(
         weights=False, mask=None, one_query=False, grad=False, dtype=USUAL, head_dim=min(spec.head_dim, 16)
@@ -250,7 +250,7 @@ def test_refusals_of_attention(spec, match):
     assert served == DENSE and (suite.gpu() is not None or flash.attention_refuses(served, here()) is None)
 
 
-def test_refusals_of_packed_sequences():
+def test_unsupported_packed_sequences_are_refused():
     assert "gradient" in flash.refuses(PACK._replace(grad=True), here())
     assert flash.refuses(PACK, here()) is None
 

@@ -35,7 +35,7 @@ def test_every_group_and_run(m, k, group):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_norm_gate_and_residual(m, form):
+def test_norm_gate_and_residual_are_fused(m, form):
     n, k = 38, 640
     columns = n // 2 if "activation" in form else n
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
@@ -56,7 +56,7 @@ def zero_points(scale: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("scales", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k", "group"), [(640, 128), (640, 32), (256, 64), (640, 640), (1536, 1536), (128, 128)])
 @pytest.mark.parametrize("m", [1, 3])
-def test_zero_points_and_dtypes_of_scales(m, k, group, scales):
+def test_zero_points_and_any_dtype_of_scales_are_supported(m, k, group, scales):
     x, weight = random(m, k, dtype=BF16), random(18, k, dtype=BF16, seed=1)
     words, scale = quantize_groups(weight, group)
     check(x, words, scale.to(scales) * 1.001)
@@ -65,7 +65,7 @@ def test_zero_points_and_dtypes_of_scales(m, k, group, scales):
 
 
 @pytest.mark.parametrize("m", [1, 4])
-def test_zeros_extremes_and_nan(m):
+def test_zeros_extremes_and_nan_affect_only_their_row(m):
     weight = random(24, 256, dtype=BF16, seed=1)
     weight[3] = 0
     weight[4] *= 2.0**-100
@@ -80,7 +80,7 @@ def test_zeros_extremes_and_nan(m):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_number_at_every_position(m, dtype):
+def test_every_number_is_decoded_at_every_position(m, dtype):
     """x has few nonzero columns, so the result is exactly the number in one column, plus 16 times that in another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     groups = 1 if suite.gpu() is None else 9  # several iterations of the loop

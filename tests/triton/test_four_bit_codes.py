@@ -69,7 +69,7 @@ def test_every_group_and_run(m, k, group, double):
 @each_scale
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_norm_gate_and_residual(m, form, double):
+def test_norm_gate_and_residual_are_fused(m, form, double):
     n, k = 38, 640
     more: dict[str, Any] = {"activation": form.get("activation")}
     if "norm" in form:
@@ -84,7 +84,7 @@ def test_norm_gate_and_residual(m, form, double):
 @pytest.mark.parametrize("code", [*CODES, "mxfp4"])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_number_at_every_position(m, dtype, code):
+def test_every_number_is_decoded_at_every_position(m, dtype, code):
     """With one nonzero column of x, the result is the number in this column, rounded to the dtype of x."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
@@ -100,7 +100,7 @@ def test_every_number_at_every_position(m, dtype, code):
 
 
 @pytest.mark.parametrize("m", [1, 4])
-def test_zeros_extremes_and_nan(m):
+def test_zeros_extremes_and_nan_affect_only_their_row(m):
     words, rest = drawn(24, 256, 64)
     scale = rest["scale"]
     scale[3], scale[4], scale[5], scale[7, 2] = 0, 2.0**-100, 2.0**100, torch.nan
@@ -115,7 +115,7 @@ def test_zeros_extremes_and_nan(m):
 @each_scale
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640), (4608, 64)])
-def test_dequantised(k, group, dtype, double, code):
+def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code):
     words, rest = drawn(17, k, group, double=double)
     scale, nested = rest["scale"], rest.get("nested")
     output = quantized._dequantized(words, scale, dtype, None, code, *(nested or (None, None)))
@@ -128,7 +128,7 @@ def test_dequantised(k, group, dtype, double, code):
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 17, 64])
-def test_scales_that_are_powers_of_two(m, form):
+def test_scales_may_be_powers_of_two(m, form):
     """The scales are those of MXFP4, one of which is NaN."""
     n, k = 38, 640 if suite.gpu() is None or m > 1 else 4736
     words, _ = drawn(n, k, 32)
@@ -146,7 +146,7 @@ def test_scales_that_are_powers_of_two(m, form):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", [128, 640, 4608])
-def test_dequantised_with_every_power_of_two(k, dtype):
+def test_every_power_of_two_is_a_valid_scale(k, dtype):
     words, _ = drawn(16, k, 32)
     scale = (torch.arange(16 * k // 32) % 255).to(torch.uint8).view(16, -1)
     output = quantized._dequantized(words, scale, dtype, None, "e2m1", None, None)
@@ -172,7 +172,7 @@ def test_the_first_use_check(name, rows, scales, code):
     assert probe_cases.check("quantized_linear", "triton", name, spec) is None
 
 
-def test_rows_of_nested_scales():
+def test_slices_of_nested_scales_are_decoded_as_in_the_whole_tensor():
     """Slices that begin at a multiple of 256 scales are decoded as in the whole tensor."""
     _, rest = drawn(200, 512, 64, double=True)
     whole = rest["nested"].decoded(rest["scale"])

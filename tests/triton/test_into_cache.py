@@ -162,7 +162,7 @@ class Bare(torch.nn.Module):
 
 
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
-def test_angles_of_half_the_head_dim(cache):
+def test_angles_may_cover_half_of_the_head_dim(cache):
     """gpt-oss's rotary function takes cos and sin that cover half of the head dim."""
     query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
     once = tuple(angle[..., : D // 2] for angle in angles(1, 1, D, torch.bfloat16))

@@ -175,5 +175,5 @@ def test_warps_follow_from_threads(monkeypatch):
     lanes.cache_clear()
 
 
-def test_powers_of_two():
+def test_sizes_are_rounded_up_to_powers_of_two():
     assert [power_of_two(size) for size in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]

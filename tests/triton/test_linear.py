@@ -41,7 +41,7 @@ def test_linear(shape, n, bias, dtype):
 
 
 @pytest.mark.parametrize("rows", range(1, 17))
-def test_every_number_of_rows(rows):
+def test_every_number_of_rows_is_as_accurate_as_eager(rows):
     for m, n, k in sizes(rows, 21, 48):
         x, weight = random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16, seed=1)
         expected = eager_linear(x.double(), weight.double(), None)
@@ -64,7 +64,7 @@ FORMS: list[dict[str, Any]] = [
 @each_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_fused_norm_activation_and_residual(form, m, dtype):
+def test_norm_activation_and_residual_are_fused(form, m, dtype):
     for rows, n, k in sizes(m, 38, 67):
         arguments, keywords = call(rows, dtype, n=n, k=k, **form)
         as_good_as_eager(arguments, keywords)
@@ -79,7 +79,7 @@ def as_good_as_eager(arguments: tuple[torch.Tensor, ...], keywords: dict[str, An
 
 @pytest.mark.parametrize("form", [{}, {"residual": True}, {"activation": "silu"}], ids=str)
 @pytest.mark.parametrize("m", [1, 5])
-def test_blocks_that_divide_the_sizes(m, form):
+def test_blocks_may_divide_the_sizes(m, form):
     """This is the common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
     as_good_as_eager(arguments, keywords)
@@ -133,7 +133,7 @@ def test_a_users_linear_kernel_is_not_skipped():
     assert ("linear", "user") in [(route.operation, route.tier) for route in routes]
 
 
-def test_one_compiled_graph():
+def test_it_compiles_into_one_graph():
     (x, weight), keywords = call(2, torch.bfloat16, norm=True, activation="silu", residual=True, k=1091)
 
     def function(x, weight):
@@ -162,7 +162,7 @@ def test_only_few_rows_are_served():
     ],
     ids=str,
 )
-def test_refusals(change, reason):
+def test_unsupported_calls_are_refused(change, reason):
     assert reason in str(linear.refuses(spec(**change), here()))
     assert linear.refuses(spec(), here()) is None
 
@@ -179,7 +179,7 @@ def test_refusals(change, reason):
     ],
     ids=str,
 )
-def test_gates_on_rdna_3(arch, change, refused):
+def test_gates_on_rdna_3_are_refused_unless_k_is_a_multiple_of_16(arch, change, refused):
     terms = {"norm_dtype": None, "one_plus": False, "activation": "silu", "residual": False}
     fused = FusedLinearSpec(**spec(rows=2, k=72)._asdict(), **terms)._replace(**change)
     reason = linear.fused_refuses(fused, Device("cpu", rocm=True, arch=arch))
@@ -192,7 +192,7 @@ def test_gradients_are_refused_when_the_tier_is_named():
         ops.linear(x, weight)
 
 
-def test_an_unknown_activation():
+def test_an_unknown_activation_is_an_error():
     arguments, _ = call(1, torch.bfloat16)
     with pytest.raises(OptionError, match="mish"):
         ops.fused_linear(*arguments, activation="mish")

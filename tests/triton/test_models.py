@@ -22,7 +22,7 @@ def inference():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
-def test_logits(name, dtype, trio):  # noqa: F811
+def test_logits_are_as_accurate_as_eager(name, dtype, trio):  # noqa: F811
     output, stock, exact = trio(name, dtype)
     batch = {"input_ids": tokens(2, 5), "attention_mask": PADDING}
     with options.override(tier=KERNELS), ops.recording() as routes:
@@ -33,7 +33,7 @@ def test_logits(name, dtype, trio):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_greedy_tokens_with_a_static_cache(name, trio):  # noqa: F811
+def test_greedy_tokens_with_a_static_cache_equal_stock(name, trio):  # noqa: F811
     output, stock, _ = trio(name, torch.float32)
     how = {"attention_mask": PADDING, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     how["cache_implementation"] = "static"

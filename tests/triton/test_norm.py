@@ -217,7 +217,7 @@ def test_nothing_is_launched_for_empty_inputs(shape):
     ],
     ids=["grad", "fp64", "mixed", "wide"],
 )
-def test_refusals(x, weight, word):
+def test_unsupported_calls_are_refused(x, weight, word):
     from hf_rocm.errors import TierUnavailable
 
     with pytest.raises(TierUnavailable, match=word):

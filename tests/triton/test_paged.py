@@ -113,12 +113,12 @@ def test_several_queries(s_q, new):
 @pytest.mark.parametrize(
     "terms", [{"softcap": 2.0}, {"sinks": True}, {"window": 20}, {"softcap": 3.0, "sinks": True, "window": 5}], ids=str
 )
-def test_terms(terms):
+def test_softcap_windows_and_sinks_are_applied_to_pages(terms):
     check([63, 5, None], page=16, columns=5, **terms)
 
 
 @pytest.mark.parametrize(("heads", "dims"), [((7, 1), (80, 80)), ((2, 2), (64, 48)), ((40, 1), (16, 16))], ids=str)
-def test_shapes(heads, dims):
+def test_every_shape_of_heads_is_supported(heads, dims):
     check([17, 40], page=16, heads=heads, dims=dims)
 
 
@@ -135,7 +135,7 @@ def test_the_new_key_takes_the_place_of_another(terms):
     )
 
 
-def test_one_program_per_head(monkeypatch):
+def test_one_program_per_head_has_the_same_results(monkeypatch):
     monkeypatch.setattr(decode, "_units", lambda device: 1)
     decode._work.cache_clear()
     check([17, 40, None], page=16, sinks=True)
@@ -161,7 +161,7 @@ def test_first_use_checks_pass_and_detect_a_missing_key(spec, monkeypatch):
     check_more_keys(monkeypatch, "paged_attention", "decode_kernel, pages", spec)
 
 
-def test_refusals():
+def test_unsupported_calls_are_refused():
     assert "16 queries" in decode.paged_refuses(SPEC._replace(few_queries=False), here())
     assert "at most 256" in decode.paged_refuses(SPEC._replace(head_dim=320), here())
     assert decode.paged_refuses(SPEC, here()) is None

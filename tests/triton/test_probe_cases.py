@@ -40,7 +40,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("operation", KINDS)
-def test_they_pass(operation):
+def test_every_kernel_passes_its_check(operation):
     name = NAMES.get(operation, "rms_norm_kernel")
     assert probe_cases.check(operation, "triton", name, KINDS[operation]) is None
 
@@ -48,12 +48,12 @@ def test_they_pass(operation):
 @pytest.mark.parametrize(
     "further", [(False, None, False), (False, BF16, False), (False, torch.float32, True), (True, BF16, True)], ids=str
 )
-def test_a_single_token_passes_too(further):
+def test_a_kernel_for_single_tokens_passes_its_check(further):
     kind = (BF16, BF16, CPU, 16, 16, 12, False, True, True, True, *further, False)
     assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
 
 
-def test_experts_in_mxfp4_without_biases_pass_too():
+def test_experts_in_mxfp4_without_biases_pass_their_check():
     further = (False, *PLAIN_AND_INTERLEAVED[1:])
     kind = (BF16, torch.uint8, CPU, 4, 32, 32, 1, "silu", *further)
     assert probe_cases.check("mxfp4_experts", "triton", "chosen_experts", kind) is None
@@ -68,7 +68,7 @@ def test_experts_in_mxfp4_without_biases_pass_too():
     ],
     ids=str,
 )
-def test_calls_without_one_of_the_outputs_pass_too(operation, kind):
+def test_calls_without_one_of_the_outputs_pass_their_check(operation, kind):
     name = NAMES.get(operation, "rms_norm_kernel")
     assert probe_cases.check(operation, "triton", name, kind) is None
 

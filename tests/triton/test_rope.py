@@ -189,7 +189,7 @@ def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan(b, s):
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_refusals(change, word):
+def test_unsupported_calls_are_refused(change, word):
     dtype = change.get("dtype", torch.bfloat16)
     query, key, _ = heads(1, 2, dtype, d=change.get("d", 8))
     cos, sin = angles(1, 2, 8, change.get("angle", dtype))

@@ -88,7 +88,7 @@ def agree(module, dtype, alike=None):
         ("gpt_oss", "fp64"),
     ],
 )
-def test_routers_that_stay_stock(name, change, monkeypatch):
+def test_unsupported_routers_stay_stock(name, change, monkeypatch):
     module, x = router(name), torch.randn(3, 32)
     if change == "fp64":
         module, x = module.double(), x.double()

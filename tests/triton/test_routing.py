@@ -44,7 +44,7 @@ def test_choose_experts(form, dtype):
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (60, 4), (63, 8), (128, 8), (300, 10)])
-def test_every_number_of_experts(experts, top, tokens):
+def test_every_number_of_experts_is_supported(experts, top, tokens):
     for seed in range(3):
         logits, keywords = drawn(tokens, {"top": top, "normalise": True}, torch.float32, experts=experts, seed=seed)
         actual = routed("choose_experts", logits, **keywords)
@@ -99,7 +99,7 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     ],
     ids=str,
 )
-def test_refusals(change, reason):
+def test_unsupported_calls_are_refused(change, reason):
     spec = RoutingSpec(*routing.specification_for(torch.zeros(1, 64), experts=64, wide=False, top=8))
     assert triton.refuses(spec, here()) is None
     assert reason in str(triton.refuses(spec._replace(**change), here()))

@@ -19,5 +19,5 @@ def test_greedy_tokens_equal_stock(trained):
 
 
 @pytest.mark.slow
-def test_bf16_teacher_forced(trained):
+def test_bf16_predictions_are_as_good_as_those_of_eager(trained):
     assert judges_tokens_as_well_as_eager(trained) >= KERNELS

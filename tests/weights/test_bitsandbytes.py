@@ -32,7 +32,7 @@ def state_of(**values: Any) -> SimpleNamespace:
     return SimpleNamespace(values=lambda: tuple(json.dumps(text).encode()))
 
 
-def test_the_codes():
+def test_the_codes_are_those_of_the_library():
     assert CODES["nf4"] == checkpoints.CODES["nf4"]
     assert CODES["fp4"] == tuple(torch.tensor(checkpoints.CODES["fp4"], dtype=torch.float64).float().tolist())
 
@@ -50,7 +50,7 @@ def test_the_order_of_the_numbers():
 # N and K: some blocks continue in the next row, and the last block may not be full
 @pytest.mark.parametrize("case", checkpoints.BITSANDBYTES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(5, 33), (16, 80), (48, 256)])
-def test_any_sizes(case, n, k):
+def test_layers_of_any_size_are_dequantised(case, n, k):
     layer, exact = made(case, n, k)
     assert torch.equal(layer.dequantized(torch.float32), exact.float())
     assert (layer.format.refuses(n, k) is None) == (k == 256)
@@ -80,7 +80,7 @@ def test_layers_with_double_quantisation_are_joined_where_factors_begin():
     ],
     ids=str,
 )
-def test_refused_settings(change, reason):
+def test_unsupported_settings_are_refused(change, reason):
     import_all()
     config = {**NF4.config, **change}
     with pytest.raises(Unsupported, match=reason):
@@ -97,7 +97,7 @@ def test_refused_settings(change, reason):
     ],
     ids=str,
 )
-def test_refused_states(change, reason):
+def test_unsupported_states_are_refused(change, reason):
     import_all()
     format = parsers()["bitsandbytes_4bit"](NF4.config)
     with pytest.raises(Unsupported, match=reason):
@@ -121,7 +121,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
     ],
     ids=str,
 )
-def test_damaged_layers(tmp_path, name, change, found):
+def test_damaged_layers_are_named(tmp_path, name, change, found):
     checkpoints.write(tmp_path, DOUBLE)
 
     def damage(state):
@@ -146,7 +146,7 @@ def test_nothing_is_reported_as_unexpected(tmp_path, caplog):
     assert vars(model).get(ignored) == vars(reference).get(ignored)
 
 
-def test_a_state_dict_of_the_restored_model(tmp_path):
+def test_the_restored_model_has_the_checkpoints_names(tmp_path):
     """The restored model's tensors have the checkpoint's names, too."""
     checkpoints.write(tmp_path, DOUBLE)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
@@ -165,7 +165,7 @@ def test_a_state_dict_of_the_restored_model(tmp_path):
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("code", CODES)
-def test_the_library_that_defines_the_format(code, double, size):
+def test_the_format_is_that_of_the_library(code, double, size):
     """The library writes tensors with the same names, shapes and dtypes, and its numbers equal those of hf_rocm."""
     from bitsandbytes import functional
 

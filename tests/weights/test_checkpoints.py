@@ -118,7 +118,7 @@ def gated():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, saved, gated):
+def test_every_layout_of_a_checkpoint_is_loaded_as_in_stock(name, saved, gated):
     kind, _, fused = LAYOUTS[name]
     folder, stock_class = saved(name), getattr(transformers, f"{kind}ForCausalLM")
     gated(kind)

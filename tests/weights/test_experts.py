@@ -241,7 +241,7 @@ def test_the_experts_of_a_moved_model_are_stacked_again():
     assert "_apply" not in Mixture.__dict__
 
 
-def test_refusals():
+def test_lists_of_different_experts_are_refused():
     assert Stacked.form(nn.Module(), NAMES) == "there is no list of experts"
     other = Mixture()
     other.experts[1].act_fn = nn.GELU()

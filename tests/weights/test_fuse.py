@@ -104,7 +104,7 @@ def test_parameters_keep_their_attributes_and_gradients():
     assert group.a.weight.mark == "kept" and group.a.weight.grad.sum() == 256
 
 
-def test_parameters_made_under_inference_mode():
+def test_parameters_created_under_inference_mode_are_fused():
     with torch.inference_mode():
         group = Group(16, 8, bias=True)
     assert fuse.fuse(group, group.names) is None

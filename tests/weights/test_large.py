@@ -63,7 +63,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"], ids=["mapped", "converted"])
-def test_memory(large, tmp_path, dtype):
+def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
     def measure(which):
         script = Path(__file__).with_name("loading.py")
         command = [sys.executable, str(script), which, str(large), dtype, str(tmp_path / which)]

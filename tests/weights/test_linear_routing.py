@@ -117,11 +117,11 @@ def test_a_with_block_and_restore_undo_it(net):
     ("exclude", "left"),
     [(["lm_head"], 2), (["head.*"], 2), ([Head], 2), (["*"], 0), (["up", Head, "lm_head"], 0), (["nothing"], 3)],
 )
-def test_exclusion_by_name_pattern_and_class(net, exclude, left):
+def test_layers_are_excluded_by_name_pattern_and_class(net, exclude, left):
     assert len(hf_rocm.route_linear(net, exclude=exclude, force=True).layers) == left
 
 
-def test_exclusion_of_a_module_and_of_invalid_values(net):
+def test_modules_can_be_excluded_and_invalid_entries_are_refused(net):
     assert hf_rocm.route_linear(net, exclude=[net.head], force=True).skipped["head.dense"] == "excluded"
     with pytest.raises(OptionError, match="invalid entry"):
         hf_rocm.route_linear(net, exclude=[3], force=True)
@@ -245,7 +245,7 @@ def test_copies_and_pickles_work_here_and_without_hf_rocm(net, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["auto", "aiter"])
-def test_compiled(aiter, backend):
+def test_a_compiled_model_keeps_its_routes(aiter, backend):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).to(BF16)
     x = torch.randn(3, 16, dtype=BF16)
     expected = net(x)
@@ -272,7 +272,7 @@ def test_nested_routes_restore_the_outer_one(net, aiter):
     assert "forward" not in net.up.__dict__
 
 
-def test_layers_with_accelerates_hook(net):
+def test_layers_with_accelerates_hook_are_routed(net):
     hooks = pytest.importorskip("accelerate.hooks")
     x = torch.randn(3, 16)
     expected = net(x)

@@ -61,7 +61,7 @@ def same_as(reference, model):
     assert_as_good_as_eager(logits(model), logits(reference), logits(wide))
 
 
-def test_every_byte(tmp_path):
+def test_every_byte_of_the_checkpoint_is_kept(tmp_path):
     reference = mxfp4.write(tmp_path)
     expected = stored_bytes(tmp_path)
     model = prepared(tmp_path)
@@ -80,7 +80,7 @@ def test_every_byte(tmp_path):
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 2}], ids=["some", "every"])
-def test_results_and_tokens(tmp_path, experts):
+def test_results_and_tokens_equal_the_dequantised_model(tmp_path, experts):
     """With two experts, every token is routed to every expert."""
     reference = mxfp4.write(tmp_path, **experts)
     model = prepared(tmp_path)
@@ -90,7 +90,7 @@ def test_results_and_tokens(tmp_path, experts):
     assert torch.equal(model.generate(IDS, **TOKENS), reference.generate(IDS, **TOKENS))
 
 
-def test_what_transformers_dequantises_to(tmp_path):
+def test_the_numbers_equal_those_of_transformers(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
     stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # loads in bf16 in every release
@@ -105,7 +105,7 @@ def test_what_transformers_dequantises_to(tmp_path):
             assert torch.equal(getattr(loaded, name), wanted)
 
 
-def test_restore(tmp_path):
+def test_restore_returns_the_original_model(tmp_path):
     reference = mxfp4.write(tmp_path)
     model = loading.load(GptOssForCausalLM.from_pretrained, tmp_path, attn_implementation="eager")
     modules, tensors = dict(model.named_modules()), dict([*model.named_parameters(), *model.named_buffers()])
@@ -153,7 +153,7 @@ def test_copies_pickles_and_moves(tmp_path):
     assert all(again[name] == value for name, value in expected.items() if "experts" in name)
 
 
-def test_loading_a_state_dict(tmp_path):
+def test_a_state_dict_is_loaded(tmp_path):
     mxfp4.write(tmp_path)
     model = prepared(tmp_path)
     state = {name: tensor.flip(0) if "experts" in name else tensor for name, tensor in model.state_dict().items()}
@@ -166,7 +166,7 @@ def test_loading_a_state_dict(tmp_path):
         model.load_state_dict({other: tensor for other, tensor in state.items() if other != name})
 
 
-def test_dequantize(tmp_path):
+def test_dequantize_makes_an_ordinary_model(tmp_path):
     reference = mxfp4.write(tmp_path)
     model = hf_rocm.dequantize(prepared(tmp_path))
     assert not experts_of(model) and getattr(model.config, "quantization_config", None) is None
@@ -182,7 +182,7 @@ def test_dequantize(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_another_dtype_of_the_model(tmp_path, dtype):
+def test_with_another_dtype_of_the_model_the_experts_stay_packed(tmp_path, dtype):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path, dtype=dtype)
     state = model.state_dict()
@@ -200,7 +200,7 @@ def test_a_graph_and_a_device_map(tmp_path):
         assert torch.equal(compiled, experts(*arguments))
 
 
-def test_explain(tmp_path):
+def test_explain_describes_the_format(tmp_path):
     mxfp4.write(tmp_path)
     model = prepared(tmp_path)
     text = hf_rocm.explain(model).details()
@@ -234,7 +234,7 @@ def replace(name, change):
         (replace(f"{LAYER}.gate_up_proj_scales", lambda tensor: tensor.float()), "uint8", "float32"),
     ],
 )
-def test_a_damaged_layer(tmp_path, monkeypatch, edit, expected, found):
+def test_a_damaged_layer_is_named_before_any_weight_is_read(tmp_path, monkeypatch, edit, expected, found):
     """A single error names the tensor, before any weight is read."""
     mxfp4.write(tmp_path)
     checkpoints.edit_tensors(tmp_path, edit)
@@ -245,7 +245,7 @@ def test_a_damaged_layer(tmp_path, monkeypatch, edit, expected, found):
     assert expected in error.value.facts["expected"] and found in error.value.facts["found"]
 
 
-def test_a_truncated_file(tmp_path, monkeypatch):
+def test_a_truncated_file_is_an_error(tmp_path, monkeypatch):
     mxfp4.write(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size - 1])
@@ -263,7 +263,7 @@ def test_a_truncated_file(tmp_path, monkeypatch):
     ],
     ids=["dequantize", "unknown", "tensor"],
 )
-def test_features_that_are_left_to_stock(tmp_path, caplog, config, more, reason):
+def test_unsupported_features_are_left_to_stock(tmp_path, caplog, config, more, reason):
     """On a CPU, stock dequantises checkpoints that have these features."""
     reference = mxfp4.write(tmp_path, torch.bfloat16)
     checkpoints.edit(tmp_path, quantization_config={**mxfp4.CONFIG, **config})

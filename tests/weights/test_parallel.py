@@ -36,7 +36,7 @@ def train(model, optimized):
 
 
 @pytest.mark.usefixtures("group")
-def test_ddp(model):
+def test_ddp_training_equals_that_of_an_unfused_model(model):
     twin = models.unfused()
     train(DistributedDataParallel(model), model)
     train(twin, twin)
@@ -46,7 +46,7 @@ def test_ddp(model):
 
 
 @pytest.mark.usefixtures("group")
-def test_fsdp2(model):
+def test_fsdp2_training_equals_that_of_an_unfused_model(model):
     twin = models.unfused()
     mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU if there is one
     for layer in model.model.layers:
@@ -63,7 +63,7 @@ def test_fsdp2(model):
 
 
 @pytest.mark.slow
-def test_two_processes(checkpoint):
+def test_two_processes_support_every_kind_of_parallelism(checkpoint):
     port = free_port()
     script = Path(__file__).with_name("two_processes.py")
     # pass on this process's import path, which includes an installed hf_rocm and the tests

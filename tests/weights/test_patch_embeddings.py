@@ -131,7 +131,7 @@ def test_the_use_of_the_patches_is_read_from_the_source():
     assert flattens(Embedding, "proj") is None  # not a class of transformers
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_returns_an_empty_output():
     model, pixels = served("frames")
     prepared, routes = products(model, pixels[:0])
     assert (

@@ -135,7 +135,7 @@ def test_deactivate_restores_the_class_and_preparing_again_uses_moved_weights(mo
     follows(model, GROUPS)
 
 
-def test_biased_groups_of_a_real_model():
+def test_groups_with_biases_are_fused_in_bert():
     torch.manual_seed(0)
     bert = transformers.BertModel(
         transformers.BertConfig(
@@ -160,7 +160,7 @@ def test_biased_groups_of_a_real_model():
         assert torch.equal(bert(IDS).last_hidden_state, expected)
 
 
-def test_restore_after_outputs_were_captured(model):
+def test_restore_works_after_outputs_were_captured(model):
     with torch.no_grad():
         model.config._attn_implementation = "eager"
         captured = model(IDS, output_attentions=True, output_hidden_states=True, use_cache=False)
@@ -172,7 +172,7 @@ def test_restore_after_outputs_were_captured(model):
     assert_same_results(model, models.build())
 
 
-def test_restore_with_hooks_in_place(model):
+def test_restore_keeps_the_users_hooks(model):
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output * 2)
     expected = logits(model)
     assert live(model) == GROUPS - 1

@@ -167,7 +167,7 @@ def test_tied_weights_inference_tensors_and_adapter_bases_are_not_shuffled(machi
     assert "adapter" in account(wrapped)["skipped"]["lm_head.base_layer"]
 
 
-def test_biased_layers(machine):
+def test_layers_with_biases_are_shuffled(machine):
     machine()
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48, bias=False)).bfloat16()
     twin, x = copy.deepcopy(model), torch.randn(ROWS, 64).bfloat16()

@@ -49,7 +49,7 @@ LIBRARIES = [
 
 @pytest.mark.filterwarnings("ignore")  # the libraries warn
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
-def test_libraries(checkpoint, config, reason):
+def test_layers_of_quantisation_libraries_are_not_fused(checkpoint, config, reason):
     model = hf_rocm.from_pretrained(checkpoint, force=True, quantization_config=config()).eval()
     report = model.__dict__[preparing.REPORT]
     assert not report["fused"] and live(model) == blocks(model) == 0
@@ -78,7 +78,7 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_layers_that_are_not_linear_layers(stock, before):
+def test_layers_that_are_not_linear_layers_are_not_fused(stock, before):
     if before:
         hf_rocm.prepare(stock, force=True)
     for layer in stock.model.layers:
@@ -94,7 +94,7 @@ def test_layers_that_are_not_linear_layers(stock, before):
     assert len(skipped) == GROUPS and all("Packed, not a plain nn.Linear" in reason for reason in skipped.values())
 
 
-def test_some_layers_kept_in_full_precision(stock):
+def test_groups_with_some_quantised_layers_are_not_fused(stock):
     """`modules_to_not_convert` leaves some layers of a group unquantised. Groups are fused completely or not at all."""
     stock.model.layers[0].mlp.up_proj = Packed(stock.model.layers[0].mlp.up_proj)
     hf_rocm.prepare(stock, force=True)

@@ -101,7 +101,7 @@ def test_the_report_has_builtin_types_and_the_loss(caplog):
         layer.in_features * layer.out_features + 4 * layer.out_features for _, layer in quantizing.layers(model)
     )
     assert after == rest + packed
-    assert "14 layers in fp8 (float8_e4m3fn)" in caplog.text and "off by" in caplog.text
+    assert "14 layers in fp8 (float8_e4m3fn)" in caplog.text and "the mean error of their outputs is" in caplog.text
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
     assert explanation.quantized in explanation.details() and explanation.quantized.startswith("14 layers in fp8")
@@ -195,7 +195,7 @@ def test_routers_and_experts_are_not_quantised():
     assert model.__dict__[quantizing.REPORT]["left"] == {
         "layers.0.gate": "it is a router",
         "layers.0.experts.0": "lists of experts are not quantised",
-        "layers.1": "stacked experts are quantised in mxfp4 only",
+        "layers.1": "stacked experts are quantised only in mxfp4",
     }
 
 
@@ -226,21 +226,21 @@ class TestRefusals:
         assert words in str(caught.value)
         assert before is None or (dict(model.named_modules()) == before and not traces(model))
 
-    def test_arguments(self):
+    def test_invalid_arguments_are_refused(self):
         self.refused("quantize has no kind 'int3'", kind="int3")
         self.refused("can't keep the originals on 'disk'", keep="disk")
         self.refused("HF_ROCM_FORCE=1 enables it", force=None)
         self.refused("because  force=False", force=False)
         self.refused("quantize takes a model", model="llama")
 
-    def test_models(self):
+    def test_unsupported_models_are_refused(self):
         self.refused("call model.eval() first", model=models.build().train())
         self.refused("no layer that can be quantised", model=nn.Sequential(nn.Linear(16, 16)).eval())
         by_another = models.build()
         by_another.config.quantization_config = type("Config", (), {"quant_method": "gptq"})()
         self.refused("already quantised, by gptq", model=by_another)
 
-    def test_twice(self):
+    def test_a_quantised_model_is_not_quantised_again(self):
         model = quantized()
         layers = quantizing.layers(model)
         with pytest.raises(OptionError, match="already quantised"):
@@ -263,7 +263,7 @@ class TestRefusals:
         names = {route.name for route in routes if route.operation == "quantized_linear"}
         assert ("dequantize, F.linear" in names) is not rounds and len(names) == 1
 
-    def test_gradients(self):
+    def test_quantised_layers_refuse_gradients(self):
         model = quantized()
         output = model(IDS, use_cache=False).logits  # outside no_grad: no remaining parameter requires gradients
         assert not output.requires_grad and not any(parameter.requires_grad for parameter in model.parameters())
@@ -311,7 +311,7 @@ class TestBack:
         assert not traces(model)
 
 
-def test_quantize_in_from_pretrained(tmp_path):
+def test_from_pretrained_quantises_while_loading(tmp_path):
     models.build().save_pretrained(tmp_path)
     model, info = hf_rocm.from_pretrained(tmp_path, quantize="fp8", force=True, output_loading_info=True)
     assert not info["missing_keys"] and products(model)[1] == SHAPES * LAYERS
@@ -334,7 +334,7 @@ class TestFourBits:
     """Differences from 8 bits: groups along the rows, and widths that are not a multiple of the group size."""
 
     @pytest.mark.parametrize("kind", FOUR_BITS)
-    def test_kernels_numbers_and_memory(self, kind):
+    def test_four_bit_layers_have_the_expected_kernels_and_memory(self, kind):
         model, stock = quantized(kind), models.build()
         actual, shapes, others = products(model)
         group = int(kind[-2:])
@@ -382,7 +382,7 @@ class TestFourBits:
         assert k % (8 * run) == 0 and group % run == 0
         assert torch.equal(four_bit.unpacked(four_bit.packed(levels, run), run), levels)
 
-    def test_groups_of_zeros_and_nan(self):
+    def test_zeros_and_nan_affect_only_their_group(self):
         weight = torch.randn(4, 128)
         weight[0, :32], weight[1, 40], weight[2, 70] = 0, torch.nan, torch.inf
         words, scale = four_bit.quantize_groups(weight, 32)

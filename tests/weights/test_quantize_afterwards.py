@@ -58,7 +58,7 @@ class TestAfterwards:
         assert output.dtype == torch.bfloat16 and shapes == SHAPES * LAYERS
         assert model.to("meta").model.layers[0].mlp.up_proj.quantized.data.is_meta
 
-    def test_autocast(self):
+    def test_quantised_layers_run_under_autocast(self):
         model = quantized()
         with torch.autocast("cpu", torch.bfloat16):
             output, shapes, _ = products(model)
@@ -106,7 +106,7 @@ class TestAfterwards:
             assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
         self.still_one_product(model, logits(model))  # saving did not change the model
 
-    def test_biases(self):
+    def test_layers_with_biases_are_quantised(self):
         model = models.build(attention_bias=True)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

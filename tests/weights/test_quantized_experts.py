@@ -93,7 +93,7 @@ def test_the_experts_run_in_mxfp4(name):
 
 
 @each_model
-def test_numbers_and_memory(name):
+def test_experts_are_rounded_to_the_nearest_numbers_and_take_less_memory(name):
     """Every number is the nearest one, or one of two that are equally near."""
     model, stock = quantized(name), build(name)
     for path, experts in experts_of(model):
@@ -188,7 +188,7 @@ def test_it_is_loaded_and_saved(name, tmp_path):
 
 
 @each_model
-def test_prepared_before_or_afterwards(name):
+def test_the_order_of_prepare_and_quantize_does_not_matter(name):
     before = quantized(name)
     expected = logits(before)
     assert torch.equal(logits(hf_rocm.prepare(before, force=True)), expected)
@@ -204,7 +204,7 @@ def test_explain():
     assert "mxfp4_experts" in text and "2 of 6, 64 × 96" in text and "in mxfp4 (e2m1 in blocks of 32)" in text
 
 
-def test_recorded_in_a_graph():
+def test_quantised_experts_compile_into_one_graph():
     experts = experts_of(quantized("GptOss", torch.bfloat16))[0][1]
     torch._dynamo.reset()
     arguments = torch.randn(7, 64).bfloat16(), torch.tensor([[0, 3]] * 7), torch.rand(7, 2).bfloat16()
@@ -217,10 +217,10 @@ def test_recorded_in_a_graph():
 def test_other_kinds_do_not_quantise_the_experts(kind):
     model = hf_rocm.quantize(hf_rocm.prepare(build(), force=True), kind, force=True)
     left = model.__dict__[quantizing.REPORT]["left"]
-    assert {left[path] for path in PATHS} == {"stacked experts are quantised in mxfp4 only"}
+    assert {left[path] for path in PATHS} == {"stacked experts are quantised only in mxfp4"}
     explanation = hf_rocm.explain(model)
-    assert explanation.not_quantized["stacked experts are quantised in mxfp4 only"] == LAYERS
-    assert f"not quantised × {LAYERS}: stacked experts are quantised in mxfp4 only" in explanation.details()
+    assert explanation.not_quantized["stacked experts are quantised only in mxfp4"] == LAYERS
+    assert f"not quantised × {LAYERS}: stacked experts are quantised only in mxfp4" in explanation.details()
     assert not hf_rocm.explain(build()).not_quantized
     assert not experts_of(model)
 
@@ -273,7 +273,7 @@ def _parallel(experts):
         (_fewer, "the experts are distributed over several devices"),
     ],
 )
-def test_experts_that_are_not_quantised(spoil, reason):
+def test_unsupported_experts_are_not_quantised(spoil, reason):
     model = build()
     experts = model.get_submodule(PATHS[0])
     spoil(experts)
@@ -283,7 +283,7 @@ def test_experts_that_are_not_quantised(spoil, reason):
     assert model.get_submodule(PATHS[0]) is experts and len(experts_of(model)) == 1
 
 
-def test_shared_and_excluded_experts():
+def test_shared_and_excluded_experts_are_not_quantised():
     model = build()
     model.get_submodule(PATHS[1]).down_proj = model.get_submodule(PATHS[0]).down_proj
     hf_rocm.quantize(model, "mxfp4", force=True)
@@ -294,7 +294,7 @@ def test_shared_and_excluded_experts():
 
 
 @pytest.mark.skipif(not STACKED, reason="not run: needs stacked experts, in transformers 5")
-def test_an_activation_without_a_kernel():
+def test_experts_with_an_unsupported_activation_are_not_quantised():
     model = hf_rocm.prepare(build("Qwen3Moe", hidden_act="relu"), force=True)
     hf_rocm.quantize(model, "mxfp4", force=True)
     assert "activation is not supported" in model.__dict__[quantizing.REPORT]["left"][PATHS[0]]

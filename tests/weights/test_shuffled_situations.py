@@ -86,7 +86,7 @@ def test_moves_and_casts_discard_the_old_copy(either):
     assert all(parameter.dtype == torch.float32 for parameter in either.parameters())
 
 
-def test_preparing_and_restoring_under_inference_mode(machine):
+def test_no_parameter_remains_an_inference_tensor(machine):
     """Prepare inside, write outside, read inside, and restore outside. No parameter remains an inference tensor."""
     for threshold in (0, ROWS):
         machine(threshold=threshold)
@@ -156,7 +156,7 @@ def test_an_adapter_merged_in_place_takes_effect(either):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("safe", [False, True])
-def test_lora_of_peft(either, safe):
+def test_lora_of_peft_equals_stock(either, safe):
     """Add, run, merge, unmerge, merge again and unload an adapter. Results always equal those of a stock model."""
     stock = build()
 

@@ -29,7 +29,7 @@ from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("how", ["to", "method"])
-def test_dtypes(model, dtype, how):
+def test_a_conversion_to_another_dtype_keeps_the_groups(model, dtype, how):
     if how == "to":
         model.to(dtype)
     else:
@@ -41,7 +41,7 @@ def test_dtypes(model, dtype, how):
     follows(model, GROUPS)
 
 
-def test_moving_to_the_same_device(model):
+def test_a_move_to_the_same_device_keeps_the_groups(model):
     model.to("cpu").train().eval()
     follows(model, GROUPS)
 
@@ -89,12 +89,12 @@ def test_a_replaced_weight_unfuses_its_group(model, replace):
     assert "replaced" in why_not(layer.mlp, ("gate_proj", "up_proj"))
 
 
-def test_a_replaced_module(model):
+def test_a_replaced_module_unfuses_its_group(model):
     model.model.layers[1].mlp.gate_proj = nn.Linear(64, 80, bias=False)
     follows(model, GROUPS - 1)
 
 
-def test_pruned_in_place(model):
+def test_layers_pruned_in_place_are_followed(model):
     mlp = model.model.layers[0].mlp
     with torch.no_grad():
         mlp.gate_proj.weight.data = mlp.gate_proj.weight.data[:40]
@@ -107,12 +107,12 @@ def test_pruned_in_place(model):
     assert live(model) == GROUPS - 1
 
 
-def test_resized_embeddings(model):
+def test_resized_embeddings_keep_the_groups(model):
     model.resize_token_embeddings(104)
     follows(model, GROUPS)
 
 
-def test_weights_tied_later(model):
+def test_weights_that_are_tied_later_unfuse_their_group(model):
     first, second = model.model.layers
     first.mlp.up_proj.weight = second.mlp.up_proj.weight
     follows(model, GROUPS - 1)
@@ -187,7 +187,7 @@ def test_memory_shared_with_processes_stays_shared(model):
     assert "shared with other processes" in why_not(model.model.layers[0].mlp, ("gate_proj", "up_proj"))
 
 
-def test_to_meta_and_back(model):
+def test_a_move_to_meta_and_back_fuses_again(model):
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = dict(model.named_buffers())
     model.to("meta")
@@ -234,7 +234,7 @@ def lora(model):
 
 
 @ignores_peft
-def test_lora_add_merge_unmerge_unload(model):
+def test_lora_can_be_added_merged_unmerged_and_unloaded(model):
     stock = models.build()
     torch.manual_seed(3)
     adapted = lora(model)
@@ -260,7 +260,7 @@ def test_lora_add_merge_unmerge_unload(model):
 
 @ignores_peft
 @pytest.mark.parametrize("safe", [False, True])
-def test_lora_merge_and_unload(model, safe):
+def test_lora_merge_and_unload_equals_stock(model, safe):
     stock = models.build()
     torch.manual_seed(3)
     merged = lora(model).merge_and_unload(safe_merge=safe)
@@ -285,14 +285,14 @@ def test_lora_training_equals_stock(model):
         torch.testing.assert_close(one, other, msg=name)
 
 
-def test_cpu_offload(model):
+def test_cpu_offload_runs_without_fused_blocks(model):
     expected = logits(models.build())
     accelerate.cpu_offload(model, execution_device="cpu")
     torch.testing.assert_close(logits(model), expected)
     assert live(model) == 0 and blocks(model) == 0
 
 
-def test_disk_offload(model, tmp_path):
+def test_disk_offload_runs_without_fused_blocks(model, tmp_path):
     expected = logits(models.build())
     accelerate.disk_offload(model, tmp_path, execution_device="cpu")
     torch.testing.assert_close(logits(model), expected)
@@ -326,7 +326,7 @@ def test_a_device_map_with_an_offloaded_layer_fuses_the_others(stock, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_whole_model_compiled(model, backend):
+def test_a_compiled_model_follows_every_change(model, backend):
     gc.collect()
     # otherwise, freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
     unwatch()
@@ -347,7 +347,7 @@ def test_the_whole_model_compiled(model, backend):
     torch._dynamo.reset()
 
 
-def test_the_whole_model_exported(model):
+def test_an_exported_model_does_not_need_hf_rocm(model):
     """The program contains only the parameters, and does not need hf_rocm. The model stays fused."""
 
     class Logits(nn.Module):

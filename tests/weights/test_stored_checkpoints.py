@@ -40,7 +40,7 @@ def state_bytes(model):
 
 
 @each_case
-def test_every_number_and_every_byte(tmp_path, case):
+def test_every_number_and_every_byte_of_the_checkpoint_is_kept(tmp_path, case):
     reference = checkpoints.write(tmp_path, case)
     expected = stored_bytes(tmp_path)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
@@ -59,7 +59,7 @@ def test_every_number_and_every_byte(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", WEIGHT_ONLY, ids=str)
-def test_results_and_tokens(tmp_path, case):
+def test_results_and_tokens_equal_the_dequantised_model(tmp_path, case):
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     with ops.recording() as routes:
@@ -71,7 +71,7 @@ def test_results_and_tokens(tmp_path, case):
 
 
 @each_case
-def test_restore(tmp_path, case):
+def test_restore_returns_the_original_model(tmp_path, case):
     """A restored model has the same objects with the same bytes, and forwards that dequantise."""
     reference = checkpoints.write(tmp_path, case)
     model = loading.load(LlamaForCausalLM.from_pretrained, tmp_path)
@@ -134,7 +134,7 @@ def test_copies_pickles_and_moves(tmp_path, case):
 
 
 @few_cases
-def test_loading_a_state_dict(tmp_path, case):
+def test_a_state_dict_of_the_same_format_is_loaded(tmp_path, case):
     """Load another checkpoint of the same format, and one with a missing, a misplaced and an unknown tensor."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
@@ -159,7 +159,7 @@ def case_bulk(model):
 
 
 @few_cases
-def test_dequantize(tmp_path, case):
+def test_dequantize_makes_an_ordinary_model(tmp_path, case):
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     hf_rocm.from_pretrained(tmp_path, force=True).dequantize()
     model = hf_rocm.dequantize(hf_rocm.from_pretrained(tmp_path, force=True))
@@ -185,7 +185,7 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 
 
 @few_cases
-def test_offloading_to_disk(tmp_path, case, caplog):
+def test_layers_on_disk_run_as_in_stock(tmp_path, case, caplog):
     """Before version 5, transformers can't offload buffers such as the stored tensors, so stock loads the checkpoint.
 
     With bitsandbytes, stock always loads it.
@@ -204,7 +204,7 @@ def test_offloading_to_disk(tmp_path, case, caplog):
         assert_as_good_as_eager(logits(model), logits(reference), logits(copy.deepcopy(reference).double()))
 
 
-def test_sizes_that_the_kernels_do_not_support(tmp_path):
+def test_layers_of_unsupported_sizes_use_dequantised_weights(tmp_path):
     """Layers with unsupported sizes use their dequantised weights in the GEMM, and are listed."""
     case = checkpoints.compressed(-1)
     reference = checkpoints.write(tmp_path, case, intermediate_size=100)

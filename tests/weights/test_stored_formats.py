@@ -60,7 +60,7 @@ def raw_of(layer):
 # N and K: one tile, odd multiples of 16, and K with one run or several
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
-def test_products(case, n, k):
+def test_products_are_as_accurate_as_eager(case, n, k):
     layer, exact = made(case, n, k)
     expected = raw_of(layer)
     results = {}
@@ -105,7 +105,7 @@ ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBY
 
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
-def test_zero_nan_and_extreme_scales(case):
+def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
     """A NaN affects only its own output, zeros result in zeros, and nothing else changes."""
     layer, exact = made(case, 48, 256)
     scales = next(tensor for name, tensor in layer.tensors().items() if name in ("weight_scale", "scales"))
@@ -128,7 +128,7 @@ def test_zero_nan_and_extreme_scales(case):
     [*checkpoints.COMPRESSED, checkpoints.MXFP4, *checkpoints.EIGHT_BITS[:1], checkpoints.EIGHT_BITS[3]],
     ids=str,
 )
-def test_the_library_that_defines_the_format(case):
+def test_the_format_is_that_of_the_library(case):
     """The library's compressor writes the same tensors, and its numbers equal those of hf_rocm."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -154,7 +154,7 @@ def test_the_library_that_defines_the_format(case):
     assert torch.equal(values.bfloat16(), compressor.decompress(dict(compressed), scheme)["weight"].bfloat16())
 
 
-def test_zero_nan_and_extreme_scales_of_blocks():
+def test_zero_nan_and_extreme_scales_affect_only_their_block():
     """Zero, NaN and extreme scales affect only the rows of their block. The last block is smaller."""
     layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
     scales = layer.tensors()["weight_scale_inv"]
@@ -194,7 +194,7 @@ def test_only_weights_whose_gemms_round_x_are_shuffled_for_aiter(weight_only, sc
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="not run: needs transformers 5.19")
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-def test_transformers_own_fp8(scale_fmt):
+def test_the_fp8_format_is_that_of_transformers(scale_fmt):
     """transformers writes tensors with the same names, shapes and dtypes, and reads the same numbers."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.utils.quantization_config import FineGrainedFP8Config

@@ -143,7 +143,7 @@ def test_autocast_inside_a_graph_applies():
         assert [part.dtype for part in run(X)] == [torch.bfloat16] * 2
 
 
-def test_dynamic_shapes():
+def test_one_graph_serves_dynamic_shapes():
     group = Group(16, 8)
     fuse.fuse(group, group.names)
     run = torch.compile(group, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -54,7 +54,7 @@ def flash_attn_func_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.sinks:
         return "flash_attn_func may choose an assembly kernel, which would drop the sinks"
     if spec.window == 1:
-        return "flash_attn_func would choose an assembly kernel without windows for a window of one key"
+        return "for a window of one key, flash_attn_func would choose an assembly kernel that has no windows"
     assembly = may_be_assembly(spec)
     if not spec.grad and (spec.one_query or not assembly):
         return "without gradients it is faster only with its assembly kernels (bf16, head dim 128, no window)"

@@ -33,7 +33,7 @@ def refuses(spec: DecodeSpec, device: Device) -> str | None:
     if spec.softcap:
         return "mha_fwd has no softcap"
     if not spec.one_query:
-        return "mha_fwd takes lengths for single queries only"
+        return "mha_fwd takes lengths only for single queries"
     if spec.starts or spec.window is not None:
         return "mha_fwd can't skip the first keys of a row"
     return single_query_limits(spec) or why_not(bind_mha_fwd(lengths=True)) or _gain(spec, device)

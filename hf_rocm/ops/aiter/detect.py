@@ -78,7 +78,7 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
     portable: the kernel is plain HIP or Triton, so that Radeon GPUs may run it too.
     """
     if not device.rocm:
-        return f"aiter needs an AMD GPU under ROCm, and this is {_plain(device)}"
+        return f"aiter needs an AMD GPU under ROCm, but this is {_plain(device)}"
     radeon = portable and device.arch in RADEON
     if device.arch not in INSTINCT and not radeon:
         known = ", ".join(INSTINCT + RADEON if portable else INSTINCT)
@@ -92,7 +92,7 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
             "(HF_ROCM_TIER=aiter, or USE_AITER_ATTENTION, _GEMM or _MOE=1, uses it)"
         )
     if radeon and not loaded.at_least(LISTS_RADEON):
-        return f"aiter supports {device.arch} from {LISTS_RADEON} on, and this is {loaded.name}"
+        return f"aiter supports {device.arch} from {LISTS_RADEON} on, but this is {loaded.name}"
     return None
 
 
@@ -198,4 +198,4 @@ def _first_line(error: BaseException) -> str:
 
 
 def _plain(device: Device) -> str:
-    return "the CPU" if device.kind == "cpu" else f"a {device.kind} device without it"
+    return "the CPU" if device.kind == "cpu" else f"a {device.kind} device without ROCm"

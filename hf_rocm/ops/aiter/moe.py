@@ -27,7 +27,7 @@ STEP = 64  # the smallest tile of its kernels along H and I
 
 def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     """Why `fused_moe` can't serve weights in the plain order; never None."""
-    return detect.unavailable(device) or "fused_moe reads only shuffled weights, and these are not shuffled"
+    return detect.unavailable(device) or "fused_moe reads only shuffled weights, but these are not shuffled"
 
 
 def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
@@ -42,7 +42,7 @@ def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.weight_dtype != spec.dtype:
         return f"fused_moe takes fp16 or bf16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if spec.activation != "silu":
-        return f"fused_moe is used for silu only, not for {spec.activation}"
+        return f"fused_moe is used only for silu, not for {spec.activation}"
     if spec.bias:
         return "fused_moe has no bias for 16-bit weights"
     if spec.transposed or spec.interleaved or spec.weigh_input:

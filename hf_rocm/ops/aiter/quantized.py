@@ -31,7 +31,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.shuffled:
-        return "gemm_a8w8 reads weights in plain order, and this weight is shuffled"
+        return "gemm_a8w8 reads weights in plain order, but this weight is shuffled"
     if spec.k % 16 or spec.n % 8:
         return f"gemm_a8w8 needs K to be a multiple of 16 and N of 8, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8"))
@@ -42,7 +42,7 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.shuffled:
-        return "gemm_a8w8_bpreshuffle reads shuffled weights, and this weight is in plain order"
+        return "gemm_a8w8_bpreshuffle reads shuffled weights, but this weight is in plain order"
     if spec.format == INT8:
         return "gemm_a8w8_bpreshuffle supports only fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:

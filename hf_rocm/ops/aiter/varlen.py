@@ -105,7 +105,7 @@ def _refuses(spec: AttentionSpec | VarlenSpec, device: Device) -> str | None:
     if spec.softcap and spec.grad:
         return "the backward pass of flash_attn_varlen_func has no softcap"
     if spec.window == 1:
-        return "flash_attn_varlen_func would choose an assembly kernel without windows for a window of one key"
+        return "for a window of one key, flash_attn_varlen_func would choose an assembly kernel that has no windows"
     if may_be_assembly(spec):
         if spec.softcap and not release.at_least(KEEPS_SOFTCAP):
             return f"flash_attn_varlen_func of {release.name} would choose an assembly kernel that drops the softcap"

@@ -33,9 +33,9 @@ def unavailable(device: Device) -> str | None:
     """Why no Triton kernel can serve this device, or None. Imports triton if everything else is in order."""
     interpreted = options.triton_interprets()
     if device.kind == "cpu" and not interpreted:
-        return "Triton's kernels need a GPU, and this is the CPU (TRITON_INTERPRET=1 runs them there, for tests)"
+        return "Triton's kernels need a GPU, but this is the CPU (TRITON_INTERPRET=1 runs them there, for tests)"
     if device.kind not in ("cpu", "cuda"):
-        return f"Triton's kernels need an AMD or NVIDIA GPU, and this device is of type {device.kind}"
+        return f"Triton's kernels need an AMD or NVIDIA GPU, but this device is of type {device.kind}"
     loaded = load()
     if isinstance(loaded, str):
         return loaded
@@ -76,5 +76,5 @@ def load() -> Release | str:
     except InvalidVersion:
         return f"Triton has a version that can't be read: {triton.__version__!r}"
     if version.release < OLDEST.release:
-        return f"the kernels need Triton {OLDEST} or newer, and this is {version}"
+        return f"the kernels need Triton {OLDEST} or newer, but this is {version}"
     return Release(version, drivers)

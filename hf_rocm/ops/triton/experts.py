@@ -55,7 +55,7 @@ def _gain(spec: ExpertsSpec) -> str | None:
     """Why GEMMs over all tokens of an expert are preferred. None if not, or if the triton tier was requested."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
-    return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"
+    return f"there are more than {PAIRS} token-expert pairs: each would read its expert's weights again"
 
 
 def experts(call: ExpertsCall) -> Tensor:

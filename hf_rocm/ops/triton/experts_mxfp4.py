@@ -47,7 +47,7 @@ def refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if spec.grad:
         return "our kernels for chosen experts have no gradient"
     if not 0 < spec.pairs <= PAIRS:
-        return f"there are more than {PAIRS} pairs of a token and an expert: each would read its expert's weights again"
+        return f"there are more than {PAIRS} token-expert pairs: each would read its expert's weights again"
     if max(spec.hidden, spec.intermediate) > WIDEST:
         return f"our kernels for chosen experts write at most {WIDEST} columns"
     return None

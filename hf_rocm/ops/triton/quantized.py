@@ -47,7 +47,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.bias_dtype not in (None, spec.dtype):
         return f"our kernels need one dtype, got {spec.dtype} and a bias of {spec.bias_dtype}"
     if spec.shuffled:
-        return "our kernels read weights in plain order, and this weight is shuffled"
+        return "our kernels read weights in plain order, but this weight is shuffled"
     if spec.n < linear.FEWEST or spec.k < linear.FEWEST:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
@@ -74,7 +74,7 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.dtype not in linear.DTYPES:  # fp32 GEMMs of the BLAS library differ by more than the check allows
         return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
-        return "our kernels read weights in plain order, and this weight is shuffled"
+        return "our kernels read weights in plain order, but this weight is shuffled"
     return _format_refuses(spec, device)
 
 
@@ -82,7 +82,7 @@ def _format_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if device.rocm or device.kind == "cpu" or spec.format not in (FP8, FP8_FNUZ):
         return None
     if spec.format == FP8_FNUZ:
-        return "NVIDIA GPUs have no fp8 without a negative zero"
+        return "NVIDIA GPUs do not support the FNUZ formats of fp8"
     capability = torch.cuda.get_device_capability(spec.device)
     return None if capability >= (8, 9) else f"fp8 needs compute capability 8.9 or higher, got {capability}"
 

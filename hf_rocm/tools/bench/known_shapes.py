@@ -150,7 +150,7 @@ SHAPES: dict[str, Shape] = {
         },
     ),
     "gemma3-4b": Shape(
-        "gemma-3-4b, its text model",
+        "the text model of gemma-3-4b",
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         {
@@ -245,7 +245,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "bert-base": Shape("bert-base-uncased", "BertConfig", "BertModel", encoder=True),
     "siglip": Shape(
-        "siglip-so400m-patch14-384, its vision tower",
+        "the vision tower of siglip-so400m-patch14-384",
         "SiglipVisionConfig",
         "SiglipVisionModel",
         {

@@ -16,7 +16,7 @@ from hf_rocm.tools.bench.generating import Generated, generate
 from hf_rocm.tools.bench.parity import Parity, Reference, trial
 from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
-from hf_rocm.tools.bench.variants import DECODE_ONLY, PREPARED, UNCAPTURED, Side
+from hf_rocm.tools.bench.variants import DECODE_ONLY, NOT_DECODING, PREPARED, UNCAPTURED, Side
 
 WARM_ROUNDS = 2  # the first round compiles and records graphs, and the second fills the allocator's pools
 
@@ -77,7 +77,7 @@ def measure(run: Measurement, case: Case) -> Result:
     samples: dict[str, _Samples] = {}
     for side in run.sides:
         if case.kind == "prefill" and side.name in DECODE_ONLY:
-            left_out[side.name] = "it differs from another side in decoding only"
+            left_out[side.name] = NOT_DECODING
             continue
         samples[side.name] = _Samples()
         run.progress(f"{case.title}: checking the results of {side.name}")
@@ -125,7 +125,11 @@ class _Samples:
 
     def timing(self, side: Side, *, together: bool) -> Timing:
         assert self.cold is not None
-        apart = None if together else "its rounds ran one after another: the caches of all sides do not fit in memory"
+        apart = (
+            None
+            if together
+            else "its rounds were not interleaved, because the caches of all sides do not fit in memory together"
+        )
         notes = "; ".join(note for note in (side.note(), apart) if note is not None)
         warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
         first = spread(self.first) if self.first else None

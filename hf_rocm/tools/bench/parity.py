@@ -37,7 +37,7 @@ class Parity(NamedTuple):
         """The reason why the side is not timed, or None."""
         if self.error <= self.allowed:  # false if the error is NaN
             return None
-        return f"its results are wrong by {self.error:.3g}, and at most {self.allowed:.3g} is allowed"
+        return f"its results are wrong by {self.error:.3g}, but at most {self.allowed:.3g} is allowed"
 
 
 class Trial(NamedTuple):

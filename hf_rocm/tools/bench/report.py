@@ -43,7 +43,7 @@ def parallel(segment: Segment) -> list[str]:
     if setup is None:
         return []
     apart = setup.get("apart")
-    cut = f"; no peer access between GPUs {', '.join(apart)}" if apart else "; the GPUs reach each other"
+    cut = f"; no peer access between GPUs {', '.join(apart)}" if apart else "; all GPUs have peer access to each other"
     ways = "" if apart is None else cut
     return [
         f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large all-reduces each rank sends "

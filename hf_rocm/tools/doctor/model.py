@@ -1,4 +1,4 @@
-"""The requirements of a named model, read from its folder or the hub's cache, without downloading or loading it."""
+"""The requirements of a named model, read from its folder or the Hub's cache, without downloading or loading it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
-    """Read the facts about a model. cache: the hub's cache folder. memory: bytes of available RAM."""
+    """Read the facts about a model. cache: the Hub's cache folder. memory: bytes of available RAM."""
     folder = Path(name) if Path(name).is_dir() else cached(name, cache)
     free = _free(folder or cache)
     if folder is None:
@@ -57,7 +57,7 @@ def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
 
 
 def cached(name: str, cache: Path) -> Path | None:
-    """Return the newest snapshot of a hub model in the cache."""
+    """Return the newest snapshot of a Hub model in the cache."""
     snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
     candidates = [candidate for candidate in snapshots.glob("*") if (candidate / "config.json").is_file()]
     return max(candidates, key=lambda candidate: candidate.stat().st_mtime, default=None)

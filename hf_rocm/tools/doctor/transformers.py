@@ -19,8 +19,8 @@ class TransformersFacts:
 
     kernels: the required versions of the `kernels` package. overlays: the number of files per state, such as
     `yes/verified`. refused, hint: the reason why the overlays could not be read, and the remedy. outlook: whether to
-    use a release that is newer than all checked ones. hub_rope: the version of the hub's rotary kernel that it uses on
-    ROCm. hub_flash: whether it uses flash attention from the hub on ROCm, to which it passes no attention sinks.
+    use a release that is newer than all checked ones. hub_rope: the version of the Hub's rotary kernel that it uses on
+    ROCm. hub_flash: whether it uses flash attention from the Hub on ROCm, to which it passes no attention sinks.
     """
 
     version: str | None = None
@@ -61,7 +61,7 @@ def transformers_facts() -> TransformersFacts:
 
 
 def hub_facts(root: Path) -> dict[str, Any]:
-    """Return the hub kernels that this release uses on ROCm, read from its own tables."""
+    """Return the Hub kernels that this release uses on ROCm, read from its own tables."""
     rope = re.search(r'"kernels-community/aiter-rope"[^)]*?version=(\d+)', _text(root / "integrations/hub_kernels.py"))
     flash = _text(root / "modeling_flash_attention_utils.py")
     return {

@@ -121,7 +121,7 @@ def _run(model: Any, batch: int, prompt: int) -> None:
     config = model.config
     if model.main_input_name != "input_ids":
         raise TuningError(
-            f"{type(model).__name__} takes {model.main_input_name}, and only models that take tokens are supported",
+            f"{type(model).__name__} takes {model.main_input_name}, but only models that take tokens are supported",
             hint="record your own call with hf_rocm.tools.tuning.shapes.Recording, and pass the file as --shapes",
         )
     ids = torch.ones(batch, prompt, dtype=torch.long, device=next(model.parameters()).device)

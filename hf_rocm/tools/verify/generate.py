@@ -15,7 +15,7 @@ from hf_rocm.tools.verify.check import FAILED, NOT_RUN, PASSED, Check, Fault
 from hf_rocm.tools.verify.judge import is_mixture
 from hf_rocm.tools.verify.model_under_test import Subject, is_causal_lm
 
-TOKENS = "greedy tokens", "generate, token by token, compared with stock's"
+TOKENS = "greedy tokens", "generate compared with stock, token by token"
 GRAPHS = "graph replay", "generate with recorded steps compared with uncaptured steps"
 
 

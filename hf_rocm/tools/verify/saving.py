@@ -20,8 +20,8 @@ from hf_rocm.tools.verify.measure import difference
 from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.reference import Reference, Run, run
 
-WEIGHTS = "weights", "the same bits before and after preparing"
-SAVED = "save_pretrained", "the same files as stock's, and the same results afterwards"
+WEIGHTS = "weights", "bit-identical before and after preparing"
+SAVED = "save_pretrained", "the same files as stock, and unchanged results afterwards"
 RESTORED = "restore", "stock again: weights, modules and results"
 
 
@@ -38,7 +38,8 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
     with tempfile.TemporaryDirectory(prefix="hf_rocm-verify-") as folder:
         free = shutil.disk_usage(folder).free
         if free < 1.2 * size:
-            note = f"a copy takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} is free in {tempfile.gettempdir()}"
+            where = tempfile.gettempdir()
+            note = f"a copy takes {size / 2**30:.1f} GiB, but only {free / 2**30:.1f} is free in {where}"
             return Check(*SAVED, NOT_RUN, note=f"{note}; set TMPDIR to another folder")
         actual = _saved(subject.model, Path(folder))
         after = run(subject, case, subject.dtype)

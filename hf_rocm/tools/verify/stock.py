@@ -1,7 +1,7 @@
-"""Check stock as it was loaded against plain stock, since attention implementations and hub kernels can be wrong too.
+"""Check stock as it was loaded against plain stock, since attention implementations and Hub kernels can be wrong too.
 
 The other checks compare hf_rocm with stock under eager attention. Without hf_rocm, and in layers that stay stock, the
-model runs as it was loaded: with another attention implementation, a rotary kernel from the hub, or padding.
+model runs as it was loaded: with another attention implementation, a rotary kernel from the Hub, or padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_rocm.tools.verify.measure import Difference, difference
 from hf_rocm.tools.verify.model_under_test import DECODER, Subject
 from hf_rocm.tools.verify.reference import run
 
-NAME, TITLE = "stock", "stock as it was loaded, compared with plain stock and each row alone"
+NAME, TITLE = "stock", "stock as loaded on a padded batch, compared with eager stock on single rows"
 
 
 def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
@@ -50,12 +50,10 @@ def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
 def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
     name = getattr(subject.text_config, "_attn_implementation", None) or "its own"
     if alone_is_off:
-        return f"wrong in stock, without padding: attention by {name!r} is not eager attention (are sinks dropped?)"
+        return f"stock is wrong even without padding: attention {name!r} differs from eager (does it drop sinks?)"
     if not together.finite:
-        return f"not finite in stock, with padding only: rows without a visible key, attention by {name!r}"
-    return (
-        "wrong in stock, with padding only: rows use the positions of other rows (a rotary kernel?), or their padding"
-    )
+        return f"stock is not finite with padding: attention {name!r} computes rows that see no key"
+    return "stock is wrong only with padding: rows use the positions of other rows (a rotary kernel?), or see padding"
 
 
 def _shortest_first(step: Step) -> Step:

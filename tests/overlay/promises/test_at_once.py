@@ -126,7 +126,7 @@ def test_10_a_command_waits_for_a_lock_unless_its_owner_is_dead(farm: Farm) -> N
 
 
 @pytest.mark.slow
-def test_10_concurrently_with_a_real_uv(environments: Callable[..., Environment]) -> None:
+def test_10_commands_run_concurrently_with_a_real_uv(environments: Callable[..., Environment]) -> None:
     environment = environments("one", "uv", "hardlink")
     site, stock = environment.site, hashes(environment.site.root)
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_22_a_fresh_pid_file_of_another_host_blocks(farm: Farm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def test_22_a_system_without_flock(farm: Farm, error: str, tmp_path: Path) -> None:
+def test_22_a_system_without_flock_uses_a_pid_file(farm: Farm, error: str, tmp_path: Path) -> None:
     faults.require_injection()
     site = farm("one")
     code = "import sys; from hf_rocm.overlay.commands import install; print(install(transformers_path=sys.argv[1])[1])"

@@ -46,7 +46,7 @@ def test_02_uninstall_restores_every_byte(
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\n\n", b"# no newline"])
-def test_02_with_any_end_of_the_file(farm: Farm, ending: bytes) -> None:
+def test_02_a_file_with_any_ending_is_restored(farm: Farm, ending: bytes) -> None:
     site = farm("one")
     site.forget_record()
     site.release(next_release(site.installation.version))
@@ -94,7 +94,7 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
 @pytest.mark.parametrize("command", [install, uninstall])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("what", ["missing", "edited", "folder"])
-def test_04_all_files_or_none(farm: Farm, command: Callable[..., object], model: str, what: str) -> None:
+def test_04_all_files_are_written_or_none(farm: Farm, command: Callable[..., object], model: str, what: str) -> None:
     site = farm("one")
     if command is uninstall:
         install(transformers_path=site.path)

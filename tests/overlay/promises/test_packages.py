@@ -63,7 +63,7 @@ def test_01_the_symlinks_of_uv_are_refused_and_the_fix_works(environments: Make)
     assert hashes(environment.cache).items() >= before[1].items()
 
 
-def test_01_hard_links_as_conda_makes_them(farm: Callable[[str], Site]) -> None:
+def test_01_files_shared_through_hard_links_are_unchanged(farm: Callable[[str], Site]) -> None:
     one, two = farm("one"), farm("two")
     before = hashes(two.path)
     install(transformers_path=one.path)
@@ -73,7 +73,7 @@ def test_01_hard_links_as_conda_makes_them(farm: Callable[[str], Site]) -> None:
 
 
 @pytest.mark.parametrize("tool", ["uv", SLOW_PIP])
-def test_08_a_reinstalled_transformers(environments: Make, tool: str) -> None:
+def test_08_a_reinstalled_transformers_is_reported_as_not_installed(environments: Make, tool: str) -> None:
     environment = environments("one", tool)
     install(transformers_path=environment.site.path)
     assert set(states(environment.site).values()) == {"yes"}
@@ -85,7 +85,9 @@ def test_08_a_reinstalled_transformers(environments: Make, tool: str) -> None:
 
 
 @pytest.mark.parametrize(("tool", "link_mode"), WAYS)
-def test_13_upgrading_reinstalling_and_downgrading_transformers(environments: Make, tool: str, link_mode: str) -> None:
+def test_13_after_an_upgrade_reinstall_or_downgrade_nothing_is_installed(
+    environments: Make, tool: str, link_mode: str
+) -> None:
     environment = environments("one", tool, link_mode)
     site, stock = environment.site, hashes(environment.site.root)
     again = "--reinstall" if tool == "uv" else "--force-reinstall"

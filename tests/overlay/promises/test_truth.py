@@ -112,7 +112,9 @@ def test_12_the_new_code_runs_and_after_uninstall_the_old(
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["the installer's prefix", "another process's prefix"])
-def test_12_with_a_cache_prefix(farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+def test_12_the_new_code_runs_with_a_cache_prefix(
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
     site, prefix = farm("one"), tmp_path / "prefix"
     file = site.model("bert")
     for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
@@ -125,7 +127,7 @@ def test_12_with_a_cache_prefix(farm: Farm, tmp_path: Path, monkeypatch: pytest.
         assert runs(file, prefix=prefix) == expected
 
 
-def test_12_a_new_block_of_the_same_size_in_the_same_second(
+def test_12_a_new_block_of_the_same_size_in_the_same_second_runs(
     farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, prefix = farm("one"), tmp_path / "prefix"
@@ -257,7 +259,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
-def test_23_two_real_ranks(farm: Farm, tmp_path: Path, same: bool) -> None:
+def test_23_two_real_ranks_compare_their_files(farm: Farm, tmp_path: Path, same: bool) -> None:
     sites = [farm("one"), farm("two")]
     install(transformers_path=sites[0].path)
     with pytest.MonkeyPatch.context() as older:

@@ -161,7 +161,7 @@ def test_a_spread_has_the_median_and_quartiles_and_device_time_has_a_warm_up():
     assert len(times) == 2 and len(called) == 3 + 2 * 4
 
 
-def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_with_a_note(model, monkeypatch):
+def test_sides_whose_caches_do_not_fit_together_are_not_interleaved_and_have_a_note(model, monkeypatch):
     monkeypatch.setattr(measure, "_all_fit", lambda *args: False)
     order = []
     turn = measure._turn
@@ -170,4 +170,4 @@ def test_sides_whose_caches_do_not_fit_together_run_one_after_the_other_with_a_n
     )
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=1), DECODE)
     assert order == ["stock"] * 3 + ["hf_rocm"] * 3
-    assert all("its rounds ran one after another" in timing.note for timing in done.timings)
+    assert all("its rounds were not interleaved" in timing.note for timing in done.timings)

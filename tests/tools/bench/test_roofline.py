@@ -23,7 +23,7 @@ def test_a_decode_step_reads_every_matrix_once_and_the_keys_of_every_row(model):
     assert flops == 3 * (2 * (LAYER + V * H) + 4 * 4 * D * 120)
 
 
-def test_a_prefill_multiplies_every_token_and_its_head_only_the_last(model):
+def test_in_a_prefill_the_head_processes_only_the_last_token(model):
     _, flops = roofline.forward_work(model, Case("prefill", 2, 10))
     assert flops == 2 * (2 * LAYER * 10 + 2 * V * H + 4 * 4 * D * 10 * 11 / 2)
 

@@ -193,7 +193,7 @@ def test_the_line_is_that_of_the_finding(tmp_path):
     assert [(finding.line, finding.severity) for finding in report.findings] == [(5, Severity.PROBLEM)]
 
 
-def test_a_comment_silences_its_line_and_its_rule_only(tmp_path):
+def test_a_comment_silences_only_its_line_and_its_rule(tmp_path):
     silent = checked(
         tmp_path, "a.py", "import pynvml  # hf-rocm: ignore\nimport tensorrt  # hf-rocm: ignore[cuda-pin]\n"
     )

@@ -82,7 +82,7 @@ def prepared(model: Any) -> Any:
 
 
 def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary function that uses the first row's positions for every row, as a hub kernel does."""
+    """A rotary function that uses the first row's positions for every row, as a Hub kernel does."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
         return honest(q, k, cos[:1], sin[:1], *args, **kwargs)

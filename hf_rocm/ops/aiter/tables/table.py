@@ -157,7 +157,7 @@ def text_of(path: Path) -> str:
     if len(data) > MAX_BYTES:
         raise TableError(
             f"{path.name} is larger than any table of tuned GEMMs",
-            facts={"file": path, "largest that is read": f"{MAX_BYTES >> 20} MB"},
+            facts={"file": path, "size limit": f"{MAX_BYTES >> 20} MB"},
         )
     nul = data.find(b"\0")
     if nul >= 0:

@@ -51,7 +51,7 @@ def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
         why = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
         hide = f"export HIP_VISIBLE_DEVICES={keep}, one architecture for each process"
     if facts.set("HIP_VISIBLE_DEVICES") or facts.set("ROCR_VISIBLE_DEVICES"):
-        return ok("mixed", f"{' and '.join(different)} in this machine; the variables above select among them")
+        return ok("mixed", f"{' and '.join(different)} are in this machine; the variables above select among them")
     return warning("mixed", f"{' and '.join(different)} are in one machine", means=why, fix=hide)
 
 
@@ -65,9 +65,9 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     if carved_out and mapped > total and total <= carved_out:
         yield warning(
             "shared-memory",
-            f"{what}, the part that the firmware carved out, and none of the {mapped / GIB:.1f} GiB that the driver "
-            "may map",
-            means="larger models and caches do not fit, and the host cannot use the rest of that part",
+            f"{what}, which the firmware reserved for it, but not the other {mapped / GIB:.1f} GiB that the driver "
+            "can map",
+            means="larger models and caches do not fit, and the host cannot use the unused part of the reserved memory",
             fix="set the smallest carve-out in the firmware (512 MiB), and ttm.pages_limit=BYTES/4096 on the kernel's "
             "command line",
             link=CARVE_OUT,

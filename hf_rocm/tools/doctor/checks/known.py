@@ -25,7 +25,7 @@ ROPE = (
 SINKS = "https://github.com/huggingface/kernels-community/pull/992"
 PADDED_ROWS = "https://github.com/unslothai/unsloth/pull/9848"
 
-# The newest version of the hub's rotary kernel that is known to use the first row's positions for every row.
+# The newest version of the Hub's rotary kernel that is known to use the first row's positions for every row.
 ROPE_OF_ONE_ROW = 2
 # From this major release of transformers on, masks are never corrected for rows without a visible key.
 MASKS_UNCORRECTED = 5
@@ -70,7 +70,7 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
                 "graphs",
                 f"{here} on {gfx}: {fault.what}{reported}",
                 means="recorded decode steps, torch.compile's reduce-overhead and vLLM replay such graphs; "
-                "hf_rocm compares its replays with uncaptured steps; the others do not",
+                "hf_rocm compares its replays with uncaptured steps, but the others do not",
                 fix=_without_fault(gfx),
                 link=fault.link,
             )
@@ -83,16 +83,16 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "graph-events",
             f"{number(len(facts.graph_events), 'replay')} differed from the uncaptured step on this machine; "
-            f"the last one, {last}",
+            f"the last one was {last}",
             means="hf_rocm stopped recording steps in that process; other users of HIP graphs would not notice such a "
             "replay",
-            fix=f"{last.command}   # compares again; HF_ROCM_GRAPHS=0 records no steps",
+            fix=f"{last.command}   # compares again; HF_ROCM_GRAPHS=0 disables recording",
         )
 
 
 def _without_fault(gfx: str) -> str:
     index = next((release for release in INDEXES if not graph_faults(gfx, release)), None)
-    off = "export HF_ROCM_GRAPHS=0   # records no steps, which is slower"
+    off = "export HF_ROCM_GRAPHS=0   # disables recorded steps, which is slower"
     return f"{install(gfx)}; or {off}" if index else off
 
 
@@ -112,9 +112,9 @@ def _mapped_copies(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "mapped-copies",
         f"copies from a mapped file to the GPU: {fault.what}",
-        means="plain transformers takes minutes to load a model; hf_rocm.from_pretrained copies weights through "
-        "ordinary memory",
-        fix="boot another kernel; until then load through hf_rocm.from_pretrained",
+        means="plain transformers takes minutes to load a model; hf_rocm.from_pretrained avoids such copies and copies "
+        "weights through ordinary memory",
+        fix="boot another Linux kernel; until then, load models with hf_rocm.from_pretrained",
         link=fault.link,
     )
 
@@ -131,8 +131,8 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "bitsandbytes",
             f"bitsandbytes {here} failed during {answer.stage}: {answer.error}",
-            means="4-bit models loaded through it fail as well",
-            fix="pip install --upgrade bitsandbytes, or quantize= of hf_rocm.from_pretrained",
+            means="loading 4-bit models through it fails as well",
+            fix="pip install --upgrade bitsandbytes, or pass quantize= to hf_rocm.from_pretrained instead",
             link=FOUR_BIT,
         )
     elif wrong:
@@ -141,9 +141,9 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "bitsandbytes",
             f"bitsandbytes {here} multiplies 4-bit weights wrongly: {where}",
-            means="its 4-bit models generate garbage, without an error",
+            means="its 4-bit models generate garbage, and no error is raised",
             fix=f"build it from source with -DCOMPUTE_BACKEND=hip -DBNB_ROCM_ARCH={arches}, "
-            "or quantize= of hf_rocm.from_pretrained",
+            "or pass quantize= to hf_rocm.from_pretrained instead",
             link=FOUR_BIT,
         )
     elif answer.facts.get("products"):
@@ -160,26 +160,24 @@ def _conv3d(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "patch-embedding",
             f"{named.name} embeds images with a Conv3d, which failed here: {answer.error}",
-            means="its first image will fail too; MIOpen computes Conv3d, and aborts on several GPUs and releases",
+            means="the model fails at its first image; MIOpen computes Conv3d, and aborts on several GPUs and releases",
             fix=fix,
             link=CONV3D,
         )
         return
     for gpu, times in dict(answer.facts.get("seconds", {})).items():
         convolution, product = times
-        words = (
-            f"the Conv3d of a patch embedding takes {convolution * 1e3:.1f} ms, the equivalent GEMM {product * 1e3:.1f}"
-        )
+        words = f"a patch embedding takes {convolution * 1e3:.1f} ms as a Conv3d, and {product * 1e3:.1f} ms as a GEMM"
         if convolution > NOTICEABLE and convolution > SLOWER * product:
             yield warning(
                 "patch-embedding",
                 f"GPU {gpu}: {words}",
-                means=f"{named.name} runs it for every image",
+                means=f"{named.name} computes this Conv3d for every image",
                 fix=fix,
                 link=CONV3D,
             )
         else:
-            yield ok("patch-embedding", f"GPU {gpu}: {words} ms")
+            yield ok("patch-embedding", f"GPU {gpu}: {words}")
 
 
 def _backward(facts: Facts) -> Iterator[Finding]:
@@ -191,39 +189,39 @@ def _backward(facts: Facts) -> Iterator[Finding]:
         "backward",
         f"ROCm {release} on gfx950: AOTriton 0.13b selects a slower backward kernel for SDPA",
         means="training of several Hugging Face models was 9 to 25 % slower than before; inference is not affected",
-        fix="for training: a torch whose AOTriton is 0.11.2b (rebuilt with it), or one for ROCm 7",
+        fix="for training, use a torch that was built with AOTriton 0.11.2b, or one for ROCm 7",
         link=BACKWARD,
     )
 
 
 def _rope(facts: Facts) -> Iterator[Finding]:
-    """Check for versions of the hub's rotary kernel that apply the first row's positions to all rows."""
+    """Check for versions of the Hub's rotary kernel that apply the first row's positions to all rows."""
     pinned = facts.transformers.hub_rope
     if pinned is None or pinned > ROPE_OF_ONE_ROW or not hub_is_on(facts):
         return
     yield warning(
         "hub-rope",
         f"with use_kernels=True, transformers {facts.transformers.version} uses aiter-rope v{pinned}",
-        means="it applies the first row's positions to all rows: batches whose first row is padded are wrong, "
-        "without an error",
-        fix="load without use_kernels=True (hf_rocm has its own rotary kernel); `hf-rocm verify MODEL` shows it",
+        means="it applies the first row's positions to all rows: if the first row is padded, the results of the batch "
+        "are wrong, and no error is raised",
+        fix="load without use_kernels=True (hf_rocm has its own rotary kernel); `hf-rocm verify MODEL` detects this",
         link=ROPE,
     )
 
 
 def _sinks(facts: Facts) -> Iterator[Finding]:
-    """Check for the hub's flash attention, to which transformers passes no attention sinks."""
+    """Check for the Hub's flash attention, to which transformers passes no attention sinks."""
     if not facts.transformers.hub_flash or not hub_is_on(facts):
         return
     named = facts.model
     concerned = f" ({named.name} has sinks)" if named is not None and named.sinks else ""
     yield warning(
         "hub-flash",
-        f"transformers {facts.transformers.version} loads flash_attention_2 and _3 from the hub (aiter-flash-attn) on "
+        f"transformers {facts.transformers.version} loads flash_attention_2 and _3 from the Hub (aiter-flash-attn) on "
         f"ROCm, and may not pass it attention sinks{concerned}",
-        means="its parameter is called `sink`, and unknown names are dropped: gpt-oss then runs without sinks, "
-        "without an error",
-        fix="keep sdpa for models with sinks; `hf-rocm verify MODEL` shows it",
+        means="its parameter is called `sink`, and arguments with other names are dropped: gpt-oss then runs without "
+        "sinks, and no error is raised",
+        fix="keep sdpa for models with sinks; `hf-rocm verify MODEL` detects this",
         link=SINKS,
     )
 
@@ -237,14 +235,14 @@ def _padded_rows(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "padded-rows",
         f"{named.name} is in float16, in which padding tokens without a visible key can become NaN",
-        means="the NaN spread through a left-padded row, whose text then ends immediately",
-        fix='dtype="bfloat16", or rows of one length; `hf-rocm verify MODEL` shows whether it happens here',
+        means="the NaNs spread through a left-padded row, whose text then ends immediately",
+        fix='load it with dtype="bfloat16", or batch only rows of equal length; `hf-rocm verify MODEL` detects this',
         link=PADDED_ROWS,
     )
 
 
 def hub_is_on(facts: Facts) -> bool:
-    """Return whether hub kernels can be used: `kernels` is installed, in a version that transformers accepts."""
+    """Return whether Hub kernels can be used: `kernels` is installed, in a version that transformers accepts."""
     here, wanted = facts.version_of("kernels"), facts.transformers.kernels
     try:
         return (
@@ -260,7 +258,7 @@ RULES = (
     Rule("bitsandbytes", "wrong 4-bit GEMMs of bitsandbytes", FOUR_BIT, _four_bit),
     Rule("patch-embedding", "a named model whose images go through MIOpen's Conv3d", CONV3D, _conv3d),
     Rule("backward", "a slower backward kernel of SDPA (gfx950, ROCm 10)", BACKWARD, _backward),
-    Rule("hub-rope", "a hub kernel that rotates all rows by the first row's positions", ROPE, _rope),
-    Rule("hub-flash", "flash attention from the hub without sinks", SINKS, _sinks),
-    Rule("padded-rows", "a named model in float16, whose padded rows may become NaN", PADDED_ROWS, _padded_rows),
+    Rule("hub-rope", "a Hub kernel that rotates all rows by the first row's positions", ROPE, _rope),
+    Rule("hub-flash", "flash attention from the Hub without sinks", SINKS, _sinks),
+    Rule("padded-rows", "a named model in float16, where padded rows can become NaN", PADDED_ROWS, _padded_rows),
 )

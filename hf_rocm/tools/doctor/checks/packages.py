@@ -13,8 +13,8 @@ from hf_rocm.tools.doctor.report import Finding, ok, warning
 NVIDIA_ONLY = {
     "transformer-engine": ("its kernels are for CUDA", "pip uninstall transformer-engine; AMD has its own build"),
     "xformers": ("builds from PyPI are for CUDA", "pip uninstall xformers; SDPA replaces it"),
-    "tensorrt": ("it runs NVIDIA's engines only", "MIGraphX is AMD's counterpart"),
-    "tensorrt-llm": ("it runs NVIDIA's engines only", "vLLM and SGLang have ROCm builds"),
+    "tensorrt": ("it runs only on NVIDIA GPUs", "MIGraphX is AMD's counterpart"),
+    "tensorrt-llm": ("it runs only on NVIDIA GPUs", "vLLM and SGLang have ROCm builds"),
     "cupy-cuda12x": ("it is built for CUDA", "pip uninstall cupy-cuda12x; CuPy has ROCm builds"),
     "cupy-cuda11x": ("it is built for CUDA", "pip uninstall cupy-cuda11x; CuPy has ROCm builds"),
     "jax-cuda12-plugin": ("it looks for CUDA", "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt; ROCm has plugins too"),
@@ -31,7 +31,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
     warnings = list(_found(facts))
     yield from warnings
     if not warnings:
-        yield ok("packages", "none that are made for NVIDIA GPUs only")
+        yield ok("packages", "none that are made only for NVIDIA GPUs")
 
 
 def _found(facts: Facts) -> Iterator[Finding]:
@@ -71,7 +71,8 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
             "packages",
             f"bitsandbytes {here} has no library for ROCm",
             means="4-bit and 8-bit loading through it fails",
-            fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}', or quantize= of hf_rocm.from_pretrained",
+            fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}' "
+            "(or pass quantize= to hf_rocm.from_pretrained)",
         )
     elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # its GEMMs were not tested
         yield warning(

@@ -112,7 +112,7 @@ def _count(states: Mapping[tuple[str, ...], int], meant: object) -> int:
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    """Check the version of `kernels`: outside a narrow range, transformers uses no hub kernels."""
+    """Check the version of `kernels`: outside a narrow range, transformers uses no Hub kernels."""
     here, wanted = facts.version_of("kernels"), facts.transformers.kernels
     if here is None or wanted is None:
         return
@@ -126,9 +126,9 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "kernels",
         f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
-        means="kernels from the hub are off: use_kernels=True and flash attention from the hub fail or do nothing, "
+        means="kernels from the Hub are off: use_kernels=True and flash attention from the Hub fail or do nothing, "
         "block-wise FP8 checkpoints can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs "
-        "no hub kernels",
+        "no Hub kernels",
         fix=f"pip install '{wanted}' (or pip uninstall kernels)",
         link=KERNELS,
     )
@@ -140,7 +140,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "dtype",
             f"transformers {here} loads in fp32 by default",
-            means="twice the memory and a fraction of the speed; aiter serves bf16 and fp16 only",
+            means="twice the memory and a fraction of the speed; aiter serves only bf16 and fp16",
             fix='pass torch_dtype="auto" (or dtype="auto" from 4.56) to from_pretrained',
         )
 
@@ -149,7 +149,7 @@ def _others(facts: Facts) -> Iterator[Finding]:
     """Report other packages that replace parts of models. They take precedence, because the user installed them."""
     wins = []
     if facts.version_of("kernels"):
-        wins.append("use_kernels=True: the hub's kernels take precedence for the layers that they replace")
+        wins.append("use_kernels=True: the Hub's kernels take precedence for the layers that they replace")
     if facts.packages.get("liger-kernel"):
         wins.append("Liger: its classes take precedence where it is applied (norms, MLPs, losses)")
     if facts.packages.get("unsloth"):

@@ -27,7 +27,7 @@ if overlay is not None and overlay.wanted(__name__):
         self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
         old = self.is_kv_shared_layer and keys_in_cache
-        extra_reason = "layers that reuse another's keys stay stock up to 4.55" if old else None
+        extra_reason = "layers that reuse another layer's keys stay stock before transformers 4.56" if old else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

@@ -12,7 +12,7 @@ import inspect
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import chain, islice, repeat
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ def _recorded(prefix):
 DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
 FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
 THREADS = 4
+_ROUNDS = 5  # not counted by `grown`
 
 _STATIC = Version("4.54") <= RELEASE
 # stock's caches with sliding windows can't remove drafts
@@ -118,15 +119,18 @@ class Soak:
         assert state.replayed > 4 * calls and state.compared > calls, (state.replayed, state.compared)
 
     def grown(self, calls, memory):
-        """Repeat the same few short calls of the recorded model. Returns by how much `memory()` has grown.
+        """Repeat a few short calls of the recorded model. Returns by how much `memory()` has grown in the last `calls`.
 
-        The first tenth of the calls is not counted: caches are allocated and steps are recorded.
+        The first rounds are not counted: they allocate caches and record steps, some at the second occurrence.
         """
         numbers = [number for number in range(30) if "assistant" not in self.call(number, short=True)]
-        for index, number in enumerate(islice(chain.from_iterable(repeat(numbers)), calls)):
-            if index == calls // 10:
+        before = None
+        for index in range(_ROUNDS + -(-calls // len(numbers))):
+            if index == _ROUNDS:
                 before = self._measured(memory)
-            self._results(self.prepared, number, short=True)
+            for number in numbers:
+                torch.manual_seed(number)
+                self._results(self.prepared, number, short=True)
         return self._measured(memory) - before
 
     def _measured(self, memory):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+import torch
 
 from tests.generation.soak import CHANGES, FAMILIES, Soak
-from tests.releases import RELEASE, TESTED
+from tests.releases import RELEASE, TESTED, in_the_newest
 
 pytestmark = pytest.mark.usefixtures("recorded_on_cpu")
 
@@ -27,3 +30,15 @@ def test_random_calls(family):
     for change in CHANGES:
         assert soak.differing_after(change, range(AFTER_CHANGES)) == []
     soak.assert_recorded(CALLS + IN_THREADS)
+
+
+@in_the_newest
+def test_memory_does_not_grow():
+    assert Soak("llama").grown(200, memory_of_tensors) == 0
+
+
+def memory_of_tensors():
+    """The number of bytes of all tensors that Python's garbage collector tracks."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

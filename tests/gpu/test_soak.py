@@ -7,6 +7,7 @@ import torch
 
 from hf_rocm import options
 from hf_rocm.generation import cache_layer, pool
+from tests.generation.conftest import counted
 from tests.generation.soak import CHANGES, DECODERS, FAMILIES, Soak
 
 pytestmark = [
@@ -51,5 +52,6 @@ def test_random_calls(family, short_buffers):
 
 def test_memory_does_not_grow(short_buffers):
     soak = Soak("llama", device="cuda", **DECODER)
-    assert soak.grown(1100, torch.cuda.memory_allocated) <= 2**20
-    soak.assert_recorded(1000)
+    # PyTorch allocates blocks of 512 bytes, so a leak of one block in every second call is noticed
+    assert soak.grown(1000, torch.cuda.memory_allocated) < 2**18
+    assert counted(soak.prepared)[1] > 1000

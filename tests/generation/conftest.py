@@ -59,6 +59,25 @@ FURTHER = {
         },
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 10}),
+    "phi3": ("Phi3", {}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 16,
+        },
+    ),
 }
 
 

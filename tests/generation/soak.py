@@ -1,10 +1,21 @@
-"""Random calls of `generate`: batch size, length, padding, sampling, logits processors, stopping, caches, outputs."""
+"""Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
+
+The families have decoders of different structure. A form of call that a model doesn't support (in stock, or with
+recorded steps) is left out by a property of the model, and every call that is left must be recorded.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
+import inspect
 import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import chain
 
 import torch
+import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from transformers import DynamicCache
@@ -12,67 +23,230 @@ from transformers import DynamicCache
 import hf_rocm
 from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
-from tests.generation.conftest import assistant_of, prompt
+from tests.generation import conftest, test_encoder_decoder
+from tests.releases import RELEASE
 
-_STATIC = Version(transformers.__version__) >= Version("4.54")
+
+def _recorded(prefix):
+    """Whether this release has the class, and hf_rocm records its steps."""
+    cls = getattr(transformers, f"{prefix}ForCausalLM", None)
+    if cls is None or decide.refuses_class(cls) is not None:
+        return False
+    return not getattr(cls, "_is_stateful", False) or Version("5.16") <= RELEASE
+
+
+DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
+FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
+THREADS = 4
+_ROUNDS = 5  # not counted by `grown`
+
+_STATIC = Version("4.54") <= RELEASE
 # stock's caches with sliding windows can't remove drafts
-_WINDOWS_FORGET_NOTHING = Version(transformers.__version__) < Version("5.14")
+_WINDOWS_FORGET_NOTHING = Version("5.14") > RELEASE
+_CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).parameters
 
 
-def call(number, *, device="cpu", longest=24):
-    """Returns the keyword arguments of a random call, and whether it also passes a cache. number: the seed."""
-    pick = random.Random(number)
-    rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
-    inputs = prompt(rows=rows, length=length, seed=number, padded=pick.choice((0, 0, length // 2)))
-    arguments = {name: tensor.to(device) for name, tensor in inputs.items()}
-    arguments |= {"max_new_tokens": pick.randint(2, longest), "pad_token_id": 0}
-    arguments["do_sample"] = pick.random() < 0.4
-    if arguments["do_sample"]:
-        arguments |= {"temperature": pick.choice((0.7, 1.3)), "top_k": pick.choice((5, 20)), "top_p": 0.95}
-    if pick.random() < 0.3:
-        arguments["repetition_penalty"] = 1.3
-    if pick.random() < 0.4:
-        arguments["eos_token_id"] = pick.sample(range(3, 61), 4)
-    if pick.random() < 0.2:
-        arguments["num_return_sequences"] = 2 if arguments["do_sample"] else 1
-    if pick.random() < 0.25:
-        arguments |= {"num_beams": pick.choice((2, 3)), "early_stopping": pick.choice((True, False))}
-    cache = pick.choice(("none", "none", "static", "dynamic", "brought"))
-    if cache in ("static", "dynamic") and (_STATIC or cache == "dynamic"):
-        arguments["cache_implementation"] = cache
-    if pick.random() < 0.4:
-        arguments |= {"return_dict_in_generate": True, "output_scores": pick.random() < 0.5}
-    if cache in ("none", "dynamic") and pick.random() < 0.3:
-        arguments |= {name: arguments[name][:1] for name in inputs}
-        arguments = {name: arguments[name] for name in arguments if not name.startswith(("num_", "early_"))}
-        arguments["prompt_lookup_num_tokens"] = pick.choice((2, 4, 10))
-        arguments.setdefault("eos_token_id", 61)  # beyond the vocabulary; stock before 5.0 fails without one
-    return arguments, cache == "brought" and "num_beams" not in arguments
+class Soak:
+    """A recorded model and stock, which run the same calls.
+
+    longest: the largest number of tokens of a prompt, and of new tokens.
+    """
+
+    def __init__(self, family, *, device="cpu", longest=24, **sizes):
+        self.encodes = family in test_encoder_decoder.CLASSES
+        self.family, self.device, self.longest = family, device, longest
+        make = test_encoder_decoder.make if self.encodes else conftest.make
+        self.stock = make(family, **sizes).to(device)
+        self.prepared = hf_rocm.prepare(copy.deepcopy(self.stock), force=True, graphs=True)
+        self.stateful = getattr(type(self.stock), "_is_stateful", False)
+        windows = decide.windows(self.prepared)
+        assert not isinstance(windows, str), windows
+        self.slides = not self.stateful and any(windows)
+        self._names_dynamic = _STATIC or not self.encodes  # stock's BART fails in 4.53
+        self.expected = {}  # number → the results of stock's call, and the next random number
+
+    def differing(self, numbers):
+        """Run calls one at a time. Returns the numbers of those whose results differ from stock's."""
+        differ = []
+        for number in numbers:
+            results = []
+            for model in (self.stock, self.prepared):
+                torch.manual_seed(number)
+                results.append([*self._results(model, number), torch.rand(1, device=self.device).tolist()])
+            self.expected[number] = results[0]
+            if results[0] != results[1]:
+                differ.append(number)
+        return differ
+
+    def differing_in_threads(self, numbers, *, most):
+        """Repeat calls in several threads. Returns the numbers of those whose results differ from the earlier ones.
+
+        Only greedy calls are repeated, because the threads share the random state. most: the number of repeated calls.
+        """
+        numbers = [number for number in numbers if not self.call(number)["do_sample"]][:most]
+        assistants = {number: self._assistant(self.prepared) for number in numbers}
+
+        def work(first):
+            differ = []
+            with torch.cuda.stream(torch.cuda.Stream()) if self.device == "cuda" else nullcontext():
+                for number in numbers[first::THREADS]:
+                    results = self._results(self.prepared, number, assistant=assistants[number])
+                    if results != self.expected[number][:-1]:
+                        differ.append(number)
+            return differ
+
+        self._synchronize()
+        with ThreadPoolExecutor(THREADS) as pool:
+            return sorted(chain.from_iterable(pool.map(work, range(THREADS))))
+
+    def change(self, function):
+        """Call a function with the third linear layer of the decoder (often of the values), in both models."""
+        for model in (self.stock, self.prepared):
+            layers = (model.get_decoder() if self.encodes else model).modules()
+            function([layer for layer in layers if type(layer) is torch.nn.Linear][2])
+
+    def differing_after(self, function, numbers):
+        """Repeat calls after a change. Returns the numbers of those that differ; all of them if nothing changed."""
+        before = [self.expected[number] for number in numbers]
+        self.change(function)
+        differ = self.differing(numbers)
+        return differ if before != [self.expected[number] for number in numbers] else list(numbers)
+
+    def assert_recorded(self, calls):
+        """Check that no call ran uncaptured, and that most steps of these calls were replayed."""
+        state = known(self.prepared)
+        assert state.disabled is None and not state.turned_away
+        assert state.replayed > 4 * calls and state.compared > calls, (state.replayed, state.compared)
+
+    def grown(self, calls, memory):
+        """Repeat a few short calls of the recorded model. Returns by how much `memory()` has grown in the last `calls`.
+
+        The first rounds are not counted: they allocate caches and record steps, some at the second occurrence.
+        """
+        numbers = [number for number in range(30) if "assistant" not in self.call(number, short=True)]
+        before = None
+        for index in range(_ROUNDS + -(-calls // len(numbers))):
+            if index == _ROUNDS:
+                before = self._measured(memory)
+            for number in numbers:
+                torch.manual_seed(number)
+                self._results(self.prepared, number, short=True)
+        return self._measured(memory) - before
+
+    def _measured(self, memory):
+        self._synchronize()
+        gc.collect()
+        return memory()
+
+    def _synchronize(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def call(self, number, *, short=False):
+        """The keyword arguments of a random call. number: the seed. `assistant` and `cache` are not `generate`'s."""
+        pick = random.Random(number)
+        longest = 8 if short else self.longest
+        rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
+        padded = pick.choice((0, 0, length // 2))
+        inputs = self._prompt(rows, length, number, padded)
+        arguments = {"max_new_tokens": pick.randint(2, longest), "pad_token_id": 0}
+        arguments["do_sample"] = pick.random() < 0.4
+        if arguments["do_sample"]:
+            arguments |= {"temperature": pick.choice((0.7, 1.3)), "top_k": pick.choice((5, 20))}
+            arguments |= pick.choice(({"top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.9}))
+        if pick.random() < 0.4:
+            arguments |= pick.choice(PROCESSORS)
+        if pick.random() < 0.4:
+            arguments["eos_token_id"] = pick.sample(range(3, 61), 4)
+        if pick.random() < 0.2 and arguments["do_sample"]:
+            arguments["num_return_sequences"] = 2
+        if pick.random() < 0.4 and not self.stateful:
+            arguments |= {"return_dict_in_generate": True, "output_scores": pick.random() < 0.5}
+        cache = pick.choice(("none", "none", "static", "dynamic", "brought"))
+        form = pick.choice(("plain", "plain", "beams", "lookup", "assistant"))
+        if form == "beams":
+            arguments |= {"num_beams": pick.choice((2, 3)), "early_stopping": pick.choice((True, False))}
+        elif form != "plain" and self._drafts(form, arguments):
+            inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+            arguments.pop("num_return_sequences", None)
+            arguments.setdefault("eos_token_id", 61)  # beyond the vocabulary; stock before 5.0 fails without one
+            if form == "assistant":
+                arguments["assistant"] = True
+                cache = "none"  # stock can't pass the name to the assistant
+            else:
+                arguments["prompt_lookup_num_tokens"] = pick.choice((2, 4, 10))
+        drafts = "assistant" in arguments or "prompt_lookup_num_tokens" in arguments
+        if (cache == "dynamic" and self._names_dynamic) or (cache == "static" and _STATIC and not drafts):
+            arguments["cache_implementation"] = cache
+        elif cache == "brought" and form != "beams" and not drafts and not self.stateful and not self.encodes:
+            arguments["cache"] = pick.choice(("all keys", "windows"))
+        return {**inputs, **arguments}
+
+    def _drafts(self, form, arguments):
+        """Whether drafts of this form are verified with recorded steps, and by stock."""
+        if self.stateful or self.encodes:
+            return False
+        returned = "return_dict_in_generate" in arguments
+        return not self.slides or (form == "lookup" and not returned and not _WINDOWS_FORGET_NOTHING)
+
+    def _prompt(self, rows, length, seed, padded):
+        if self.encodes:
+            padded = padded if test_encoder_decoder.MASKS_IN_FOUR_DIMENSIONS else 0
+            inputs = test_encoder_decoder.asked(self.family, rows=rows, length=length, seed=seed, padded=padded)
+        else:
+            inputs = conftest.prompt(rows=rows, length=length, seed=seed, padded=padded)
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    def _results(self, model, number, *, assistant=None, short=False):
+        """The tokens of a call as lists; if it passes a cache, also the cache's length, for one or two turns."""
+        arguments = self.call(number, short=short)
+        if model is self.stock:
+            arguments["disable_compile"] = True  # by default stock compiles the steps over a static cache
+        if arguments.pop("assistant", False):
+            arguments["assistant_model"] = assistant or self._assistant(model)
+        form = arguments.pop("cache", None)
+        if form is None:
+            return [_tokens(model.generate(**arguments)).tolist()]
+        config = {"config": self.stock.config} if _CACHE_TAKES_CONFIG and form == "windows" else {}
+        cache, results = DynamicCache(**config), []
+        for _ in range(1 if number % 2 else 2):
+            tokens = _tokens(model.generate(**arguments, past_key_values=cache))
+            results += [tokens.tolist(), cache.get_seq_length()]
+            arguments.pop("num_return_sequences", None)
+            arguments["input_ids"] = torch.cat((tokens, tokens[:, :3]), dim=1)
+            mask = arguments["attention_mask"].repeat_interleave(len(tokens) // len(arguments["attention_mask"]), dim=0)
+            arguments["attention_mask"] = F.pad(mask, (0, tokens.shape[1] + 3 - mask.shape[1]), value=1)
+        return results
+
+    def _assistant(self, model):
+        """An assistant for a call of this model. The assistant's steps are recorded if the model's are."""
+        assistant = conftest.assistant_of(self.stock)
+        return assistant if model is self.stock else hf_rocm.prepare(assistant, force=True, graphs=True)
 
 
-def same_tokens(prepared, stock, numbers, **form):
-    """Run the calls on both models, some with an assistant. Returns the seeds of the calls whose tokens differ."""
-    differ = []
-    windows = decide.windows(prepared)
-    slides = isinstance(windows, str) or any(windows)
-    for number in numbers:
-        arguments, brings = call(number, **form)
-        if slides and (_WINDOWS_FORGET_NOTHING or "return_dict_in_generate" in arguments):
-            arguments.pop("prompt_lookup_num_tokens", None)
-        tokens = []
-        assists = not slides and number % 2 and arguments.pop("prompt_lookup_num_tokens", None) is not None
-        for model in (stock, prepared):
-            if assists:
-                arguments.pop("cache_implementation", None)  # stock can't pass it to the assistant
-                drafting = assistant_of(stock)
-                if model is prepared:  # the assistant's own steps are recorded, too
-                    drafting = hf_rocm.prepare(drafting, force=True, graphs=True)
-                arguments["assistant_model"] = drafting
-            torch.manual_seed(number)
-            cache = {"past_key_values": DynamicCache()} if brings else {}
-            result = model.generate(**arguments, **cache)
-            tokens.append(result if isinstance(result, torch.Tensor) else result.sequences)
-        if not torch.equal(*tokens):
-            differ.append(number)
-    assert known(prepared).disabled is None and not known(prepared).turned_away
-    return differ
+PROCESSORS = (
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"min_new_tokens": 5},
+    {"bad_words_ids": [[7], [8, 9]]},
+)
+
+
+def _tokens(result):
+    return result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def _written(linear):
+    with torch.no_grad():
+        linear.weight.mul_(-1.5)
+
+
+def _moved(linear):
+    linear.weight.data = linear.weight.data * -1.5
+
+
+def _replaced(linear):
+    linear.weight = torch.nn.Parameter(linear.weight.detach() * -1.5)
+
+
+CHANGES = [_written, _moved, _replaced]

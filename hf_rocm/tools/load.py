@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from hf_rocm import options
@@ -36,15 +37,17 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
 @contextmanager
 def _one_warning_per_retry() -> Iterator[None]:
-    """Within the block, drop huggingface_hub's warnings, except the first one from each function.
+    """Within the block, drop huggingface_hub's warnings, except the first one from each line of its code.
 
-    Without a network, it logs two equivalent warnings for every attempt, and then raises the error.
+    Without a network, it logs the failure and the next attempt every time, and then raises the error.
     """
+    import_module("huggingface_hub.utils.logging")  # adds the handler
+
     seen = set()
 
     def first(record: logging.LogRecord) -> bool:
-        known = (record.pathname, record.funcName) in seen
-        seen.add((record.pathname, record.funcName))
+        known = (record.pathname, record.lineno) in seen
+        seen.add((record.pathname, record.lineno))
         return not known or record.levelno > logging.WARNING
 
     handlers = list(logging.getLogger("huggingface_hub").handlers)

@@ -155,6 +155,17 @@ def _load(
     return (model, *info) if info else model
 
 
+def class_for(model_id: str | PathLike[str]) -> Any:
+    """Return the class that `from_pretrained` loads this model with by default, which only reads the config.
+
+    Raises `LoadError` if there is none, and `ValueError` if transformers does not recognise it.
+    """
+    try:
+        return _class_for(model_id, None, {})
+    except OSError as error:
+        raise not_loaded(model_id, _first_lines(error)) from error
+
+
 def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[str, Any]) -> Any:
     """Return the class that loads this model; see `from_pretrained`."""
     import transformers

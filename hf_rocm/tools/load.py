@@ -23,16 +23,23 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
     target = device_named(device)
     enabled = not stock and (force or options.force_requested() or is_rocm())
+    with loading(model):
+        loaded = from_pretrained(model, force=(force or None) if enabled else False)
+    return loaded.to(target).eval()
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Within the block, raise `LoadError` where transformers does not recognise the config or has no class for it."""
     try:
         with _one_warning_per_retry():
-            loaded = from_pretrained(model, force=(force or None) if enabled else False)
-    except ValueError as error:  # transformers doesn't recognise the config or has no class for it
+            yield
+    except ValueError as error:
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
             hint="the folder must contain config.json, with model_type, and the weights (model.safetensors)",
         ) from error
-    return loaded.to(target).eval()
 
 
 @contextmanager

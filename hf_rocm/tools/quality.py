@@ -277,7 +277,7 @@ def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quan
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:  # 4.x passes None as a file name
         raise LoadError(
             f"there is no tokenizer in {str(model)!r}",
             facts={"transformers error": " ".join(str(error).split())},

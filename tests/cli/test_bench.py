@@ -124,8 +124,8 @@ def test_invalid_arguments_are_refused_before_measuring(arguments, code, words, 
 
 
 def _checkpoint(folder, model_type, auto, **changes):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **changes)
+    sizes = changes or {"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(model_type, hidden_size=32, **sizes)
     getattr(transformers, auto).from_config(config).save_pretrained(folder)
     return str(folder)
 
@@ -145,7 +145,8 @@ def test_the_forwards_of_an_encoder_checkpoint_are_timed(model_type, auto, title
 
 
 def test_a_side_without_a_served_layer_is_called_stock(tmp_path, capsys):
-    folder = _checkpoint(tmp_path, "mpt", "AutoModelForCausalLM", d_model=32, n_layers=1, n_heads=2, vocab_size=99)
+    changes = {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]], "vocab_size": 99}
+    folder = _checkpoint(tmp_path, "gpt_neo", "AutoModelForCausalLM", **changes)
     arguments = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--kinds", "prefill", "--sides", "stock,hf_rocm"]
     assert main(["bench", folder, *arguments]) == 0
     assert "hf_rocm: no layer is served, and this side runs stock" in capsys.readouterr().out

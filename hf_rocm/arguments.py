@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_rocm.errors import LoadError, OptionError
@@ -29,6 +30,17 @@ def require_name(model: object, function: str) -> None:
             facts={"expected": "str or os.PathLike", "found": type(model).__qualname__},
             hint="hf_rocm.prepare(model) prepares a model that is loaded already",
         )
+
+
+def require_families(models: Iterable[object], function: str) -> None:
+    """Raise `OptionError` unless all of `models` are strings, the names of model folders of transformers."""
+    for model in models:
+        if not isinstance(model, str):
+            raise OptionError(
+                f"{function} takes names of model folders",
+                facts={"expected": "str, such as 'llama'", "found": type(model).__qualname__},
+                hint="hf_rocm.prepare(model) prepares one model",
+            )
 
 
 def require_bool(value: object, function: str) -> None:

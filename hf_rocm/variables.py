@@ -6,22 +6,32 @@ import logging
 from collections.abc import Iterable
 
 _PREFIX = "HF_ROCM_"
+_SHARED = ("USE_",)  # prefixes of options that other programs use too
 _warned: set[str] = set()
 
 _log = logging.getLogger("hf_rocm")
 
 
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
-    """Map unknown names that begin with HF_ROCM_ to the most similar known name, or to None."""
-    own = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
-    given = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
-    strange = sorted(given - set(own))
+    """Map unknown names to the most similar known name, or to None.
+
+    A name is unknown if it begins with HF_ROCM_, or if it begins with USE_ and is almost the name of an option. Other
+    programs have variables of the second kind too.
+    """
+    options = set(known)
+    strange = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))
     if not strange:
         return {}
     from difflib import get_close_matches  # imported here to keep check_version cheap
 
-    near = {name: get_close_matches(name, own, 1) for name in strange}
-    return {_PREFIX + name: _PREFIX + names[0] if names else None for name, names in near.items()}
+    found: dict[str, str | None] = {}
+    for name in strange:
+        prefix = next(prefix for prefix in (_PREFIX, *_SHARED) if name.startswith(prefix))
+        own = [option.removeprefix(prefix) for option in options if option.startswith(prefix)]
+        near = get_close_matches(name.removeprefix(prefix), own, 1, 0.6 if prefix == _PREFIX else 0.9)
+        if near or prefix == _PREFIX:
+            found[name] = prefix + near[0] if near else None
+    return found
 
 
 def warn_of_unknown(names: Iterable[str], known: Iterable[str]) -> None:

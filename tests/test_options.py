@@ -132,10 +132,13 @@ def test_an_unknown_tier_or_operation_is_named(text, unknown):
 def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch, caplog):
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
     monkeypatch.setenv("HF_ROCM_WEATHER", "1")
+    monkeypatch.setenv("USE_AITER_ATENTION", "1")
+    monkeypatch.setenv("USE_TORCH", "1")  # of transformers
     monkeypatch.setattr(variables, "_warned", set())
     for _ in range(2):
         options.refresh()
     assert [record.getMessage() for record in caplog.records] == [
         "HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?",
         "HF_ROCM_WEATHER is not an option of hf_rocm",
+        "USE_AITER_ATENTION is not an option of hf_rocm; did you mean USE_AITER_ATTENTION?",
     ]

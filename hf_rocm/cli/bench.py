@@ -15,7 +15,7 @@ from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrap
 from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, OptionalModelPath, Save, SegmentName
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
-from hf_rocm.tools.bench.known_shapes import SHAPES, shape
+from hf_rocm.tools.bench.known_shapes import SHAPES
 
 if TYPE_CHECKING:
     from hf_rocm.tools.bench.cases import Case
@@ -111,7 +111,7 @@ def model(
     prompts = numbers(prompt or (_PROMPT_CPU if on_cpu else _PROMPT), "--prompt")
     new = new or (_NEW_CPU if on_cpu else _NEW)
     if subject.encoder:
-        lengths = prompts if _takes_tokens(subject) else [0]
+        lengths = prompts if subject.inputs == "tokens" else [0]
         cases = [Case("encode", size, length) for length in lengths for size in batches]
     else:
         cases = grid(_kinds(kinds), batches, prompts, new=new)
@@ -167,10 +167,6 @@ def _kinds(text: str | None) -> list[str]:
     if not set(names) <= {"decode", "prefill"}:
         raise OptionError(f"--kinds {text} is not valid", facts={"allowed": "decode, prefill"})
     return names
-
-
-def _takes_tokens(subject: Subject) -> bool:
-    return subject.shape is None or shape(subject.shape).inputs == "tokens"
 
 
 def _print(segment: Segment) -> None:

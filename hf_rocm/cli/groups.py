@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -46,8 +48,16 @@ class ModelOrCommand(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
+            self._refuse_misspelt(ctx, args)
             args = ["--help"] if "--help" in args else ["model", *args]
         return super().parse_args(ctx, args)
+
+    def _refuse_misspelt(self, ctx: Any, args: list[str]) -> None:
+        """Raise a usage error if two words follow, of which the first is almost a command: a model is one word."""
+        word, others = args[0], [name for name in self.commands if name != "model"]
+        near = difflib.get_close_matches(word, others, 1, 0.7)
+        if near and len(args) > 1 and not args[1].startswith("-") and not Path(word).exists():
+            ctx.fail(f"No such command {word!r}. Did you mean {near[0]!r}?")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         model = self.commands["model"]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_rocm.arguments import require_folder
+from hf_rocm.cli.output import print_notice
 
 
 def _known_models() -> list[str]:
@@ -17,10 +18,12 @@ def _known_models() -> list[str]:
     return load().models()
 
 
-def _folder(model: str | None) -> str | None:
+def _folder(context: typer.Context, model: str | None) -> str | None:
     """Check the path of a model before torch is imported, which takes seconds."""
-    if model is not None:
+    if model is not None and not context.resilient_parsing:
         require_folder(model)
+        if not Path(model).exists():
+            print_notice(f"there is no folder {model!r} here: it is looked up on the Hugging Face hub")
     return model
 
 

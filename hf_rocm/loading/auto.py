@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_rocm import options, patches
 from hf_rocm.arguments import require_bool, require_switches
+from hf_rocm.errors import OptionError
 from hf_rocm.patches import Change
 
 # Packages that load transformers' encoders as parts of their own models. A text encoder runs once per image, the other
@@ -76,6 +77,8 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     """
     require_bool(enabled, "auto_prepare")
     require_switches(force=force)
+    if isinstance(also, str) or not isinstance(also, Iterable):
+        raise OptionError(f"also={also!r} is not valid", facts={"allowed": "a list of packages, such as ['diffusers']"})
     if enabled and not _wanted(force):
         return False
     modeling: Any = sys.modules.get("transformers.modeling_utils")

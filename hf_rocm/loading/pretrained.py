@@ -10,9 +10,11 @@ from contextlib import nullcontext
 from functools import cache
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from packaging.version import Version
+from safetensors import SafetensorError
 
 from hf_rocm import options
 from hf_rocm.arguments import not_loaded, require_name
@@ -40,6 +42,9 @@ _SOURCE = (
 
 # hf_rocm's own arguments, which are not passed to transformers.
 _OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
+
+# Parts of the messages of a RuntimeError from torch for a damaged archive, and from transformers for other shapes.
+_UNUSABLE_WEIGHTS = ("PytorchStreamReader", "ignore_mismatched_sizes", "size mismatch")
 
 
 def from_pretrained(
@@ -70,8 +75,8 @@ def from_pretrained(
     would log come only from rank 0. If the model stays stock, only the log is deduplicated.
 
     Returns the model, or what transformers returns (a pair with `output_loading_info=True`).
-    Raises `LoadError` (an `OSError`) if the config or the weights can't be found, `OptionError` on an argument that
-    transformers does not accept, and `RankError` as above.
+    Raises `LoadError` (an `OSError`) if the config or the weights can't be found or read, `OptionError` on an argument
+    that transformers does not accept, and `RankError` as above.
     """
     options.refresh()
     check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, force=force, graphs=graphs)
@@ -127,6 +132,14 @@ def _load(
             facts={"transformers error": _first_lines(error), "given": ", ".join(sorted(arguments))},
             hint=f"remove or rename it; hf_rocm's own arguments are {', '.join(_OWN)}",
         ) from error
+    except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNUSABLE_WEIGHTS):
+            raise
+        raise LoadError(
+            f"the weights of {str(model_id)!r} can't be loaded",
+            facts={"error": f"{type(error).__name__}: {_first_lines(error)}"},
+            hint="a file is incomplete, or not for this config.json: download or save the checkpoint again",
+        ) from error
     model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
     model = prepare(
         model,
@@ -142,6 +155,17 @@ def _load(
     return (model, *info) if info else model
 
 
+def class_for(model_id: str | PathLike[str]) -> Any:
+    """Return the class that `from_pretrained` loads this model with by default, which only reads the config.
+
+    Raises `LoadError` if there is none, and `ValueError` if transformers does not recognise it.
+    """
+    try:
+        return _class_for(model_id, None, {})
+    except OSError as error:
+        raise not_loaded(model_id, _first_lines(error)) from error
+
+
 def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[str, Any]) -> Any:
     """Return the class that loads this model; see `from_pretrained`."""
     import transformers
@@ -155,6 +179,11 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
             )
         return named
     if auto_class is not None:
+        if not hasattr(auto_class, "from_pretrained"):
+            raise OptionError(
+                f"auto_class={auto_class!r} is not a class that loads models",
+                hint="pass a class such as transformers.AutoModelForCausalLM, or its name",
+            )
         return auto_class
     if arguments.get("quantization_config") is None and _is_adapter(model_id):
         return transformers.AutoModelForCausalLM  # it resolves the base model of a PEFT adapter

@@ -37,6 +37,11 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     `save_pretrained` writes in its own format.
     """
     require_module(model, "save_quantized")
+    if not isinstance(folder, (str, PathLike)):
+        raise OptionError(
+            "save_quantized takes a folder",
+            facts={"expected": "str or os.PathLike", "found": type(folder).__qualname__},
+        )
     linears, all_of_them = layers(model), replacements(model)
     if not all_of_them:
         raise OptionError("this model is not quantised", hint='hf_rocm.quantize(model, "int4") quantises it')

@@ -12,6 +12,7 @@ import threading
 from types import ModuleType
 
 from hf_rocm import options, patches
+from hf_rocm.arguments import require_families
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay import bind
 from hf_rocm.overlay import catalog as catalogs
@@ -34,6 +35,7 @@ def activate(*models: str, everywhere: bool = True, catalog: Catalog | None = No
     Checks all files before it binds any class. Returns the bound models, sorted. Raises `DigestMismatch` or
     `OverlayError`; a name without an overlay raises `OverlayError` on every machine.
     """
+    require_families(models, "activate")
     idle = everywhere and not (options.force_requested() or _rocm())
     if idle and not models:
         return []
@@ -56,6 +58,7 @@ def deactivate(*models: str) -> list[str]:
     Returns the unbound models.
     Raises `OverlayError`, without changing anything, if a name is not that of a model with an overlay.
     """
+    require_families(models, "deactivate")
     with _lock:
         known = {binding.model for binding in bind.bindings()}
         if not known.issuperset(models):

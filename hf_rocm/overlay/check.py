@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_rocm import __version__
+from hf_rocm.arguments import require_families
 from hf_rocm.errors import HfRocmError, OverlayError
 from hf_rocm.overlay.block import sha256
 from hf_rocm.overlay.commands import status
@@ -38,6 +39,7 @@ def check(
     error: HfRocmError | None = None
     fingerprint = ""
     try:
+        require_families(models, "check")
         fingerprint = _fingerprint(models, strict=strict, transformers_path=transformers_path)
         if expected is not None and fingerprint != expected:
             here = f"this process on {socket.gethostname()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from hf_rocm import options
@@ -22,29 +23,38 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
     target = device_named(device)
     enabled = not stock and (force or options.force_requested() or is_rocm())
+    with loading(model):
+        loaded = from_pretrained(model, force=(force or None) if enabled else False)
+    return loaded.to(target).eval()
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Within the block, raise `LoadError` where transformers does not recognise the config or has no class for it."""
     try:
         with _one_warning_per_retry():
-            loaded = from_pretrained(model, force=(force or None) if enabled else False)
-    except ValueError as error:  # transformers doesn't recognise the config or has no class for it
+            yield
+    except ValueError as error:
         raise LoadError(
             f"no model could be loaded from {model!r}",
             facts={"transformers error": " ".join(str(error).split())[:300]},
             hint="the folder must contain config.json, with model_type, and the weights (model.safetensors)",
         ) from error
-    return loaded.to(target).eval()
 
 
 @contextmanager
 def _one_warning_per_retry() -> Iterator[None]:
-    """Within the block, drop huggingface_hub's warnings, except the first one from each function.
+    """Within the block, drop huggingface_hub's warnings, except the first one from each line of its code.
 
-    Without a network, it logs two equivalent warnings for every attempt, and then raises the error.
+    Without a network, it logs the failure and the next attempt every time, and then raises the error.
     """
+    import_module("huggingface_hub.utils.logging")  # adds the handler
+
     seen = set()
 
     def first(record: logging.LogRecord) -> bool:
-        known = (record.pathname, record.funcName) in seen
-        seen.add((record.pathname, record.funcName))
+        known = (record.pathname, record.lineno) in seen
+        seen.add((record.pathname, record.lineno))
         return not known or record.levelno > logging.WARNING
 
     handlers = list(logging.getLogger("huggingface_hub").handlers)

@@ -163,11 +163,15 @@ def quantization_loss(
         where = next(model.parameters())
         tokenizer = tokenizer or (tokenizer_of(reference) if ids is None else None)
         reference = type(model).from_pretrained(reference).to(where.device, where.dtype)  # type: ignore[attr-defined]
+    if not isinstance(reference, nn.Module):
+        raise OptionError(
+            "reference must be a model, or the folder or name to load it from",
+            facts={"found": type(reference).__qualname__},
+        )
     if ids is None:
-        tokenizer = tokenizer or tokenizer_of(getattr(reference.config, "_name_or_path", ""))  # type: ignore[union-attr]
+        tokenizer = tokenizer or tokenizer_of(getattr(reference.config, "_name_or_path", ""))
         ids = read(tokenizer, text)
     pieces = list(chunks(ids))
-    assert isinstance(reference, nn.Module)
     return compare(logits_of(model, pieces), logits_of(reference, pieces), pieces, predicts=predicts(model))
 
 
@@ -238,6 +242,9 @@ def predicts(model: nn.Module) -> bool:
 
 def chunks(ids: Tensor) -> Iterator[Tensor]:
     """Split [S] or [B, S] tokens into pieces, [1, ≤ 512]."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__qualname__
+        raise OptionError("ids must be a tensor of integer tokens", facts={"found": found})
     if ids.numel() == 0:
         raise OptionError("there are no tokens to read", hint="pass a longer text")
     for row in ids.reshape(-1, ids.shape[-1]):
@@ -269,10 +276,20 @@ def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quan
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:  # 4.x passes None as a file name
         raise LoadError(
             f"there is no tokenizer in {str(model)!r}",
             facts={"transformers error": " ".join(str(error).split())},
             hint=hint,
         ) from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:  # T5's empty one has a token besides special ones
+        raise LoadError(
+            f"there is no tokenizer in {str(model)!r}",
+            facts={
+                "found": f"a {type(tokenizer).__name__} without a vocabulary, which transformers creates if there "
+                "are no files"
+            },
+            hint=hint,
+        )
+    return tokenizer

@@ -7,22 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.mlp import activation_of
 from hf_rocm.layers.router import GroupedRouter, TopKRouter
 from hf_rocm.ops import routing
-from hf_rocm.ops.mask_patterns import packed_specification, packing_serves
 from hf_rocm.ops.moe import BOUNDS, MANY
-from hf_rocm.ops.specs.attention import AttentionSpec
 from hf_rocm.ops.specs.experts import ExpertsSpec
 from hf_rocm.ops.specs.linear import LinearSpec
 from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec
 from hf_rocm.overlay import bind
+from hf_rocm.tools.attention_specifications import of_attention
 from hf_rocm.weights import mxfp4_experts, quantized
 from hf_rocm.weights.preshuffle import shuffled_weight
-from hf_rocm.weights.tensor_parallel import local
 
 Specification = tuple[str, str, tuple[Any, ...]]
 
@@ -73,19 +70,13 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
         spec_of_norm = NormSpec(dtype, dtype, device, parameter.shape[-1], one_plus, False)
         yield "rms_norm", f"{'1 + w' if one_plus else 'w'}, {parameter.shape[-1]}", tuple(spec_of_norm)
     yield from _of_experts(module)
-    yield from _of_attention(module, dtype, device)
+    yield from of_attention(module, dtype, device)
 
 
 def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
     """Return the device on which a parameter is used. accelerate's hook moves offloaded parameters to it."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device
-
-
-def _outputs(linear: Any) -> int:
-    """Return the number of output features; for a sharded layer, the number on this rank."""
-    weight = linear._parameters.get("weight")
-    return len(local(weight)) if hasattr(weight, "device_mesh") else int(linear.out_features)
 
 
 def _of_shuffled(module: nn.Module) -> Iterator[Specification]:
@@ -132,44 +123,3 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
             grad=False,
         )
         yield "experts", f"{situation}, {top} of {len(gate_up)}, {hidden} × {intermediate}", tuple(spec)
-
-
-def _of_attention(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Specification]:
-    head_dim = getattr(module, "head_dim", None) or getattr(module, "attention_head_size", None)
-    if head_dim is None:
-        return
-    linears = (Linear, quantized.QuantizedLinear)
-    layers = (getattr(child, "base_layer", child) for child in module.children())  # an adapter contains its layer
-    rows = [_outputs(layer) // head_dim for layer in layers if isinstance(layer, linears)]
-    if len(rows) < 3:
-        return
-    heads, kv_heads = rows[0], rows[1]
-    causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", False)))
-    common = (dtype, device, heads, kv_heads, head_dim, head_dim)
-    packed = packed_specification(*common, causal=causal)
-    if packing_serves(packed):
-        padding = "left-padded batch" if causal else "padded batch"
-        yield "varlen_attention", f"{padding}, packed, {heads} heads on {kv_heads}, dim {head_dim}", tuple(packed)
-    situations = {"prefill": (False, True, causal, None), "padded batch": (False, True, False, torch.bool)}
-    if causal:
-        situations["decode"] = (True, False, False, None)
-    for situation, (one_query, square, is_causal, mask) in situations.items():
-        spec = AttentionSpec(
-            dtype=dtype,
-            device=device,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=head_dim,
-            one_query=one_query,
-            square=square,
-            more_queries=False,
-            causal=is_causal,
-            window=None,
-            softcap=False,
-            sinks=False,
-            mask=mask,
-            grad=False,
-            weights=False,
-        )
-        yield "attention", f"{situation}, {heads} heads on {kv_heads}, dim {head_dim}", tuple(spec)

@@ -132,8 +132,9 @@ def summary(model: nn.Module) -> str | None:
     if error is None:
         left = f"; {len(report['left'])} more stay as they are" if report["left"] else ""
         return f"{report['layers']} layers as in the checkpoint, {report['format']}, {after:.0f} MiB{left}"
+    form = "" if report["format"] == report["kind"] else f" ({report['format']})"
     return (
-        f"{report['layers']} layers in {report['kind']} ({report['format']}), {before:.0f} MiB before and {after:.0f} "
+        f"{report['layers']} layers in {report['kind']}{form}, {before:.0f} MiB before and {after:.0f} "
         f"after; the mean error of their outputs is {error['mean']:.1%}, the largest is {error['max']:.1%} "
         f"({error['worst']})"
     )

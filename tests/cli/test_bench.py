@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from hf_rocm.cli import main
 from hf_rocm.tools.bench import record
@@ -120,3 +121,44 @@ def test_invalid_arguments_are_refused_before_measuring(arguments, code, words, 
     assert main(["bench", *(argument.replace("{file}", str(file)) for argument in arguments)]) == code
     captured = capsys.readouterr()
     assert words in captured.out + captured.err
+
+
+def _checkpoint(folder, model_type, auto, **changes):
+    sizes = changes or {"intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(model_type, hidden_size=32, **sizes)
+    getattr(transformers, auto).from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto", "title"),
+    [
+        ("bert", "AutoModelForMaskedLM", "encoder, batch 1, 8 tokens: floor"),
+        ("vit", "AutoModelForImageClassification", "encoder, batch 1: floor"),
+    ],
+)
+def test_the_forwards_of_an_encoder_checkpoint_are_timed(model_type, auto, title, tmp_path, capsys):
+    folder = _checkpoint(tmp_path, model_type, auto)
+    assert main(["bench", folder, "--device", "cpu", "--rounds", "1", "--prompt", "8", "--sides", "stock,hf_rocm"]) == 0
+    out = capsys.readouterr().out
+    assert title in out and out.count("\nhf_rocm ") == 1 and "no layer is served" not in out
+
+
+def test_a_side_without_a_served_layer_is_called_stock(tmp_path, capsys):
+    changes = {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]], "vocab_size": 99}
+    folder = _checkpoint(tmp_path, "gpt_neo", "AutoModelForCausalLM", **changes)
+    arguments = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--kinds", "prefill", "--sides", "stock,hf_rocm"]
+    assert main(["bench", folder, *arguments]) == 0
+    assert "hf_rocm: no layer is served, and this side runs stock" in capsys.readouterr().out
+
+
+def test_other_models_are_refused(tmp_path, capsys):
+    config = transformers.T5Config(d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=16, vocab_size=99)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    assert main(["bench", str(tmp_path / "t5"), "--device", "cpu"]) == 1
+    assert "has an encoder and a decoder" in capsys.readouterr().err
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text(json.dumps({"model_type": "lama"}))
+    for command in ("bench", "tune"):
+        assert main([command, str(tmp_path / "strange")]) == 1
+        assert "no model could be loaded" in capsys.readouterr().err

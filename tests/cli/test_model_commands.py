@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -102,3 +103,37 @@ def test_a_folder_that_does_not_exist_is_refused_before_anything_is_loaded(comma
     assert main([command, "./no-such-model"]) == 1
     shown = capsys.readouterr().err
     assert "no model could be loaded from './no-such-model'" in shown and "the folder does not exist" in shown
+
+
+def test_the_hub_is_named_before_a_model_is_looked_up_there(checkpoint, capsys, monkeypatch):
+    def unreachable(*_, **__):
+        shown.append(capsys.readouterr().err)
+        raise OSError("no connection")
+
+    shown = []
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
+    assert main(["explain", "meta-llama/nosuch"]) == 1
+    assert "note: there is no folder 'meta-llama/nosuch' here: it is looked up on the Hugging Face hub" in shown[0]
+    assert main(["explain", checkpoint]) == 1
+    assert "hub" not in shown[1]
+
+
+def test_the_filter_is_also_set_if_the_hub_was_not_imported_yet():
+    code = """if True:
+        import logging
+        from hf_rocm.tools.load import _one_warning_per_retry
+        with _one_warning_per_retry():
+            import transformers
+            transformers.AutoConfig
+            handlers = logging.getLogger("huggingface_hub").handlers
+            print(len(handlers), all(handler.filters for handler in handlers))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True"]
+
+
+@pytest.mark.parametrize(("word", "near"), [("serv", "serve"), ("chek", "check")])
+def test_a_misspelt_command_of_a_group_is_named(word, near, capsys):
+    group = "bench" if near == "serve" else "tune"
+    assert main([group, word, "llama"]) == 2
+    assert f"No such command {word!r}. Did you mean {near!r}?" in " ".join(capsys.readouterr().err.split())

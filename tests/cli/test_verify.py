@@ -136,6 +136,7 @@ def test_a_config_file_is_verified_with_random_weights(tiny_checkpoint, tmp_path
     [
         (["--config", "tiny-llama"], 1, "there is nothing to verify: this PyTorch is not a ROCm build"),
         (["--config", "nowhere", "--force"], 1, "no config could be read from 'nowhere'"),
+        (["--config", "tiny-lama"], 1, "did you mean tiny-llama?"),
         (["--config", "tiny-llama", "--dtype", "int8"], 1, "there is no dtype 'int8'"),
         (["nowhere", "--force"], 1, "no model could be loaded"),
         ([], 2, "pass either MODEL or --config"),

@@ -14,6 +14,7 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 import hf_rocm
+from hf_rocm.errors import OptionError
 from hf_rocm.loading import auto
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
@@ -229,3 +230,9 @@ def test_an_installed_block_switches_it_on_if_the_environment_requests_it(llama,
     environment = {**os.environ, "HF_ROCM_AUTO": wanted, "HF_ROCM_FORCE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == str(prepared)
+
+
+@pytest.mark.parametrize("also", ["diffusers", 3, None])
+def test_packages_are_named_in_a_list(also):
+    with pytest.raises(OptionError, match=r"also=.* is not valid"):
+        hf_rocm.auto_prepare(also=also)

@@ -149,10 +149,54 @@ def test_missing_weights_are_an_error(llama, tmp_path):
     assert "safetensors" in str(caught.value)
 
 
+def _cut_short(file):
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def _no_archive(file):
+    file.unlink()
+    (file.parent / "pytorch_model.bin").write_bytes(b"PK\3\4 and no more")
+
+
+def _empty_archive(file):
+    file.unlink()
+    (file.parent / "pytorch_model.bin").touch()
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _no_archive, _empty_archive])
+def test_damaged_weights_are_an_error(damage, llama, tmp_path):
+    checkpoint = change_config(llama, tmp_path / "damaged")
+    damage(checkpoint / "model.safetensors")
+    with pytest.raises(LoadError, match=r"can't be loaded|could be loaded") as caught:  # up to 4.57, an OSError
+        hf_rocm.from_pretrained(checkpoint, force=True)
+    assert caught.value.hint and caught.value.__cause__ is not None
+
+
+def test_weights_of_another_shape_are_an_error(llama, tmp_path):
+    checkpoint = change_config(llama, tmp_path / "other", intermediate_size=40)
+    with pytest.raises(LoadError, match=r"the weights of .* can't be loaded"):
+        hf_rocm.from_pretrained(checkpoint, force=True)
+
+
+def test_another_runtime_error_is_not_changed(llama, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        hf_rocm.from_pretrained(llama, force=True)
+
+
 def test_an_option_that_transformers_does_not_accept_is_an_error(llama):
     with pytest.raises(OptionError) as caught:
         hf_rocm.from_pretrained(llama, force=True, flavour="sweet")
     assert "flavour" in str(caught.value) and "auto_class, force, preshuffle" in str(caught.value)
+
+
+@pytest.mark.parametrize("auto_class", [3, object()])
+def test_an_object_that_loads_nothing_is_an_error(llama, auto_class):
+    with pytest.raises(OptionError, match="is not a class that loads models"):
+        hf_rocm.from_pretrained(llama, auto_class=auto_class)
 
 
 def test_a_class_that_transformers_does_not_have_is_an_error(llama):

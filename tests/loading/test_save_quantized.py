@@ -184,6 +184,8 @@ def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, monkeypatch):
 def test_models_that_cannot_be_saved_are_refused(tmp_path):
     with pytest.raises(OptionError, match="takes a model"):
         hf_rocm.save_quantized("llama", tmp_path)
+    with pytest.raises(OptionError, match="takes a folder"):
+        hf_rocm.save_quantized(quantized("int8"), None)
     with pytest.raises(OptionError, match="is not quantised"):
         hf_rocm.save_quantized(models.build(), tmp_path)
     with pytest.raises(OptionError, match="has no save_pretrained"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from hf_rocm.errors import DigestMismatch, OverlayError
+from hf_rocm.errors import DigestMismatch, OptionError, OverlayError
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate, deactivate, is_active
 from hf_rocm.overlay.catalog import Catalog
+from hf_rocm.overlay.check import check
 from hf_rocm.overlay.commands import install
 from hf_rocm.overlay.locate import locate
 from hf_rocm.overlay.scan import survey
@@ -177,13 +178,19 @@ def test_a_function_wrapped_before_binding_belongs_to_its_source(forced: None) -
 @pytest.mark.parametrize("force", ["0", "1"])
 def test_names_without_an_overlay_are_refused_on_every_machine(monkeypatch: pytest.MonkeyPatch, force: str) -> None:
     monkeypatch.setenv("HF_ROCM_FORCE", force)
-    for wrong in ("lama", 3):
-        with pytest.raises(OverlayError, match=f"hf-rocm has no overlay for {wrong!r}"):
-            activate("llama", wrong)  # type: ignore[arg-type]
-        with pytest.raises(OverlayError, match=f"hf-rocm has no overlay for {wrong!r}"):
-            deactivate("llama", wrong)  # type: ignore[arg-type]
+    for function in (activate, deactivate):
+        with pytest.raises(OverlayError, match="hf-rocm has no overlay for 'lama'"):
+            function("llama", "lama")
     assert not llama_bindings()
 
 
 def test_deactivating_a_known_model_that_is_not_bound_returns_nothing() -> None:
     assert deactivate("llama") == []
+
+
+@pytest.mark.parametrize("function", [activate, deactivate, check])
+@pytest.mark.parametrize("name", [None, 3, ["llama"]])
+def test_a_name_that_is_not_a_string_is_refused(function: Callable[..., object], name: object) -> None:
+    with pytest.raises(OptionError, match="takes names of model folders") as caught:
+        function(name)
+    assert caught.value.facts["found"] == type(name).__name__

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import hf_rocm
 from hf_rocm.errors import LoadError, OptionError
@@ -80,3 +81,22 @@ def test_the_default_text_is_part_of_python():
 
     assert quality.read(tokenizer, None).shape == (2048,)
     assert quality.read(tokenizer, "ab", tokens=9).tolist() == [97, 98]
+
+
+@pytest.mark.parametrize("ids", ["12", [1, 2], torch.zeros(3)])
+def test_tokens_are_integers(ids):
+    with pytest.raises(OptionError, match="ids must be a tensor of integer tokens"):
+        hf_rocm.quantization_loss(models.build(), models.build(), ids=ids)
+
+
+def test_the_reference_is_a_model_or_its_name():
+    with pytest.raises(OptionError, match="reference must be a model"):
+        hf_rocm.quantization_loss(models.build(), None, ids=models.IDS)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt_neox", "t5"])
+def test_an_empty_tokenizer_is_none(model_type, tmp_path):
+    """transformers 5 creates some tokenizers without any file."""
+    transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match="there is no tokenizer"):
+        quality.tokenizer_of(tmp_path)

@@ -104,6 +104,7 @@ def test_the_report_has_builtin_types_and_the_loss(caplog):
     assert "14 layers in fp8 (float8_e4m3fn)" in caplog.text and "the mean error of their outputs is" in caplog.text
     with torch.no_grad():
         explanation = hf_rocm.explain(model)
+    assert "layers in int8, " in hf_rocm.explain(quantized("int8")).quantized
     assert explanation.quantized in explanation.details() and explanation.quantized.startswith("14 layers in fp8")
     kernels = {
         kernel.situation: kernel.kernel for kernel in explanation.kernels if kernel.operation == "quantized_linear"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from hf_rocm import options
 from hf_rocm.errors import OptionError
+from hf_rocm.loading.pretrained import class_for, from_pretrained
 from hf_rocm.tools.bench import rates as machine_rates
 from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.known_shapes import SHAPES
@@ -20,6 +22,9 @@ from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.roofline import Weights
 from hf_rocm.tools.bench.shapes import build
 from hf_rocm.tools.bench.variants import Side, sides
+from hf_rocm.tools.load import loading
+
+_INPUTS = {"input_ids": "tokens", "pixel_values": "pixels"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,30 @@ class Subject:
 
     @property
     def encoder(self) -> bool:
-        return self.shape is not None and SHAPES[self.shape].encoder
+        """Whether forward passes are timed: the model generates no text."""
+        if self.shape is not None:
+            return SHAPES[self.shape].encoder
+        can_generate = getattr(self._class, "can_generate", None)  # AutoModelForCausalLM has none
+        return self._class.__name__ == "AutoModel" or (can_generate is not None and not can_generate())
+
+    @property
+    def inputs(self) -> str:
+        """`tokens` or `pixels`. Raises `OptionError` for a model with other inputs."""
+        if self.shape is not None:
+            return SHAPES[self.shape].inputs
+        name = getattr(self._class, "main_input_name", "input_ids")
+        if name not in _INPUTS:
+            raise OptionError(
+                f"{self._class.__name__} can't be measured: its input is {name}",
+                facts={"supported": ", ".join(_INPUTS)},
+            )
+        return _INPUTS[name]
+
+    @cached_property
+    def _class(self) -> Any:
+        assert self.model is not None
+        with loading(self.model):
+            return class_for(self.model)
 
     def load(self) -> Any:
         """Load the stock model on its device, in eval mode: in `dtype`, by default bf16 on a GPU and fp32 on a CPU."""
@@ -47,9 +75,13 @@ class Subject:
         if self.shape is not None:
             return build(self.shape, device=self.device, dtype=dtype, layers=self.layers)
         assert self.model is not None
-        from hf_rocm.loading.pretrained import from_pretrained
-
-        return from_pretrained(self.model, force=False, dtype=dtype).to(self.device).eval()
+        with loading(self.model):
+            model = from_pretrained(self.model, force=False, dtype=dtype)
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise OptionError(
+                f"{type(model).__name__} has an encoder and a decoder", hint="pass a model that has only one of them"
+            )
+        return model.to(self.device).eval()
 
 
 def bench(

@@ -19,6 +19,7 @@ import torch
 
 from hf_rocm import patches
 from hf_rocm.errors import OptionError
+from hf_rocm.overlay import bind
 
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
 PREPARED, UNCAPTURED = "hf_rocm", "no-graphs"
@@ -65,7 +66,11 @@ class Side:
 
     def note(self) -> str | None:
         """Return how the side ran, unless its name implies that."""
-        return _forwards_note(self.model) or _graph_note(self.model) if self.name == PREPARED else None
+        if self.name != PREPARED:
+            return None
+        if all(bind.mode_of(module) == bind.OFF for module in self.model.modules()):
+            return "no layer is served, and this side runs stock"
+        return _forwards_note(self.model) or _graph_note(self.model)
 
     def replay_alone(self) -> float | None:
         """Return the milliseconds on the device of the last recorded step or forward pass; None without a recording."""

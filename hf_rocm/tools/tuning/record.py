@@ -20,6 +20,7 @@ from hf_rocm import options
 from hf_rocm.errors import LoadError, OverlayError, TuningError
 from hf_rocm.loading.pretrained import _with_dtype
 from hf_rocm.overlay import bind
+from hf_rocm.tools.load import loading
 from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
@@ -54,7 +55,10 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        config = transformers.AutoConfig.from_pretrained(model)
+        with loading(model):
+            config = transformers.AutoConfig.from_pretrained(model)
+    except LoadError:
+        raise
     except OSError as error:
         raise LoadError(
             f"no config could be loaded from {model!r}",

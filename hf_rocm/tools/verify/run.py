@@ -143,7 +143,7 @@ def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
     if ids is None:
         length = min(256, int(getattr(subject.text_config, "max_position_embeddings", 256)) // 2)
         return torch.randint(min(3, size - 1), size, (max(16, length),), generator=torch.Generator().manual_seed(0))
-    ids = ids.reshape(-1).cpu()
+    ids = ids.reshape(-1).cpu() if isinstance(ids, Tensor) else torch.empty(0)
     if len(ids) < 64 or ids.dtype != torch.long or not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise VerifyError(
             "ids must be at least 64 integer tokens of this model's vocabulary",

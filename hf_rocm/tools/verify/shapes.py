@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,15 @@ def _config(config: str) -> Any:
             raise OptionError(f"transformers {transformers.__version__} has no {model_type}")
         return transformers.AutoConfig.for_model(model_type, **arguments)
     path = Path(config)
+    near = difflib.get_close_matches(config, SHAPES, 1, 0.8)
+    if near and not path.exists():
+        raise OptionError(f"there is no config {config!r}", hint=f"did you mean {near[0]}?")
     try:
         return transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
     except (OSError, ValueError) as error:
         raise OptionError(
             f"no config could be read from {config!r}",
-            facts={"transformers error": " ".join(str(error).split())[:200]},
+            facts={"transformers error": " ".join(str(error).split())},
             hint=f"pass a config.json, a folder with one, or one of {', '.join(sorted(SHAPES))}",
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import hf_rocm
 from hf_rocm import ops
@@ -106,3 +107,18 @@ def test_the_in_place_reference_equals_that_of_a_copy_and_keeps_the_model_unchan
     assert parity.ReferenceInPlace(model).judge(tried) == parity.Reference(model).judge(tried)
     assert {id(config): dict(vars(config)) for config, _ in parity._implementations(model)} == before
     assert model.config._attn_implementation != "eager"
+
+
+def test_the_error_of_two_logits_is_measured_on_more_inputs():
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=32, num_labels=2
+    )
+    shares = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = transformers.ViTForImageClassification(config).eval()
+        reference = parity.Reference(model)
+        (side,), _ = variants.sides(model, ["hf_rocm"], encoder=True)
+        judged = reference.judge(parity.trial(side, Case("encode", 1, 0)))
+        shares.append(judged.error / judged.allowed)
+    assert max(shares) <= 1

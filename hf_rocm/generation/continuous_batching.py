@@ -115,10 +115,11 @@ def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
-    if longest > usual * config.page_size:
+    page = config.page_size if hasattr(config, "page_size") else config.block_size  # its name up to 5.17
+    if longest > usual * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
-        keys = min(longest, (_MOST_PAGES - 1) * config.page_size)  # transformers adds a page
+        keys = min(longest, (_MOST_PAGES - 1) * page)  # transformers adds a page
         call.arguments[_HINTS] = WorkloadHints(max_prompt_length=keys, max_generated_length=0, num_requests=0)
 
 

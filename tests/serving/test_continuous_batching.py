@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -200,6 +201,18 @@ def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
     for model in (make("llama"), hf_rocm.prepare(make("llama"), force=True)):
         with paged(model), nullcontext() if works else pytest.raises(AssertionError, match="0 of 5 requests"):
             batch(model, prompts())
+
+
+@pytest.mark.parametrize("name", ["page_size", "block_size"])
+def test_the_size_of_a_page_has_two_names(name):
+    utils = pytest.importorskip("transformers.generation.continuous_batching.utils")
+    if not hasattr(utils, "WorkloadHints"):
+        pytest.skip("not run: this release has no hints on lengths")
+    config = SimpleNamespace(**{name: 16}, fallback_max_blocks_per_request=32)
+    model = make("llama", max_position_embeddings=1024)
+    call = SimpleNamespace(arguments={})
+    continuous_batching._expect_long_requests(model, call, config)
+    assert call.arguments[continuous_batching._HINTS].max_prompt_length == 1024
 
 
 @pytest.mark.gpu

@@ -308,9 +308,8 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
     arguments, cache = attempt.arguments, attempt.cache
     if not args:
         cache.choice = token_choice.of_call(self, arguments)
-        criteria, choice = stop_criteria.of_call(arguments), cache.choice
-        instead = {"logits_processor": choice and choice.instead(), "stopping_criteria": criteria}
-        arguments = {**arguments, **{name: value for name, value in instead.items() if value is not None}}
+        processors = {} if cache.choice is None else {"logits_processor": cache.choice.instead()}
+        arguments = {**arguments, **processors, **stop_criteria.instead(arguments)}
     try:
         with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
             result = stock(input_ids, *args, **arguments)
@@ -324,21 +323,22 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
 
 def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
-    arguments, cache = attempt.arguments, attempt.cache
+    arguments, cache, tokens = attempt.arguments, attempt.cache, None
     attempt.rounds = None
     if cache.drafts is not None:
         step = speculation.verifying(step)
         attempt.rounds = _rounds(self, cache)
         if not args:
             cache.choice = verification.of_call(self, arguments)
-            criteria = stop_criteria.of_call(arguments)
-            arguments = arguments if criteria is None else {**arguments, "stopping_criteria": criteria}
+            tokens = None if cache.choice is None else cache.choice.tokens
+            criteria = stop_criteria.instead(arguments, tokens)
+            arguments, tokens = {**arguments, **criteria}, tokens if criteria else None
     try:
         with (
             deferred_stop.stopping_on_time(),
             loops.stepping(self, cache, lambda arguments: step(**arguments)),
             assistant.drafting(attempt.rounds),
-            lookup.searching_on_the_host(),
+            lookup.searching_on_the_host(tokens),
         ):
             return stock(input_ids, *args, **arguments)
     finally:

@@ -1,4 +1,4 @@
-"""Prompt lookup without waiting for the device: the tokens are copied to the host once per step and searched there.
+"""Prompt lookup on the host: the tokens are searched there, and copied from the device only if they are not known.
 
 The stock search waits for the device once for every n-gram length and again for every match. The search here returns
 the same drafts.
@@ -16,32 +16,36 @@ import torch
 from torch import Tensor
 
 from hf_rocm import features, patches
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.patches import Change
 
 
 @contextmanager
-def searching_on_the_host() -> Iterator[None]:
+def searching_on_the_host(tokens: HostTokens | None = None) -> Iterator[None]:
     """Within the block, prompt lookup of this thread searches on the host, except with logits processors.
 
-    A processor may have tensors on the device, and transformers calls it for every drafted token.
+    A processor may have tensors on the device, and transformers calls it for every drafted token. tokens: the tokens of
+    the call; None: they are copied in every step.
     """
     if features.refuses("prompt_lookup") is not None:
         yield
         return
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Generator
 
-    before, _thread.ends = _thread.ends, {}
+    before = _thread.ends, _thread.tokens
+    _thread.ends, _thread.tokens = {}, tokens
     try:
         with patches.applied(Change(Generator, "get_candidates", _searches, key=__name__)):
             yield
     finally:
-        _thread.ends = before
+        _thread.ends, _thread.tokens = before
 
 
 class _Thread(threading.local):
     """ends: maps a generator of this thread's call to its end tokens; None outside the block."""
 
-    ends: dict[Any, list[int]] | None = None
+    ends: dict[Any, frozenset[int]] | None = None
+    tokens: HostTokens | None = None
 
 
 _thread = _Thread()
@@ -54,9 +58,10 @@ def _searches(change: Change) -> Callable[..., Any]:
         if ends is None or not change.live or subclass or getattr(self, "logits_processor", None) or len(input_ids) > 1:
             return change.call_of(self)(input_ids, *args, **kwargs)
         if self not in ends:
-            ends[self] = [] if self.eos_token_id is None else self.eos_token_id.cpu().tolist()
-        drafts = drafted(
-            input_ids[0].cpu().numpy(),
+            ends[self] = frozenset(() if self.eos_token_id is None else self.eos_token_id.cpu().tolist())
+        tokens = _thread.tokens or HostTokens()
+        tokens.drafts = drafts = drafted(
+            tokens.of(input_ids),
             most=self.num_output_tokens,
             ngram=self.max_matching_ngram_size,
             limit=self.max_length,
@@ -64,12 +69,13 @@ def _searches(change: Change) -> Callable[..., Any]:
         )
         if not len(drafts):
             return input_ids, None
-        return torch.cat((input_ids, torch.from_numpy(drafts)[None].to(input_ids.device, non_blocking=True)), 1), None
+        on_device = torch.from_numpy(drafts)[None].to(input_ids.device, input_ids.dtype)
+        return torch.cat((input_ids, on_device), dim=1), None
 
     return get_candidates
 
 
-def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, ends: list[int]) -> Any:
+def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, ends: frozenset[int]) -> Any:
     """Return the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
 
     tokens: [S]. most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first.
@@ -91,6 +97,5 @@ def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, 
         if not same[first] or start >= stop:
             continue
         drafts = tokens[start:stop]
-        ended = np.isin(drafts, ends).nonzero()[0]
-        return drafts[: ended[0]] if len(ended) else drafts
+        return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in ends), None)]
     return none

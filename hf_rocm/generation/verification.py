@@ -3,8 +3,8 @@
 The loop converts the logits of a step to fp32, copies them, and compares the tokens with the largest logits with the
 drafts, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
 recorded step contains the tokens with the largest logits. The loop handles stand-ins for the logits and the tokens:
-the tokens are copied to the host once, and are compared with the drafts there. Any other use of a stand-in
-computes the tensor.
+the tokens are copied to the host once, and are compared with the drafts and the end tokens there. Any other use of a
+stand-in computes the tensor.
 
 This applies only to greedy decoding in the unchanged loop, without logits processors, if it returns no scores.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import features
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.token_choice import UPDATE, StandIn
@@ -27,7 +28,13 @@ from hf_rocm.overlay.replacements import Watch
 
 
 class Verification:
-    """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`."""
+    """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
+
+    tokens: the tokens of the call.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = HostTokens()
 
     def holds(self) -> bool:
         """Whether no function that receives a stand-in was replaced."""
@@ -35,7 +42,7 @@ class Verification:
 
     def stand_in(self, step: RecordedStep, _: Any) -> Any:
         """The stand-in for the logits of all replays of a step."""
-        return _Logits(step)
+        return _Logits(step, self.tokens)
 
 
 def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
@@ -75,15 +82,17 @@ def _receiving() -> Watch:
 class _Logits(StandIn):
     """The logits, [1, N, V], before and after their conversion to fp32."""
 
-    def __init__(self, step: RecordedStep) -> None:
-        self._step = step
+    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
+        self._step, self._known = step, known
 
     def tensor(self) -> Tensor:
         return self._step.logits
 
     def __getitem__(self, index: Any) -> Any:
         tokens = self._step.logits.shape[1]
-        return _Scores(self._step) if index == (slice(None), slice(-tokens, None)) else self.tensor()[index]
+        return (
+            _Scores(self._step, self._known) if index == (slice(None), slice(-tokens, None)) else self.tensor()[index]
+        )
 
     def clone(self) -> Any:
         return self
@@ -103,15 +112,17 @@ class _Scores(_Logits):
         return self if not args and kwargs == same else self.tensor().to(*args, **kwargs)
 
     def argmax(self, *args: Any, **kwargs: Any) -> Any:
-        return _Selected(self._step) if not args and kwargs == {"dim": -1} else self.tensor().argmax(*args, **kwargs)
+        if args or kwargs != {"dim": -1}:
+            return self.tensor().argmax(*args, **kwargs)
+        return _Selected(self._step, self._known)
 
 
 class _Selected(StandIn):
     """The tokens with the largest logits, [1, N]: accepted drafts, and the token after them."""
 
-    def __init__(self, step: RecordedStep) -> None:
+    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
         assert step.tokens is not None
-        self._tokens, self._on_host = step.tokens, step.tokens.cpu()
+        self._tokens, self._on_host, self._known = step.tokens, step.tokens.cpu(), known
 
     def tensor(self) -> Tensor:
         return self._tokens
@@ -120,15 +131,15 @@ class _Selected(StandIn):
         rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         if rows == slice(None) and isinstance(columns, slice) and columns.start is columns.step is None:
             kind = _Compared if columns.stop == -1 else _Accepted
-            return kind(self._tokens[:, : columns.stop], self._on_host[:, : columns.stop])
+            return kind(self._tokens[:, : columns.stop], self._on_host[:, : columns.stop], self._known)
         return self.tensor()[index]
 
 
 class _Compared(StandIn):
     """Tokens that the loop compares with the drafts."""
 
-    def __init__(self, tokens: Tensor, on_host: Tensor) -> None:
-        self._tokens, self._on_host = tokens, on_host
+    def __init__(self, tokens: Tensor, on_host: Tensor, known: HostTokens) -> None:
+        self._tokens, self._on_host, self._known = tokens, on_host, known
 
     def tensor(self) -> Tensor:
         return self._tokens
@@ -137,12 +148,20 @@ class _Compared(StandIn):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ in ("eq", "__eq__") and len(args) == 2 and type(args[1]) is cls and not kwargs:
             drafts, selected = args
-            return drafts.cpu() == selected._on_host
+            return selected._known.drafts_of(drafts) == selected._on_host
         return super().__torch_function__(function, types, args, kwargs)
 
 
 class _Accepted(_Compared):
     """The tokens that the loop appends, [1, N]. Its search for end tokens runs on the host."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs)
+        if function is torch.cat and kwargs == {"dim": -1} and type(args[0][-1]) is cls and len(args[0]) == 2:
+            before, accepted = args[0]
+            accepted._known.append(accepted._on_host, before.shape[1])
+        return result
 
     @property
     def shape(self) -> torch.Size:
@@ -156,10 +175,10 @@ class _Accepted(_Compared):
         return self._on_host.squeeze(dim)
 
     def cpu(self) -> Tensor:
-        return self._on_host
+        return self._on_host.clone()
 
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         if rows == slice(None) and isinstance(columns, slice):
-            return _Accepted(self._tokens[index], self._on_host[index])
+            return _Accepted(self._tokens[index], self._on_host[index], self._known)
         return self.tensor()[index]

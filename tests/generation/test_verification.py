@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import EosTokenCriteria, GenerationMixin, StoppingCriteriaList
 
 import hf_rocm
-from hf_rocm.generation import recorder, verification
+from hf_rocm.generation import recorder, stop_criteria, verification
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.state import known
 from tests.generation import faults
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
@@ -69,6 +70,63 @@ def test_an_assistant(pair, read):
         )
         assert torch.equal(tokens, expected) and streamers[0].values == streamers[1].values
     assert read["tokens"] == counted(prepared)[1] - known(prepared).compared > 4 and read["logits"] == 0
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """Check the tokens of every search against those on the device. Collects whether they had to be copied."""
+    copies = []
+    of = HostTokens.of
+
+    def checked(self, input_ids):
+        copies.append(self._length != input_ids.shape[1])
+        tokens = of(self, input_ids)
+        assert tokens.tolist() == input_ids[0].tolist()
+        return tokens
+
+    monkeypatch.setattr(HostTokens, "of", checked)
+    return copies
+
+
+@pytest.mark.parametrize("ends", [NEVER, [5, 17, 40]])
+def test_tokens_and_end_tokens_are_known_on_the_host(ends, pair, searched, monkeypatch):
+    prepared, stock = pair()
+    known_ends = []
+    goes_on = stop_criteria._Criteria._goes_on
+    monkeypatch.setattr(
+        stop_criteria._Criteria, "_goes_on", lambda *args: known_ends.append(goes_on(*args)) or known_ends[-1]
+    )
+    for seed in (0, 0, 1, 2, 3):
+        expected = generate(stock, repeating(seed), new=NEW, eos_token_id=ends)
+        tokens = looked_up(prepared, repeating(seed), eos_token_id=ends)
+        assert torch.equal(tokens[:, : expected.shape[1]], expected)
+    assert len(searched) - sum(searched) > 12 and sum(known_ends) > 12
+
+
+def test_a_criterion_of_the_user_may_change_the_tokens(pair, searched):
+    def changes(input_ids, scores, **_):
+        input_ids[0, -1] = 7 + input_ids.shape[1] % 3
+        return torch.zeros(1, dtype=torch.bool)
+
+    prepared, stock = pair()
+    for seed in range(3):
+        results = [looked_up(model, repeating(seed), stopping_criteria=[changes]) for model in (prepared, stock)]
+        assert torch.equal(*results)
+    assert all(searched) and counted(prepared)[1] > 8
+
+
+def test_a_streamer_may_change_the_values_that_it_receives(pair, searched):
+    class Changes(Streamer):
+        def put(self, value):
+            if self.values:  # on a CPU, the first value is the prompt itself
+                value.fill_(1)
+            self.values.append(value.shape)
+
+    prepared, stock = pair()
+    for seed in (0, 0, 1):
+        tokens = looked_up(prepared, repeating(seed), streamer=Changes())
+        assert alike_greedy(tokens, stock, repeating(seed))
+    assert not all(searched)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +196,28 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
         accepted.sum(), step.tokens[:, :2].sum()
     )
     assert torch.equal(accepted.squeeze(0), step.tokens[0, :2])
+
+
+def test_the_result_of_criteria_that_stop_nothing():
+    tokens = HostTokens()
+    ids = torch.tensor([[4, 5, 6]])
+    criteria = stop_criteria.instead(
+        {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(torch.tensor([6, 9]))])}, tokens
+    )["stopping_criteria"]
+    rows = torch.ones(1, dtype=torch.long)
+    assert criteria(ids, None).tolist() == [True]  # the tokens are not known
+    assert tokens.of(ids).tolist() == [4, 5, 6] and criteria(ids, None).tolist() == [True]
+    ids = torch.tensor([[4, 5, 7]])
+    tokens = criteria._tokens = HostTokens()
+    tokens.of(ids)
+    done = criteria(ids, None)
+    assert not done and bool(~done) and torch.equal(done | torch.tensor([True]), torch.tensor([True]))
+    unfinished = rows & ~done
+    finished = unfinished.max() == 0
+    assert finished is False and torch.equal(unfinished + 1, rows + 1) and (unfinished & ~done).max() != 0
+    assert torch.equal(unfinished & torch.tensor([False]), torch.tensor([0])) and unfinished.max() == 1
+    assert torch.equal(torch.ones(2, dtype=torch.long) & ~done, torch.ones(2, dtype=torch.long))
+    tokens.drafts = torch.tensor([3, 9]).numpy()
+    assert criteria(torch.tensor([[4, 5, 7, 3, 9]]), None).tolist() == [True]
+    tokens.drafts = torch.tensor([9, 3]).numpy()
+    assert not criteria(torch.tensor([[4, 5, 7, 9, 3]]), None)

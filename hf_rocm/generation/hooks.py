@@ -17,6 +17,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import (
     assistant,
     decide,
+    decode_experts,
     deferred_stop,
     inputs,
     lookup,
@@ -209,9 +210,7 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """This thread's call of `generate`: whether it has a custom loop, which user code may read its cache, its
-    assistant, and whether the assistant has another tokenizer.
-    """
+    """This thread's call of `generate`: custom loop, user code that may read the cache, assistant, other tokenizer."""
 
     own_loop = False
     observer: str | None = None
@@ -396,4 +395,5 @@ _METHODS: dict[str, Method] = {
     "_beam_search": _loop,
     "_assisted_decoding": _loop,
     "_has_unfinished_sequences": _has_unfinished_sequences,
+    "_optimize_model_for_decode": decode_experts.switching,
 }

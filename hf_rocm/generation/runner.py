@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.generation import comparison, incident
+from hf_rocm.generation import comparison, decode_experts, incident
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
@@ -61,6 +61,8 @@ class Runner:
         self._model_state: int | None = None  # a number for the model's fingerprint
         self._model: Any
         self._forward: Any = None  # the forward that was set on the model itself before the call
+        self._experts: str | None = None  # the experts implementation, and the number of switches when it was read
+        self._switches = 0
         self._watch: Watch
         self._hooks = 0  # the number of hooks registered on any module of this process when the modules were examined
         self._ranks: Agreement
@@ -95,6 +97,8 @@ class Runner:
                 self._state.turn_away(str(reason))
                 return self._run(model, arguments)
             self._arguments = arguments if all(map(resident, inputs.tensors)) else {}
+        if self._switches != self._state.switches:
+            self._follow_switches(model)
         if self._model_state is None and not self._begin(model):
             return model(**arguments)
         replaced = None if self._watch.unchanged() else self._watch.difference()
@@ -170,6 +174,14 @@ class Runner:
             self._state.turn_away("the models are in different states on different ranks")
         return not self._uncaptured
 
+    def _follow_switches(self, model: Any) -> None:
+        """Fingerprint the model again if a call in another thread has changed its experts implementation."""
+        self._switches = self._state.switches
+        experts = decode_experts.implementation(model)
+        if experts != self._experts:
+            self._experts, self._model_state = experts, None
+            self._in_a_row = 0  # the digests of the steps so far belong to another recording
+
     def _hooked(self, model: Any) -> bool:
         """Whether a hook was registered on a module during the call, so that the rest of the call runs uncaptured.
 
@@ -190,6 +202,7 @@ class Runner:
         """Run the step for its result, then record it. The next step with this key is the first replay."""
         cache = self.cache
         recorder = self._recorder(inputs.tensors[0].device)
+        switches = self._state.switches
         cache.keep_states()
         outputs = self._run(model, arguments)
         after = cache.length
@@ -213,6 +226,8 @@ class Runner:
         if not self._ranks.all(step is not None) or step is None:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
+        if not self._ranks.all(switches == self._state.switches):
+            return outputs  # the layers may have run different experts implementations; the next step is recorded
         most = _MOST + cache.longest_step - 1  # every number of drafts needs its own recording
         _drop_oldest(cache.recordings, most - 1)
         cache.recordings[key] = step
@@ -259,6 +274,7 @@ class Runner:
         alarm = step.schedule.proven and not self._ranks.all(not step.alarm.rang())
         within = min(self._in_a_row, comparison.reach(self.cache, arguments))
         back = within if alarm else min(within, BACK)
+        switches = self._state.switches
         result = comparison.compare(
             step,
             model,
@@ -270,7 +286,9 @@ class Runner:
             look_for_finite=alarm,
         )
         if not result.agrees:
-            self._differs(step, result, model)
+            if not result.intact or self._ranks.all(switches == self._state.switches):
+                self._differs(step, result, model)
+            self._in_a_row = 0  # some layers may have run another experts implementation; the next step is compared
             return result.outputs
         if alarm and (back < self._unproven or result.finite):
             self._take_back(step, _NOT_FINITE, model, result.operators)

@@ -38,6 +38,8 @@ class State:
         self.recorded = 0  # the number of recorded steps
         self.replayed = 0  # the number of replayed steps after the first comparison
         self.compared = 0  # the number of these replayed steps that were compared
+        # a counter that changes whenever a call switches the model's experts implementation, for all threads
+        self.switches = 0
         self.plain_assistants = 0  # the number of calls whose assistant is not prepared and ran uncaptured
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}

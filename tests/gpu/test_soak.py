@@ -19,13 +19,15 @@ DECODER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_
 SIZES = {name: DECODER for name in DECODERS}
 SIZES["deepseek_v3"] = {
     **DECODER,
-    "head_dim": None,
+    "head_dim": 32,
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
 }
+# with tied weights, these models repeat the last token whatever their attention returns
+SIZES |= {name: {**DECODER, "tie_word_embeddings": False} for name in ("gemma2", "gemma3")}
 SIZES |= {name: {"d_model": 256, "d_kv": 64} for name in ("t5", "mt5")}
 
 

@@ -49,14 +49,17 @@ _CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).param
 class Soak:
     """A recorded model and stock, which run the same calls.
 
-    longest: the largest number of tokens of a prompt, and of new tokens.
+    longest: the largest number of tokens of a prompt, and of new tokens. scale: a factor for all matrices.
     """
 
-    def __init__(self, family, *, device="cpu", longest=24, **sizes):
+    def __init__(self, family, *, device="cpu", longest=24, scale=1.0, **sizes):
         self.encodes = family in test_encoder_decoder.CLASSES
         self.family, self.device, self.longest = family, device, longest
         make = test_encoder_decoder.make if self.encodes else conftest.make
         self.stock = make(family, **sizes).to(device)
+        with torch.no_grad():
+            for parameter in self.stock.parameters():
+                parameter.mul_(scale if parameter.ndim > 1 else 1.0)
         self.prepared = hf_rocm.prepare(copy.deepcopy(self.stock), force=True, graphs=True)
         self.stateful = getattr(type(self.stock), "_is_stateful", False)
         windows = decide.windows(self.prepared)

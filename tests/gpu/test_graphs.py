@@ -13,6 +13,7 @@ import hf_rocm
 from hf_rocm import options
 from hf_rocm.generation import cache_layer, pool
 from hf_rocm.generation.recorded_draw import RecordedDraw
+from hf_rocm.generation.recorded_step import largest
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
@@ -205,3 +206,11 @@ def test_peak_memory_is_that_of_stock_plus_the_static_cache(pair):
         peaks.append(torch.cuda.max_memory_allocated() - before + idle)
     static = known(prepared).pool.summary()[1]
     assert peaks[1] <= peaks[0] + 0.03 * weights + static
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_of_several_largest_logits_is_taken(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randint(0, 5, (2, 6, 128256), generator=generator, device="cuda").to(dtype)
+    logits[0, 1, 77::1000] = float("nan")
+    assert torch.equal(largest({"logits": logits}), logits.argmax(-1))

@@ -23,7 +23,7 @@ from hf_rocm.ops.linear import aiter_refuses, cases, kind, specification
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.specs.linear import LinearSpec
 
-RUN = 8  # columns of 16 bits that are stored together
+RUN = 8  # adjacent 16-bit elements of a row that are stored together
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def torch_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
 
 
 def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    """The oracle."""
+    """The oracle: one GEMM with the unshuffled weight, and one sum."""
     product = torch.matmul(x, unshuffle(data).t())
     return product if bias is None else product + bias
 

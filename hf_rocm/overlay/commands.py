@@ -29,7 +29,7 @@ def system_errors() -> Iterator[None]:
         if isinstance(error, HfRocmError):
             raise
         raise OverlayError(
-            "the system refused to read transformers or hf-rocm; nothing was written",
+            "transformers or hf-rocm could not be read; nothing was written",
             facts={"file": error.filename or "(unknown)", "found": error.strerror or error},
             hint="fix the permissions or the file system, then run it again",
         ) from error
@@ -50,7 +50,7 @@ def install(
     was edited is refused in any case.
 
     Returns the plan and notices for the user. The plan is not executed in a dry run or if it has refusals.
-    Raises `OverlayError` if no plan can be made, or if writing failed.
+    Raises `OverlayError` if no plan can be made, or if writing fails.
     """
     catalog = catalog or catalogs.load()
     installation = locate(transformers_path)

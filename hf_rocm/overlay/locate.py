@@ -1,7 +1,7 @@
 """Locate transformers without importing it, and check whether it may be patched.
 
-Any installation may be read. Only a package that a package manager installed for this environment alone may be patched:
-`check_writable` refuses checkouts, symbolic links, packages of another environment, and one of several on the path.
+Any installation may be read. `check_writable` refuses to patch a checkout or a symbolic link. Unless the user gave its
+path, the package must also belong to the active environment, and must be the only transformers on `sys.path`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def read_record(file: Path) -> dict[str, str]:
 
 
 def recorded_hex(encoded: str) -> str:
-    """Convert a hash of RECORD (urlsafe base64 without padding) to hexadecimal."""
+    """Convert a hash from RECORD (urlsafe base64 without padding) to hexadecimal."""
     return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).hex()
 
 
 def check_writable(installation: Installation) -> None:
-    """Raise `OverlayError` if this installation must not be patched, with the remedy."""
+    """Raise `OverlayError`, with a remedy as the hint, if this installation must not be patched."""
     root = installation.root
     facts = {"path": root}
     if (checkout := _checkout(installation)) is not None:
@@ -187,7 +187,7 @@ def _checkout(installation: Installation) -> str | None:
                 return f"{parent / '.git'}"
         if root.parent.name == "src" and (root.parent.parent / "setup.py").is_file():
             return f"{root.parent.parent / 'setup.py'}"
-        # an editable install has its record in site-packages, apart from the files
+        # the record of an editable install is in site-packages, and its files are elsewhere
         metadata = installation.metadata
         if metadata is None and not installation.named:
             metadata = next(_metadata_on_path(), None)

@@ -94,7 +94,7 @@ def linear_refusal(linear: nn.Module) -> str | None:
     if not accepted_forward(linear):
         if "_hf_hook" in linear.__dict__:
             return f"is run by a hook ({type(linear.__dict__['_hf_hook']).__name__}) that may move its weights"
-        return "has a forward of its own"
+        return "has its own forward"
     if "weight" not in linear._parameters:
         return NO_PARAMETER
     for label, parameter in linear._parameters.items():

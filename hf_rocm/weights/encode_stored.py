@@ -85,7 +85,7 @@ def _refusal(layer: StoredLinear) -> str | None:
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it has a forward hook"
     if "forward" in layer.__dict__ and getattr(layer.__dict__.get("_hf_hook"), "offload", True):
-        return "it has a forward of its own"
+        return "it has its own forward"
     if any(tensor.is_meta for tensor in layer.tensors().values()):
         return "it is offloaded"
     return layer.format.refuses(layer.out_features, layer.in_features)

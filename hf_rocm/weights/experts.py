@@ -1,8 +1,8 @@
-"""Lists of experts, stacked into one block without a second copy.
+"""Lists of experts, stacked into two blocks without a second copy.
 
-Up to transformers 4.57 a mixture has an `nn.ModuleList` of gated MLPs. Their weights are moved into two blocks that
-`ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and every call checks all
-parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
+Up to transformers 4.57 a mixture-of-experts layer has an `nn.ModuleList` of gated MLPs. Their weights are moved into
+the blocks that `ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and every
+call checks all parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Stacked(BlockGroup):
     def join(cls, module: Module, names: tuple[str, ...]) -> None:
         group = module.__dict__[SLOT] = Stacked(module, names)
         if group.gate_up.is_cuda:
-            torch.cuda.empty_cache()  # the freed weights are too small for the next block
+            torch.cuda.empty_cache()  # the freed allocations are too small for the next block
 
     @classmethod
     def wake(cls, module: Module, names: tuple[str, ...]) -> None:
@@ -191,7 +191,7 @@ def _refusal(module: Module, names: Sequence[str]) -> str | None:
         if expert._forward_hooks or expert._forward_pre_hooks:
             return f"expert {index} has a forward hook"
         if "forward" in expert.__dict__:
-            return f"expert {index} has a forward of its own"
+            return f"expert {index} has its own forward"
         function = expert._modules.get(activation)
         if function is None or activation in expert.__dict__:
             return f"the activation of expert {index} is not a submodule"

@@ -218,7 +218,7 @@ def _linears(
         elif not isinstance(module._parameters.get("weight"), nn.Parameter):
             skipped[name] = "its weight is not a separate parameter"
         elif not accepted_forward(module):
-            skipped[name] = "it has a forward of its own"
+            skipped[name] = "it has its own forward"
         else:
             yield name, module
 

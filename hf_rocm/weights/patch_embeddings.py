@@ -81,7 +81,7 @@ def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
         if type(module) not in _CALLED or not _non_overlapping(module):
             continue
         if not accepted_forward(module):
-            skipped[name] = "it has a forward of its own"
+            skipped[name] = "it has its own forward"
             continue
         bind.set_mode(module, mode)
         instance_forward.attach(module)

@@ -123,7 +123,7 @@ def test_gradients(kernels, shape, dtype, window):
         assert_as_good_as_eager(*entry)
 
 
-def test_strides_that_kernels_cannot_read_are_copied(kernels):
+def test_tensors_with_strides_that_kernels_cannot_read_are_copied(kernels):
     """Sliced keys, and a query with a strided last dim: the stand-ins raise if the kernel would misread them."""
     query, key, value = qkv(SHAPES["chunk"], torch.bfloat16)
     odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # misaligned by 2 bytes

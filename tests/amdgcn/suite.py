@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.amdgcn.device import Gpu
     from tests.amdgcn.record import Record
 
-# Modules that test the interpreter or the host. They run with the interpreter.
+# Modules that do not test the machine code of kernels, with the reason. They run only with the interpreter.
 ELSEWHERE: Mapping[str, str] = {
     "test_builds": "compiles without executing anything",
     "test_detect": "tests processes without a GPU",
@@ -76,7 +76,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="number of cases (default: all)")
     group.addoption("--machine-code-report", metavar="FILE", type=Path, help="write a JSON report of what was executed")
     group.addoption("--machine-code-faults", metavar="N", type=int, help="plant N faults instead of testing")
-    group.addoption("--machine-code-again", metavar="FILE", type=Path, help="plant the faults of this report instead")
+    group.addoption("--machine-code-again", metavar="FILE", type=Path, help="plant the faults of this report again")
     group.addoption("--machine-code-seed", metavar="N", type=int, default=0, help="seed of the faults (default: 0)")
 
 

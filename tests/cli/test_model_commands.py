@@ -43,7 +43,7 @@ def test_explain_lists_the_kernels_as_json(checkpoint, capsys):
     assert {kernel["operation"] for kernel in data["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
 
 
-def test_explain_without_force_is_stock(checkpoint, capsys):
+def test_explain_without_force_reports_a_stock_model(checkpoint, capsys):
     assert main(["explain", checkpoint, "--device", "cpu"]) == 0
     assert "stock, because" in capsys.readouterr().out
 
@@ -113,7 +113,7 @@ def test_the_hub_is_named_before_a_model_is_looked_up_there(checkpoint, capsys, 
     shown = []
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
     assert main(["explain", "meta-llama/nosuch"]) == 1
-    assert "note: there is no folder 'meta-llama/nosuch' here: it is looked up on the Hugging Face hub" in shown[0]
+    assert "note: 'meta-llama/nosuch' is not a folder here, so it is looked up on the Hugging Face hub" in shown[0]
     assert main(["explain", checkpoint]) == 1
     assert "hub" not in shown[1]
 
@@ -133,7 +133,7 @@ def test_the_filter_is_also_set_if_the_hub_was_not_imported_yet():
 
 
 @pytest.mark.parametrize(("word", "near"), [("serv", "serve"), ("chek", "check")])
-def test_a_misspelt_command_of_a_group_is_named(word, near, capsys):
+def test_a_correction_is_suggested_for_a_misspelt_command_of_a_group(word, near, capsys):
     group = "bench" if near == "serve" else "tune"
     assert main([group, word, "llama"]) == 2
     assert f"No such command {word!r}. Did you mean {near!r}?" in " ".join(capsys.readouterr().err.split())

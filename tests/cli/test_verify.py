@@ -103,7 +103,7 @@ def test_the_python_interface_refuses_an_unwritable_golden_file_before_the_run(t
         verify_model(model, force=True, save_golden=tmp_path / "missing" / "g")
 
 
-def test_a_fault_exits_with_1_and_names_the_layer(tiny_checkpoint, golden, capsys):
+def test_a_fault_causes_exit_code_1_and_its_layer_is_named(tiny_checkpoint, golden, capsys):
     with faults.instead("rope", faults.first_rows_positions):
         assert verify(tiny_checkpoint, "--force", "--golden", golden) == 1
     out = capsys.readouterr().out

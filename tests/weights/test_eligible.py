@@ -122,7 +122,7 @@ REASONS = [
     (_quantised_weight, "b has a weight that is of type Quantised, not Parameter"),
     (_plain_tensor, "b has a weight that is of type Tensor, not Parameter"),
     (_hooked, "b has a forward hook"),
-    (_own_forward, "b has a forward of its own"),
+    (_own_forward, "b has its own forward"),
     (_meta, "b has a weight that is on the meta device"),
     (_offloaded, "a is run by a hook (AlignDevicesHook) that may move its weights"),
     (_sequence_of_hooks, "b is run by a hook (SequentialHook) that may move its weights"),

@@ -1,4 +1,4 @@
-"""The specifications of routed experts and of their choice, and the arguments of their implementations."""
+"""The specifications of routed experts and of the routing, and the arguments of their implementations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExpertsSpec(NamedTuple):
     interleaved: bool
     weigh_input: bool
     contiguous: bool  # whether both weights are contiguous
-    pairs: int  # T · k rounded up to the next of `moe.BOUNDS`, or `moe.MANY` above the largest
+    pairs: int  # pairs of a token and an expert, rounded up to the next of `moe.BOUNDS`; `moe.MANY` above the largest
     traced: bool
     grad: bool
 

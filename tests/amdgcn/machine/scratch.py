@@ -62,5 +62,7 @@ class Scratch:
     def words(self, at: np.ndarray, count: int, index: int) -> np.ndarray:
         """The indices [count, waves] of the words at these byte offsets."""
         if (at % 4).any() or (at < 0).any() or (at + 4 * count > self.size).any():
-            raise OutOfBounds(f"instruction {index} accesses scratch at {at.tolist()}, of {self.size} bytes per lane")
+            raise OutOfBounds(
+                f"instruction {index} accesses scratch at bytes {at.tolist()} of {self.size} bytes per lane"
+            )
         return at // 4 + np.arange(count)[:, None]

@@ -123,7 +123,7 @@ DECODERS = [
         since="4.54",
         stock_can_not={
             "cache": "up to 5.0 its convolutions need a special cache",
-            "beams": "up to 4.57 that cache fails under beams",
+            "beams": "up to 4.57 its cache fails with beam search",
         },
     ),
 ]

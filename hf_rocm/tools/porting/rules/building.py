@@ -54,7 +54,7 @@ _TARGET = re.compile(r"\bCUDA::\w+")
 
 
 def of_setting(name: str, value: str, line: int) -> Iterator[Place]:
-    """Check an environment variable that is set in a shell, a Dockerfile or Python."""
+    """Check a variable that is set in a shell command, a Makefile, a Dockerfile or an option -DNAME=VALUE."""
     if name in allocator.VARIABLES:
         yield from allocator.read(value, line)
     elif name in _VARIABLES and value:
@@ -125,7 +125,11 @@ def _in_code(module: Module, node: ast.Constant) -> bool:
 
 
 def _compiling(module: Module, node: ast.AST) -> bool:
-    """Return whether a string can be a flag: it is in a list, an addition or an argument, but not in a comparison."""
+    """Return whether a string can be a flag, which depends on the expression or statement that contains it.
+
+    It can be one in a list, a tuple, an addition, an assignment or a keyword argument, or as an argument of `append`,
+    `extend`, `insert` or `add`, but not in a comparison.
+    """
     parent = module.parents.get(node)
     return isinstance(parent, ast.List | ast.Tuple | ast.BinOp | ast.Assign | ast.keyword) or (
         isinstance(parent, ast.Call) and getattr(parent.func, "attr", "") in ("append", "extend", "insert", "add")

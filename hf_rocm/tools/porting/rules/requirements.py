@@ -72,8 +72,8 @@ _PACKAGES = {
     "flashinfer-python": "aiter", "deep-gemm": "aiter",
     "nvidia-dali-cuda120": "rocAL", "nvidia-cutlass-dsl": "Composable Kernel",
 }  # fmt: skip
-_PREFIXES = {"nvidia-": "nothing: torch's ROCm build brings its own libraries", "cupy-cuda": "cupy-rocm-7-0, or numpy",
-             "cudf-cu": "the CPU libraries", "cuml-cu": "the CPU libraries"}  # fmt: skip
+_PREFIXES = {"nvidia-": "nothing: torch's ROCm build contains its libraries", "cupy-cuda": "cupy-rocm-7-0, or numpy",
+             "cudf-cu": "a CPU library, such as pandas", "cuml-cu": "a CPU library, such as scikit-learn"}  # fmt: skip
 _CUDA_LOCAL = re.compile(r"\+cu\d+")
 _CUDA_INDEX = re.compile(r"download\.pytorch\.org/whl/(nightly/|test/)?cu\d+|pypi\.nvidia\.com|pypi\.ngc\.nvidia\.com")
 _REPOSITORY = re.compile(r"git\+\S*/([\w-]+?)(?:\.git)?(?:@\S*)?(?:#\S*)?$")

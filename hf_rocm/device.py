@@ -1,6 +1,7 @@
-"""Facts about this machine: the torch build (ROCm or not) and the GPU's architecture.
+"""Facts about this machine: the torch build (ROCm or not), the GPU's architecture, and the sizes of memory.
 
-They are read lazily and cached. Nothing here imports aiter, and no device is opened before a function needs it.
+They are read lazily, and those that can't change are cached. Nothing here imports aiter, and no device is opened before
+a function needs it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Device:
 
     kind: `cpu`, `cuda` (NVIDIA or ROCm) or another torch device type. rocm: True for a GPU of a ROCm build of torch.
     arch: the gfx name without feature flags (`gfx942`) on ROCm, else None. units: number of compute units on ROCm.
-    integrated: whether the GPU shares the host's memory.
+    integrated: whether it is a GPU on ROCm that shares the host's memory.
     """
 
     kind: str

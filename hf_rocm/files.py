@@ -117,8 +117,8 @@ def write_own(path: Path, content: str) -> None:
 def read_own(path: Path) -> tuple[str, float] | None:
     """Return the text of a file that only this user or root can have written, and its mtime in seconds.
 
-    Returns None for another user's file, a file that others may write to, a symbolic link, an unreadable file and a
-    missing file.
+    Returns None for another user's file, a file that others may write to, a symbolic link or another file that is not
+    regular, an unreadable file, a file that is not UTF-8 text, and a missing file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE_FLAGS)
@@ -135,9 +135,9 @@ def read_own(path: Path) -> tuple[str, float] | None:
 
 
 def open_own(path: Path) -> int | None:
-    """Open or create a file of this user for reading and writing, and return its descriptor.
+    """Open or create a file of this user or root for reading and writing, and return its descriptor.
 
-    Returns None if the file belongs to another user or has several hard links. Raises `OSError`.
+    Returns None if the file belongs to another user, is not regular or has several hard links. Raises `OSError`.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE_FLAGS, 0o666)
     status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Text for people on stdout, JSON for programs, and everything else on stderr.
+"""Results on stdout, as text for people or as JSON for programs, and everything else on stderr.
 
 rich is imported only when a table is printed or a stream is a terminal, so `check_version --json` does not need it.
 """

@@ -1,7 +1,7 @@
 """The facts that must be equal on all ranks that run one model together, as a mapping of names to text.
 
-They describe contents, not paths: folders may differ between nodes. Collecting them takes tens of milliseconds and
-reads only the architecture of the GPU.
+They describe contents, not paths: folders may differ between nodes. Collecting them takes tens of milliseconds.
+The only fact about the GPU is its architecture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_rocm.overlay.block import has_block
 from hf_rocm.overlay.facts import aiter_facts
 from hf_rocm.overlay.locate import locate
 
-# Arguments that may differ between nodes: paths, and how files are downloaded.
+# Arguments that are not compared, such as paths, download settings and the placement on devices.
 LOCAL = frozenset(
     (
         "cache_dir",
@@ -117,7 +117,10 @@ def _options() -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return the value as text that is equal in every process: without addresses, and with sorted sets."""
+    """Return the value as text that is equal in every process: without addresses, and with sorted sets.
+
+    Text of more than 80 characters is replaced by its beginning and a digest.
+    """
     text = _canonical(value)
     return text if len(text) <= 80 else f"{text[:40]}… ({_short(text.encode())})"
 

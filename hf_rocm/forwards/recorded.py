@@ -89,7 +89,7 @@ class RecordedForward(Recorded):
         return self._build(tensors, inputs)
 
     def compare(self, run: Run, inputs: Inputs) -> Compared:
-        """Replay the forward and run it uncaptured along the same path, repeatedly if the uncaptured runs differ."""
+        """Replay the forward and run it uncaptured along the same path; if the two differ, up to `RUNS` times."""
         replayed = self.copies(inputs.tensors)
         runs: list[list[Tensor]] = []
         output: Any = None

@@ -27,8 +27,8 @@ from hf_rocm.generation.states import States
 # In the model's __dict__: the settings of a prepared model, as builtin types, so that copies and pickles keep them.
 SETTINGS = "_hf_rocm_forwards"
 
-# The largest numbers of recordings, of shapes that are stored without a recording, and of states of the model. After
-# `_FAILURES` consecutive shapes that can't be recorded, hf_rocm stops recording the model.
+# The largest numbers of recordings, of shapes that are stored as seen, and of states of the model. After `_FAILURES`
+# consecutive shapes that can't be recorded, hf_rocm stops recording the model.
 MOST = 64
 _SEEN = 512
 _SNAPSHOTS = 4
@@ -45,7 +45,7 @@ Path = tuple[Hashable, ...]
 class Branch:
     """A value that the forward reads on the host, and the program that computes it.
 
-    ways: a value → the branch for the next value that the forward reads, or the recording if there is no other.
+    ways: a value → the branch for the next value that the forward reads, or the recording if it reads no other.
     latest, repeated: used only for the first value. latest: the recording of the last call, or None. repeated: whether
     the previous call used the same recording, and all values are booleans.
     """
@@ -228,7 +228,7 @@ class State:
         return None
 
     def _drop(self, place: tuple[Hashable, Path]) -> None:
-        """Drop one recording. Its branch keeps the program."""
+        """Drop one recording. Its branches remain while another recording has the same key."""
         recording, _ = self._recordings.pop(place)
         self._seen.pop(place, None)
         recording.wait()

@@ -53,7 +53,7 @@ class DecodeCache(Cache):
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
-        self._settled = 0  # the length at the last move of a buffer or window
+        self._settled = 0  # the length when room was last made or the batch was last reordered
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
         self.offloading = False
@@ -89,7 +89,7 @@ class DecodeCache(Cache):
         return 1 if self.drafts is None else LONGEST_STEP
 
     def aim(self, tokens: int = 1) -> None:
-        """Make room for a step's tokens in every layer and write its rows to the device. A second call does nothing."""
+        """Make room for a step's tokens, and write their rows' indices to the device. A second call does nothing."""
         if self._placed == (self.length, tokens):
             return
         if self.recording:
@@ -127,7 +127,7 @@ class DecodeCache(Cache):
 
     @property
     def steady(self) -> int:
-        """The number of tokens that have been written since a buffer or a window last moved."""
+        """The number of tokens that have been written since room was last made or the batch was last reordered."""
         return self.length - self._settled
 
     def back(self, steps: int) -> None:
@@ -144,7 +144,7 @@ class DecodeCache(Cache):
         layer.base = seen - layer.rows
 
     def stand_for(self, user: Any) -> None:
-        """Set the `UserCache` whose keys and values were copied, or None if they have been written back."""
+        """Set the `UserCache` that this cache represents from now on, or None."""
         self.user = user
         self._is_user_defined = user is not None and user.brought
         self._loaded = 0 if user is None else self.length
@@ -233,7 +233,7 @@ class DecodeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns those that its queries see."""
+        """Write a call's keys [B, Hkv, S, D] and values [B, Hkv, S, D_v]. Returns those that attention reads."""
         layer = self.layers[layer_idx]
         count = key_states.shape[2]
         if not layer.rows:
@@ -272,7 +272,7 @@ class DecodeCache(Cache):
         return key, value
 
     def _write_more(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append several tokens, as a dynamic cache does."""
+        """Append tokens and return all keys and values, as a dynamic cache does."""
         if self.recording:
             raise Unrecordable("the step writes more than one token")
         self._spare = 0
@@ -348,7 +348,7 @@ class DecodeCache(Cache):
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the tokens of every row with those of row `beam_idx[row]`, in place, so that recordings stay valid.
+        """Replace every row of the batch with row `beam_idx[row]`, in place, so that recordings stay valid.
 
         Earlier steps can't be recomputed afterwards, because their rows have moved.
         """

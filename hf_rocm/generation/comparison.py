@@ -1,8 +1,8 @@
 """Verify a recorded step: replay it, run it uncaptured from the same state, and compare the two.
 
 Keys that an earlier replay wrote are in the cache, and both runs would read them even if they were wrong. So the
-uncaptured run first recomputes the keys and values of the previous steps from their tokens. No other row of the cache
-may change.
+uncaptured run first recomputes the keys and values of the previous steps from their tokens. A replay
+may change no rows of the cache other than those of its own tokens.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Comparison(NamedTuple):
     """The result of a comparison.
 
     outputs: the outputs of the uncaptured step, whose keys and values are in the cache now. agrees: whether the replay
-    agrees on every rank. here: whether it agrees on this rank. intact: whether the replay changed no other row of the
-    cache, on every rank. difference: the largest absolute difference. finite: whether all outputs of the uncaptured
-    steps are finite, on every rank; True if this was not checked. operators: the number of operators that the step
-    runs; 0 if they were not counted.
+    agrees and is intact on every rank. here: whether it agrees on this rank. intact: whether the replay changed only
+    the cache rows of its own tokens, on every rank. difference: the largest absolute difference. finite: whether all
+    outputs of the uncaptured steps are finite, on every rank; True if this was not checked. operators: the number of
+    operators that the step runs; 0 if they were not counted.
     """
 
     outputs: Any
@@ -54,8 +54,8 @@ class Comparison(NamedTuple):
 
 
 def reach(cache: DecodeCache, arguments: Mapping[str, Any]) -> int:
-    """The number of previous steps that can be recomputed: the steps since a buffer last moved or grew, and since user
-    code last changed tokens in place.
+    """The number of previous steps that can be recomputed: at most `steady`, and at most the steps since user code last
+    changed tokens in place; 0 if the arguments are not the resident inputs.
     """
     residents = _residents(cache, arguments)
     if residents is None or residents.tokens is None:
@@ -76,8 +76,8 @@ def compare(
 ) -> Comparison:
     """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
 
-    The outputs of the previous steps are compared by their digests. Equal means bitwise equal; `agree` defines the rule
-    for steps that are not deterministic.
+    Equal means bitwise equal, and the outputs of the previous steps are compared by their digests. If the step is not
+    deterministic, `agree` defines the rule, and no digests are compared.
     """
     cache.keep_states()
     before = cache.digest(0)
@@ -105,7 +105,7 @@ def compare(
 
 
 class _Ran(NamedTuple):
-    """The results of uncaptured steps: the last outputs, the digests of all of them, and whether all are finite."""
+    """The outputs of the last uncaptured step, the digests of the last `BACK` + 1 steps, and whether all are finite."""
 
     outputs: Any
     digests: Tensor

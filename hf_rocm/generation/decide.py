@@ -177,7 +177,7 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """Return a sentence about user code (a hook, a forward or a class) that a replay would skip, or None."""
+    """Return a sentence about user code (a hook, a set function or a class) that a replay would skip, or None."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"
@@ -218,7 +218,10 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def windows(model: Any) -> Sequence[int | None] | str:
-    """The sliding window of every layer's cache, None for full attention; or why a layer is not supported."""
+    """The sliding window of every layer's cache, or why a layer is not supported.
+
+    None: full attention. `hybrid.RECURRENT`: a recurrent state.
+    """
     from transformers import cache_utils
 
     if model.config.is_encoder_decoder:

@@ -208,7 +208,9 @@ def windows_of(config: Any) -> list[int | None] | str:
 
 
 def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> Tensor | str | None:
-    """The mask of the encoder's padding for every step of a call, or the reason why there is none.
+    """The mask of the encoder's padding for every step of a call, or None if the steps take no mask.
+
+    Returns a string, the reason, if the steps of the call can't be recorded.
 
     From 5.0 on, decoders take a four-dimensional mask. They omit a mask without padding, but not while a step is
     recorded, so a mask is always passed. Earlier releases take a two-dimensional mask and wait for the device in every

@@ -111,7 +111,7 @@ class Pool:
             oldest.used.synchronize()  # before the last reference goes out of scope
 
     def latest_recording(self) -> Any:
-        """The newest recording over the most recently used cache, or None. See `recorded_step`."""
+        """The newest verified recording over the most recently used cache, or None. See `Recorded.proved`."""
         with self._lock:
             recordings = [*self._idle[-1].cache.recordings.values()] if self._idle else []
         return next((step for step in reversed(recordings) if getattr(step, "proved", False)), None)

@@ -1,4 +1,4 @@
-"""The reordering of a cache between two steps of a beam search, recorded once and replayed after every step.
+"""The reordering of a cache between two steps of a beam search, which is recorded and then replayed.
 
 A reordering copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded
 number of rows, so that it stays valid for many steps.

@@ -39,7 +39,8 @@ from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.shuffled_copy import counters_watched
 
-# The largest number of recordings of one cache. Every adapter and attention implementation needs its own.
+# The largest number of recorded steps of one cache, besides those that verify drafts, and of recorded draws of one step.
+# Every adapter and attention implementation needs separate recordings.
 _MOST = 4
 
 _RECORDER = "recorder"
@@ -329,7 +330,7 @@ class Runner:
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
     """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
 
-    Disables recording for the model of these replays.
+    If one did, recording is disabled for this model.
     """
     steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
     if not steps:

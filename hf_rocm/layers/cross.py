@@ -22,7 +22,9 @@ def encoder_decoder(
     names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     head_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the queries of x, and the keys and values of x or of the encoder's output, which are computed only once.
+    """Compute the queries of x, and the keys and values of x or of the encoder's output.
+
+    With a pair of caches, the keys and values of the encoder's output are computed only in the first step.
 
     x: [B, S, K]. source: the encoder's output [B, S_e, K] in cross-attention, else None. cache: None, a plain cache,
     or transformers' pair of caches, whose encoder part is filled in the first step. arguments: the call's keyword

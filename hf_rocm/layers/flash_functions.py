@@ -103,7 +103,7 @@ def flash_attn_with_kvcache(
     softcap: float | None = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """Append k and v, [B, S_q, Hkv, D], to the pages of each row, and attend causally.
+    """Append k and v, [B, S_q, Hkv, D], if given, to the pages of each row, and attend causally.
 
     k_cache, v_cache: [pages, page size, Hkv, D]. cache_seqlens: [B], the number of keys before those of the queries;
     −1 for a row without a request. block_table: [B, N]. Returns [B, S_q, H, D_v].

@@ -138,7 +138,7 @@ def activation_of(function: object, names: Mapping[tuple[str, str], str] = _ACTI
     name = names.get((kind.__module__, kind.__qualname__))
     if name is None or not isinstance(function, nn.Module):
         return None
-    # transformers' GELU modules select this function when they are built; it may be a variant written in Python
+    # transformers' GELU modules store a function as `act` when they are built; it may be a variant written in Python
     act = function.__dict__.get("act")
     if act is not None and (act.func if isinstance(act, partial) else act) is not _GELU:
         return None

@@ -52,7 +52,7 @@ def fault() -> MappedCopyFault | None:
 
 @contextmanager
 def where_needed() -> Iterator[None]:
-    """Within the block, copy the weights that transformers loads through ordinary memory, if this machine needs it."""
+    """If this machine needs it, copy weights that transformers loads within the block through ordinary memory."""
     known = fault()
     if known is None:
         yield

@@ -58,7 +58,8 @@ def attention(
     mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; columns of the mask beyond
     S_k are ignored. window: how many keys a query sees, itself included. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
-    of `recognise` for the mask, or a paged cache; it replaces the mask, causality and the window.
+    of `recognise` for the mask, or a paged cache; it replaces the mask, causality and the window, and is ignored if
+    `weights`.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
     """
     if padded is not None and not weights:
@@ -175,7 +176,7 @@ def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: Attention
 
 
 def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, window: int | None) -> Tensor | None:
-    """The mask that SDPA needs besides `is_causal`: None for a square causal call, otherwise one combined mask."""
+    """The mask that SDPA needs besides `is_causal`: None for a square causal call without a mask or a window."""
     s_q = query.shape[2]
     if mask is not None:
         if compiling() or compiler._is_compiling_flag or mask.shape[-1] != s_k:
@@ -203,7 +204,7 @@ def _stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: flo
     else:
         rows = mask.expand(-1, h, s_q, s_k).reshape(mask.shape[0], kv_heads, groups * s_q, s_k)
     output = F.scaled_dot_product_attention(query.reshape(b, kv_heads, groups * s_q, d), key, value, rows, scale=scale)
-    # the strides of GPU kernels differ from those of CPU kernels, so heads and groups are merged in the copy
+    # the outputs of GPU and CPU kernels differ in their strides, so heads and groups are merged in the copy
     return output.unflatten(2, (groups, s_q)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

@@ -31,7 +31,7 @@ from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import linear as triton
 
-# The largest M for which a GEMM is limited by memory bandwidth.
+# The largest M for which a GEMM counts as limited by memory bandwidth.
 FEW = 16
 ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
 
@@ -201,7 +201,8 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 def rides_along(x: Tensor) -> bool:
     """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
-    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, and while gradients are on.
+    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, and while gradients are
+    enabled.
     """
     if compiling() or compiler._is_compiling_flag or torch.is_grad_enabled():
         return False

@@ -170,7 +170,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
-    """One token, and a few tokens. No token is routed to the last expert if there is another one."""
+    """One token, and a few tokens. No token is routed to the last expert unless it is routed to all."""
     draw = Draw(spec.dtype, spec.device)
 
     def stored(n: int, k: int) -> tuple[Tensor, Tensor]:

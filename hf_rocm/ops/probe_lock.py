@@ -93,7 +93,7 @@ def _leave(file: Path, mine: Turn) -> None:
             text = json.dumps({"reason": mine.reason, "id": secrets.token_hex(8)})
             os.ftruncate(mine.lock, 0)
             os.pwrite(mine.lock, text.encode(), 0)
-        elif mine.failure is None:  # otherwise other processes may still be waiting to read it
+        elif mine.failure is None:  # with a failure, other processes may still be waiting to read it
             file.unlink()  # before the lock is released, so that no other process locks this file
 
 

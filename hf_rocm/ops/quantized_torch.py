@@ -82,7 +82,7 @@ def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
     return _scaled(product, row_scale, call)
 
 
-# The smallest M of the int8 GEMMs on a GPU; missing rows are filled with zeros.
+# The smallest M of the int8 GEMMs on a GPU. With fewer rows, x is padded with zeros to 32 rows.
 _FEWEST_ROWS = 17
 
 

@@ -20,8 +20,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EI
 def exclusive(root: Path, *, timeout: float = 60.0) -> Iterator[list[str]]:
     """Hold the locks of the transformers at `root` within the block. Yields notices for the user.
 
-    The folder itself is locked, so no lock file is left in it. Waits up to `timeout` seconds, then raises
-    `OverlayError`. The system releases a lock when its process ends, so no lock is ever stale.
+    The folder itself is locked, so no lock file is left in it. Waits up to `timeout` seconds for each
+    lock, then raises `OverlayError`. The system releases a lock when its process ends, so no lock is ever stale. On a
+    file system without locks, a claim (`pid_lock`) replaces the lock.
     """
     notices: list[str] = []
     with ExitStack() as stack:
@@ -51,7 +52,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        # this is another user's lock file; the lock on the folder still excludes other installers
+        # such as another user's lock file; the lock on the folder still excludes other installers
         notices.append(f"{path} can't be locked ({error.strerror}); do not run uv on this environment meanwhile")
         yield
         return

@@ -33,7 +33,7 @@ class Match(str, Enum):
 
     VERIFIED = "verified"  # the same file as in a verified release
     COMPATIBLE = "compatible"  # every definition that the overlay depends on is known
-    CHANGED = "changed"  # a definition differs, or the file differs from the one in its package
+    CHANGED = "changed"  # a definition differs, the file differs from the one in its package, or there is no file
     UNSUPPORTED = "unsupported"  # there is no overlay for this release
 
 

@@ -33,7 +33,7 @@ class Part:
     gradients: bool = False  # whether the layers run one by one, since gradients are enabled and weights require them
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
     stock_because: str | None = None  # the reason why the whole class runs stock, such as a replaced function
-    theirs: int = 0  # instances with a forward of their own, which runs instead of hf_rocm's
+    theirs: int = 0  # instances on which another forward was set, which runs instead of hf_rocm's
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,10 @@ def _part_notes(part: Part) -> Iterator[str]:
 
 
 def _notes(explanation: Explanation) -> Iterator[str]:
-    """Yield the reasons why classes are not served or not fused, each reason once with its classes."""
+    """Yield the reasons why classes are not served or not fused, each reason once with its classes, and other notes.
+
+    The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
+    """
     reasons: dict[str, list[str]] = {}
     for part in explanation.parts:
         if part.gradients:

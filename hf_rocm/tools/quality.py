@@ -155,8 +155,8 @@ def quantization_loss(
     reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
     text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
     of a text. If neither is given, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
-    `OptionError` if model is not a module or has no logits, or if there are no tokens, and `LoadError` without a
-    tokenizer.
+    `OptionError` if one of the models is not a module or has no logits, or if there are no tokens, and `LoadError`
+    without a tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):
@@ -260,7 +260,7 @@ def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tenso
 
 
 def python_text() -> str:
-    """Return text that every Python installation contains: the topics of `help()`."""
+    """Return text that most Python installations contain: the 12 longest topics of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:

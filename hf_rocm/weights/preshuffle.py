@@ -37,7 +37,9 @@ class Settings(NamedTuple):
 
 
 def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any = None) -> Settings:
-    """Validate the arguments. They default to the settings of the earlier preparation, or else to the options.
+    """Validate the arguments. If neither is given, the settings of the earlier preparation are used, if there was one.
+
+    Otherwise an argument that is not given defaults to the option.
 
     before: the report of the earlier `preshuffle`, or None. Raises `OptionError`.
     """
@@ -55,10 +57,10 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
 
 
 def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
-    """Shuffle the eligible weights of a model in place. Returns a report in plain builtins.
+    """Shuffle the eligible weights of a model, as copies or in place. Returns a report in plain builtins.
 
-    Weights that were shuffled with other settings are restored first. Weights that were shuffled with the same settings
-    stay unchanged.
+    Weights that were shuffled with other settings are restored first. Layers that were shuffled with the same settings
+    stay unchanged; experts are shuffled again.
     """
     if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):
         unshuffle(model)
@@ -189,7 +191,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
     """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
     group = _group_in(module)
     if group is not None:
-        group.unshuffle(module)  # the settings differ, or the weights were written to
+        group.unshuffle(module)  # whatever the settings were
     parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
     if reason is None and wanted.mode == "auto":

@@ -30,7 +30,7 @@ _MULTIPLE = 16  # N and K must be multiples of this for the GEMMs
 
 
 class Unsupported(HfRocmError):
-    """A checkpoint uses a feature for which hf_rocm has no kernel. Stock loads such checkpoints."""
+    """A checkpoint uses a feature that hf_rocm does not support. Stock loads such checkpoints."""
 
 
 class TensorInfo(NamedTuple):
@@ -175,7 +175,7 @@ def _blocks(n: int, k: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FourBitFormat(LinearFormat):
-    """4-bit integers with one scale per group of `group` numbers in a row, or per row if `group` is -1."""
+    """4-bit numbers with one scale per group of `group` numbers in a row, or per row if `group` is -1."""
 
     scales: ClassVar[str]  # the name of the scales
     zero_points: ClassVar[str]  # the name of the zero points, which may be absent
@@ -209,7 +209,7 @@ class FourBitFormat(LinearFormat):
         return None if bool((groups[1:] >= groups[:-1]).all()) else groups.argsort(stable=True).to(torch.int32)
 
     def levels(self, tensors: Tensors, start: int, stop: int, k: int) -> Tensor:
-        """The numbers 0 … 15 of some rows, [rows, K] int32. 8 represents 0."""
+        """The numbers 0 … 15 of some rows, [rows, K] int32. 8 represents 0 if there are no zero points."""
         raise NotImplementedError
 
     def put_levels(self, out: Tensor, start: int, levels: Tensor) -> None:

@@ -42,7 +42,7 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def is_sharded(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether transformers runs one of these children as a part of a layer."""
+    """Whether one of these children has a DTensor as its weight, or runs code of transformers' tensor parallelism."""
     linears = [linear for linear in (module._modules.get(name) for name in names) if linear is not None]
     return any(
         hasattr(linear._parameters.get("weight"), _LOCAL)
@@ -164,7 +164,7 @@ def is_transformers(function: Any) -> bool:
 
 
 def _enclosed(hook: Any) -> Any:
-    """The partial in the closure of one of `distribute_module`'s hooks."""
+    """The function in the closure of one of `distribute_module`'s hooks."""
     inside = _variables(hook)
     return inside.get("input_fn", inside.get("output_fn"))
 

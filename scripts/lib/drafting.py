@@ -1,4 +1,4 @@
-"""Draft an overlay from a stock file. Recognised classes get a forward; the others are left to the author."""
+"""Draft an overlay from a stock file. Recognised classes are bound; the others are left to the author."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Draft:
 
 
 def draft(source: bytes | str, *, module: str, first: str, bart: bytes | str = "") -> Draft:
-    """Draft the overlay of a stock file, with forwards for the classes that are recognised.
+    """Draft the overlay of a stock file, with layers and forwards for the classes that are recognised.
 
     bart: the release's modeling_bart.py, whose attention many models copy.
     """

@@ -52,7 +52,7 @@ class Build:
 
 
 def compiled_for(build: Build, target: Any) -> Any:
-    """Compile for a `GPUTarget`, on any machine. Raises `ValueError` if an argument has neither a type nor a value."""
+    """Compile for a `GPUTarget`, on any machine. Raises `ValueError` unless the build lists the kernel's arguments."""
     import triton
     from triton.compiler import ASTSource
 

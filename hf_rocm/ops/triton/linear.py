@@ -29,7 +29,7 @@ FEWEST = 16  # the smallest N and K; smaller GEMMs don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels are not used for this GEMM, or None. They must support it and be known to be faster."""
+    """Why the kernels are not used for this GEMM, or None. M > 16 needs an explicit request for the triton tier."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec.rows)
 
 

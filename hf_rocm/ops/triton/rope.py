@@ -129,7 +129,7 @@ def _launch(
     norms: Norms = NO_NORMS,
     once: bool = False,
 ) -> bool:
-    """Launch the kernel. Returns whether the kernel has advanced the position itself."""
+    """Launch the kernel. Returns whether the kernel itself advances a scalar position."""
     from hf_rocm.ops.triton.kernels.rope import rope_kernel
 
     b, h, s, d = query.shape

@@ -1,4 +1,4 @@
-"""Processes that `hf-rocm bench` starts. They end with the command, and their last log lines explain a failure."""
+"""Processes that `hf-rocm bench` starts. On Linux they end with the command. Their last log lines explain a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ sys.path[:] = {path!r}
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    """Return the command line of a child that runs `code` with this process's `sys.path` and ends with this process."""
+    """Return the command line of a child that runs `code` with this process's `sys.path`.
+
+    On Linux the child ends with this process.
+    """
     return [sys.executable, "-c", _PRELUDE.format(parent=os.getpid(), path=sys.path) + code, *arguments]
 
 

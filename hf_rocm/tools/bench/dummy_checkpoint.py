@@ -51,7 +51,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill a model's matrices from a dummy checkpoint with random values.
+    """Fill the matrices that a model loaded from a dummy checkpoint with random values.
 
     A rank fills only its own part. Replicated parameters are equal on all ranks. Weights are scaled to preserve
     the magnitude of their input.
@@ -68,7 +68,7 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the value of every vector in the first layer, from a model of the same class with small matrices."""
+    """Return the value of every vector of a model of the same class with one layer and small matrices."""
     from hf_rocm.tools.bench.known_shapes import shape
 
     small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}

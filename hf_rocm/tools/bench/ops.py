@@ -1,6 +1,6 @@
 """hf-rocm bench ops: check and time all implementations of an operation that this machine supports, on the same inputs.
 
-PyTorch's own GEMM and attention are timed once with every library or backend that PyTorch can use.
+PyTorch's own GEMM and attention are also timed with every library or backend that PyTorch can use.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContex
 
 
 def _sets(case: OpCase, device: torch.device) -> int:
-    """Return the number of input sets that exceed all caches, but at most SETS: models cache tiny inputs too."""
+    """Return the number of input sets that together exceed all caches, but at least 2 and at most `SETS`.
+
+    On a CPU, returns 2. Tiny inputs stay cached, as they do in a model.
+    """
     if device.type != "cuda":
         return 2
     return int(min(SETS, max(2, LARGE // max(case.bytes, 1) + 1)))

@@ -22,7 +22,7 @@ from hf_rocm.tools.bench.generating import generate_logits
 from hf_rocm.tools.bench.variants import Side, twin
 
 TOKENS = 32768  # the largest number of prompt tokens in a batch, so that the reference takes only seconds
-_FEW = 32  # numbers on which the error of eager is measured at least
+_FEW = 32  # the smallest number of values on which the error of eager is measured
 JUDGED = 16  # number of new tokens that are compared; includes recorded steps, which follow a few uncaptured ones
 
 

@@ -186,7 +186,7 @@ def _no_initial_values() -> Any:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """Return the dtype in the checkpoint's config, or in the text part of the config."""
+    """Return the dtype in the checkpoint's config, or in the text part of the config; fp32 if neither has one."""
     parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
     for part in parts:
         dtype = getattr(part, "dtype", None) or getattr(part, "torch_dtype", None)

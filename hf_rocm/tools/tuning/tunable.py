@@ -1,4 +1,4 @@
-"""Tuning with PyTorch's TunableOp, which selects kernels of rocBLAS and hipBLASLt, for GEMMs that aiter lacks.
+"""Tuning with PyTorch's TunableOp, which selects kernels of rocBLAS and hipBLASLt, for GPUs without aiter's kernels.
 
 TunableOp's settings are global to the process and are restored afterwards.
 """

@@ -109,7 +109,7 @@ class Subject:
 
 
 def _replaced(report: dict[str, Any]) -> bool:
-    """Return whether prepare made changes that affect stock forwards: shuffled weights or routed layers."""
+    """Return whether prepare made changes that affect stock forwards: replaced weights or routed layers."""
     preshuffle = report.get("preshuffle") or {}
     return bool(report.get("routed") or (preshuffle.get("shuffled") and not preshuffle.get("threshold")))
 

@@ -53,8 +53,8 @@ def verify(
     text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
     compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
     record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
-    `VerifyError` if there is nothing to verify, `GoldenError` if a file can't be used, and `OptionError` if model is
-    not a `torch.nn.Module`.
+    `VerifyError` if there is nothing to verify or ids are not valid, `GoldenError` if a file can't be used, and
+    `OptionError` if model is not a `torch.nn.Module`.
     """
     require_module(model, "verify")
     require_switches(force=force)

@@ -1,7 +1,7 @@
 """Read a table of tuned GEMMs, and report every problem with its line.
 
-The file may come from a user or another machine, and it may be damaged. So the number of bytes, rows and problems that
-are read is limited.
+The file may come from a user or another machine, and it may be damaged. So the numbers of bytes, rows and columns,
+and of reported problems, are limited.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def page_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write one head of a new key and a new value into their page. Tokens without a key or a page are skipped."""
+    """Write one head of a new key and a new value into their page. Tokens without a position or a page are skipped."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     i = tl.program_id(0) % queries
     h = tl.program_id(1).to(tl.int64)
@@ -280,7 +280,7 @@ def _attend(
     page: int | None = None,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures on which the predicate refuses it."""
+    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures on which the predicate refuses them."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     value_dim = value_dim or dim

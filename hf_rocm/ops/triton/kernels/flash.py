@@ -3,7 +3,7 @@
 A program processes a tile of rows, in which the query heads of one key head are adjacent, so that keys and values are
 loaded once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
 increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
-Scores are scaled for exp2. Blocks of keys that every row of the tile sees are processed without masks.
+Scores are scaled for exp2. Without a window, blocks of keys that every row of the tile sees are not masked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GEMMs with few rows, x Wᵀ, fused with the operations before and after them in a decoder layer.
+"""GEMMs with few rows, x Wᵀ, fused with the operations after them in a decoder layer.
 
 A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads few
 rows of W in long pieces, and also computes the gate of an MLP and the residual sum. Everything is added up in fp32 and
 rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
-numbers are converted in registers, and each column of the result, or each sum over a block, is multiplied by its scale.
+numbers are converted in registers. A row's scale multiplies the result; a block's scale multiplies x or a partial sum.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _build(
     residual: bool = False,
     arch: str | None = None,
 ) -> Build:
-    """Build the variant for bf16 inputs on AMD; arch: an architecture with its own tile size."""
+    """Build the variant for bf16 inputs on AMD; arch: the only architecture to build it for."""
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None

@@ -170,7 +170,7 @@ def rope_kernel(
     ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
     ONCE: tl.constexpr,  # cos and sin contain each angle once
     COUNTED: tl.constexpr,  # position is the number of earlier tokens; otherwise, it contains each token's position
-    ALONE: tl.constexpr,  # one program does everything, and advances the position
+    ALONE: tl.constexpr,  # one program does everything, and advances the position if COUNTED
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     PAIRS: tl.constexpr,

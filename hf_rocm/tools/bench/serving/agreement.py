@@ -1,8 +1,9 @@
 """Check that two servers return the same answers to the same greedy requests.
 
 In fp32 all answers must be equal. In bf16 and fp16 the two largest logits are often equal up to rounding. Then the
-order of a summation decides which token is chosen, and the answers differ from there on. The tolerance is the
-difference between stock's own answers to requests that run alone and in a batch. `hf-rocm verify` compares logits.
+order of a summation decides which token is chosen, and the answers differ from there on. The tolerance is twice
+the difference between stock's own answers to requests that run alone and in a batch, and at least half of the
+text. `hf-rocm verify` compares logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check whether a named model fits on the disk, in the host's memory and on the GPU."""
+"""Report the size of a named model, and check whether it fits on the GPU and in the host's memory."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def flash_attention_calls(module: Module) -> Iterator[Place]:
 
 
 def flash_attention_names(module: Module) -> Iterator[Place]:
-    """Find attn_implementation='flash_attention_2' as an argument, a default, a dict entry, or an attribute."""
+    """Find settings such as attn_implementation='flash_attention_2' in arguments, defaults, dicts and assignments."""
     for name, given in _given(module):
         for value in [given.body, given.orelse] if isinstance(given, ast.IfExp) else [given]:
             if not isinstance(value, ast.Constant) or module.guarded(module.contexts[value], "flash", "fa"):

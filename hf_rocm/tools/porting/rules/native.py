@@ -67,10 +67,10 @@ _CUDA = re.compile(
     r"\b(?:threadIdx|__global__|__device__|__host__|__shfl\w*|cuda\w*)\b|(?<!\w)k?warp_?size", re.IGNORECASE
 )
 _SHUFFLE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+__shfl\w*_sync\b", re.MULTILINE)
-# Strings, character literals and comments. Unclosed ones match too, so that no text is scanned twice.
+# Strings, character literals and comments. Unclosed strings and comments match too, so that no text is scanned twice.
 _COMMENT = re.compile(r""""(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])'|//[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 _MASK = re.compile(r"_sync\s*\(\s*(0xffffffff|-1u|FULL_MASK\b|~0u?)(?![0-9a-f])", re.IGNORECASE)
-# A thread index divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`.
+# A thread index divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`, or a warp size of 32.
 _LANES = re.compile(
     r"\b(?:threadIdx\.[xyz]|t(?:hread)?_?id_?x?|tx)\s*(?:&\s*(?:31|0x1[fF])|%\s*32|/\s*32|>>\s*5)[uU]?\b"
     r"|#\s*define\s+\w*WARP_?SIZE\w*\s+\(?32\b"

@@ -39,7 +39,7 @@ def subject_of(
 
 
 def check_files(save: Path | None, chart: Path | None = None, profile: Path | None = None) -> None:
-    """Raise `OptionError` if an output file can't be written, before minutes are spent on measuring."""
+    """Raise an `HfRocmError` if a result can't be written to these files, before minutes are spent on measuring."""
     from hf_rocm.tools.bench import chart as charts
     from hf_rocm.tools.bench import record
 

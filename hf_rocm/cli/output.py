@@ -40,7 +40,7 @@ _STATES = {
 
 
 def check_output(file: Path, *, parents: bool = False) -> None:
-    """Raise `OptionError` if this file can't be written, before any work starts. parents: folders will be created."""
+    """Raise `OptionError` if this file can't be written, before work starts. parents: missing folders are allowed."""
     try:
         files.check_output(file, parents=parents)
     except OSError as error:

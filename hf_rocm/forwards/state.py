@@ -78,7 +78,7 @@ class State:
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
         self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()
         self._seen: OrderedDict[tuple[Hashable, Path], str | None] = OrderedDict()
-        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of a padded call → the length of the first one
+        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of padded calls → the length of the first call
         self._paddable: dict[int, str | None] = {}  # snapshot's number → why calls are not padded, or None
         self._options: dict[int, Any] = {}
         self._numbers = count()

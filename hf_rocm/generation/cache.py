@@ -53,7 +53,7 @@ class DecodeCache(Cache):
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
-        self._settled = 0  # the length when room was last made or the batch was last reordered
+        self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
         self.offloading = False
@@ -127,7 +127,7 @@ class DecodeCache(Cache):
 
     @property
     def steady(self) -> int:
-        """The number of tokens that have been written since room was last made or the batch was last reordered."""
+        """The number of tokens that have been written since `_make_room` or `reorder_cache` last ran."""
         return self.length - self._settled
 
     def back(self, steps: int) -> None:

@@ -38,7 +38,7 @@ class CrossLayer:
 
 
 class CrossCache(Cache):
-    """The cross-attention of all layers, in buffers that are written once per call."""
+    """The keys and values of all layers' cross-attention, in buffers that are written once per call."""
 
     def __init__(self, layers: int) -> None:
         self.layers: Any = [CrossLayer() for _ in range(layers)]

@@ -70,7 +70,7 @@ def tidy() -> None:
 
 
 def _places() -> Iterator[tuple[Any, str]]:
-    """The public functions, which users may have imported by name, and the functions that they call per group."""
+    """The public function, in two modules, and what it calls per group, since users may have imported it by name."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -67,9 +67,9 @@ class StepMask:
     """The mask of one kind of layer. tensor: the resident mask, [B, 1, S_q, L].
 
     like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], for every token of the step, the
-    number of keys per row up to and including this token. starts: [B], the first key of every row that is not padding,
-    or None. The owner advances both. rolls: whether a full buffer drops its first key for every new one, so that
-    lengths exceed the buffer's size; S_q is 1 in that case.
+    number of keys per row up to and including this token. starts: [B], the index of every row's first key that is not
+    padding, or None. The owner advances both. rolls: whether a full buffer drops its first key for every new one, so
+    that lengths exceed the buffer's size; S_q is 1 in that case.
     """
 
     def __init__(

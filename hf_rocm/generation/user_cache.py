@@ -28,7 +28,7 @@ class UserCache:
     def __init__(self, cache: Any, *, brought: bool) -> None:
         self.cache = cache
         self.brought = brought
-        self._seen: list[int] = []  # the number of tokens that every layer had
+        self._seen: list[int] = []  # the number of tokens in every layer
 
     def refuses(self) -> str | None:
         """Return why the steps of this call can't run over a `DecodeCache`, or None."""

@@ -52,7 +52,7 @@ def fault() -> MappedCopyFault | None:
 
 @contextmanager
 def where_needed() -> Iterator[None]:
-    """If this machine needs it, copy weights that transformers loads within the block through ordinary memory."""
+    """Within the block, the weights that transformers loads are copied through ordinary memory if there is a fault."""
     known = fault()
     if known is None:
         yield

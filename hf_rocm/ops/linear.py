@@ -1,7 +1,8 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
-The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs come before it if they accept the call. This
-module also decides which calls always go to PyTorch, and which GEMMs count as GEMMs with few rows.
+The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf_rocm's kernels for few rows come before
+it if they accept the call. This module also decides which calls always go to PyTorch, and which GEMMs count as GEMMs
+with few rows.
 
 A GEMM with few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
 operations saves their launches. Without such a kernel the operations run one by one.

@@ -191,7 +191,7 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
     """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
     group = _group_in(module)
     if group is not None:
-        group.unshuffle(module)  # whatever the settings were
+        group.unshuffle(module)  # experts are always shuffled again
     parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
     if reason is None and wanted.mode == "auto":

@@ -16,7 +16,7 @@ from hf_rocm.architectures import BUILT_AHEAD, KNOWN
 # The wave size of every architecture that kernels are compiled for: 64 on CDNA, 32 on RDNA.
 ARCHITECTURES: Mapping[str, int] = {gfx: KNOWN[gfx].wave for gfx in BUILT_AHEAD}
 
-# RDNA 3, which does not support some variants of the kernels.
+# RDNA 3 and 3.5, which do not support some variants of the kernels.
 GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
 
 # The local memory (LDS) of a workgroup in bytes, if it is not 64 KiB.

@@ -1,6 +1,6 @@
 """The overhead of the router in an eager call of an operation.
 
-The chosen implementation is replaced by an empty function, so that only the routing is timed. The limit is 2 µs.
+The chosen implementation is replaced by an empty function, so that only the routing is timed. The target is below 2 µs.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class TableError(TuningError):
 
 
 class GraphError(HfRocmError):
-    """Decoding with graphs was required, but a model or a call does not support it."""
+    """Graphs were required, but a model or a call does not support them."""
 
 
 class VerifyError(HfRocmError):

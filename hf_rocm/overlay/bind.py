@@ -49,7 +49,7 @@ waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 class Binding:
     """One stock class and the forward that serves it.
 
-    Not a dataclass, because every process that imports a block pays for the import time of this file.
+    Not a dataclass, because every process that imports an installed overlay pays for the import time of this file.
     """
 
     mode = OFF

@@ -131,7 +131,7 @@ def _activation_specification(x: Tensor, activation: str, interleaved: bool) -> 
 
 
 def torch_act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    """PyTorch's activation and a multiplication: bitwise equal to the unfused layers."""
+    """PyTorch's activation and a multiplication, as in the unfused layers."""
     gate, up = _gate_up(x, interleaved)
     if activation == CLAMPED:
         return _clamped(gate, up, limit, alpha)

@@ -85,7 +85,7 @@ def driver_version(read: Callable[[str], str | None] = system_file) -> str | Non
 
 
 def least_of_cards(texts: Iterable[str | None]) -> int:
-    """Return the smallest memory size of the cards in bytes, that of the integrated GPU; 0 if none is readable."""
+    """Return the smallest memory size of the cards in bytes (that of an integrated GPU, if any); 0 if none is known."""
     return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
 
 

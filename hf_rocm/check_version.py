@@ -1,7 +1,7 @@
 """`python -m hf_rocm.check_version`: check that the installed overlays match the installed transformers.
 
-It takes less than a second and imports neither torch nor transformers nor the command line's libraries, so every rank
-of a job and every health check can run it.
+It takes less than a second and imports neither torch nor transformers nor typer, so every rank of a job and every
+health check can run it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMED = 12  # the largest number of models that a hint lists
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if every selected overlay is installed and matches, 1 if not, 2 on a usage error."""
+    """Return 0 if every selected overlay is installed and matches, else 1. A usage error exits with 2."""
     options = _parser().parse_args(arguments)
     check_names()
     torch, rocm, aiter = torch_facts(), rocm_facts(), aiter_facts()

@@ -1,6 +1,6 @@
 """The exception hierarchy. An error states what failed, where, what was expected and found, and the next step.
 
-Everything that hf_rocm raises on purpose is an `HfRocmError`; any other exception is a bug in hf_rocm.
+Errors that a user can act on are `HfRocmError`s; most other exceptions are bugs in hf_rocm.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class LoadError(HfRocmError, OSError):
 
 
 class RankError(HfRocmError):
-    """Ranks can't load a model together: they differ, one of them failed, or one never joined.
+    """Ranks can't run a model together: for example, they differ, one of them failed, or one never joined.
 
-    Every rank that joined raises the same error.
+    In these three cases, every rank that joined raises the same error.
     """
 
 
@@ -73,7 +73,7 @@ class TableError(TuningError):
 
 
 class GraphError(HfRocmError):
-    """Decoding with graphs was required, but a model or a call does not support it."""
+    """Graphs were required, but a model or a call does not support them."""
 
 
 class VerifyError(HfRocmError):
@@ -85,4 +85,4 @@ class GoldenError(VerifyError):
 
 
 class TierUnavailable(HfRocmError):
-    """A tier that the user selected can't serve a call; the message lists every reason."""
+    """A tier that the user selected can't serve a call or some layers; the facts list the reasons."""

@@ -1,4 +1,4 @@
-"""`hf-rocm quantize`: measure what a model loses and gains in 8 or 4 bits, and write it if a folder is given."""
+"""`hf-rocm quantize`: measure what a model loses and gains in 8 or 4 bits, and write the quantised model on request."""
 
 from __future__ import annotations
 

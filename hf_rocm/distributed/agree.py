@@ -30,8 +30,8 @@ def agree(
     """Compare the facts that `find` returns on each of `ranks`. Returns once all ranks have published equal facts.
 
     Raises the same `RankError` on every rank that joined: if facts differ, with the values and their ranks; if `find`
-    raised on a rank, with that error's message; if a rank has not joined after `timeout` seconds, with its number.
-    hint: what to do about a difference.
+    raised on a rank, with that error's message; if a rank has not joined after `timeout` seconds, with its number. A
+    rank that can't reach the store raises another `RankError`. hint: what to do about a difference.
     """
     call = _Call(store, here, ranks)
     mine: dict[str, Any] = {"host": socket.gethostname()}

@@ -14,7 +14,8 @@ from hf_rocm.distributed.environment import setting
 from hf_rocm.errors import RankError
 
 _DIVIDES = "colwise"
-_QUERY, _KEY_VALUE = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")  # MLA has k and v per query head
+# in MLA, kv_b_proj computes k and v for every query head
+_QUERY, _KEY_VALUE = ("q_proj", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
 _COUNTS = {
     "num_attention_heads": _QUERY,
     "num_key_value_heads": _KEY_VALUE,
@@ -56,7 +57,7 @@ def _divided(config: Any, plan: Mapping[str, str]) -> dict[str, list[int]]:
         value = getattr(config, name, None)
         heads = [value] if isinstance(value, int) else value
         if name == "num_global_key_value_heads" and not getattr(config, "attention_k_eq_v", True):
-            continue  # Gemma 4 sets the number but does not use it
+            continue  # without attention_k_eq_v, Gemma 4 sets this number but does not use it
         if isinstance(heads, (list, tuple)) and layers.intersection(projections):
             counts[name] = [count for count in heads if isinstance(count, int)]
     return counts

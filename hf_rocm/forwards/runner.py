@@ -215,7 +215,7 @@ def _begin(model: Any, state: State) -> Snapshot:
 
 
 def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
-    """Observe the call for its result, then record it. The next call of this shape is the first to be replayed."""
+    """Run and observe the call, then record it. The next call of this shape is the first to be replayed."""
     observed = observe(call.forward, call.inputs, snapshot.tensors)
     output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):

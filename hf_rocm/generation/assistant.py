@@ -1,8 +1,8 @@
 """The recorded steps of an assistant model, which drafts tokens for one call of another model.
 
 transformers calls the assistant's `generate` for every draft, with the cache that the previous call returned, and
-removes rejected tokens from it in between. All of these rounds use one `DecodeCache`, which drops tokens by reducing
-its length. So nothing is copied between rounds, and the same recordings serve all of them.
+removes rejected tokens from it in between. All of these calls (rounds) use one `DecodeCache`, which drops tokens by
+reducing its length. So nothing is copied between rounds, and the same recordings serve all of them.
 """
 
 from __future__ import annotations

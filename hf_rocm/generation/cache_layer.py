@@ -25,7 +25,7 @@ class Layer:
     of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes only in
     sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens
     writes to the first n of these rows. place: [1], the first element of places. All layers with the same window share
-    one tensor.
+    `places`.
     """
 
     def __init__(self, window: int | None) -> None:

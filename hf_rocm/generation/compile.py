@@ -44,10 +44,10 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
     """Compile a model's forward in place, with settings that are safe on ROCm. Returns the model.
 
     overrides: arguments of `torch.compile`. Its `options` and the options of its `mode` take precedence over the
-    settings of hf_rocm. force: True uses these settings without ROCm too; by default they are used under ROCm only, and
-    PyTorch's defaults elsewhere. The decode steps of a compiled model are no longer recorded. `hf_rocm.restore` removes
-    the compilation. Raises `OptionError` if model is not a `torch.nn.Module`, or if TF32 was set through both of
-    PyTorch's interfaces.
+    settings of hf_rocm. force: True uses these settings without ROCm too; by default they are used under ROCm or with
+    `HF_ROCM_FORCE`, and PyTorch's defaults elsewhere. The decode steps of a compiled model are no longer recorded.
+    `hf_rocm.restore` removes the compilation. Raises `OptionError` if model is not a `torch.nn.Module`, if force is not
+    True, False or None, or if TF32 was set through both of PyTorch's interfaces.
     """
     require_module(model, "compile")
     require_switches(force=force)
@@ -69,7 +69,10 @@ def undo(model: nn.Module) -> None:
 
 
 def arguments(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `torch.compile`: the settings for ROCm, overridden by the `mode`, then by `options`."""
+    """The arguments of `torch.compile`: the settings for ROCm, overridden by the `mode`, then by `options`.
+
+    For backends other than inductor, the overrides are returned unchanged.
+    """
     given = dict(overrides)
     if given.get("backend", "inductor") != "inductor":
         return given
@@ -84,7 +87,7 @@ def arguments(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check() -> None:
-    """Check this process for settings under which compiled code gives wrong results: warn, or raise `OptionError`."""
+    """Check this process for conflicting settings: raise `OptionError` for TF32, and warn about the allocator."""
     try:
         torch.backends.cuda.matmul.allow_tf32  # noqa: B018 (reading it is the test)
     except RuntimeError as error:
@@ -115,7 +118,10 @@ def switch_on(model: nn.Module, mode: str) -> None:
 
 
 def automatic(model: Any, requested: Any) -> Any:
-    """The `CompileConfig` of a call: the user's if there is one, else the settings for ROCm."""
+    """The `CompileConfig` of a call: the user's if there is one, else the settings for ROCm.
+
+    None if there is none, and the automatic settings do not apply to the model's device.
+    """
     if requested is not None or (model.__dict__.get(AUTOMATIC) != ON and model.device.type != "cuda"):
         return requested
     from transformers import CompileConfig

@@ -1,4 +1,4 @@
-"""The methods of `generate` that are replaced to make a prepared model decode with recorded steps.
+"""Replacements of `generate` and of methods that it calls, with which a prepared model decodes in recorded steps.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
 does not depend on hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
@@ -176,14 +176,14 @@ def _kind(windows: Sequence[int | None]) -> type[DecodeCache]:
 
 
 def _mode(generation_config: Any, mode: Any) -> Any:
-    """The `GenerationMode` of a call. mode: this mode, or up to 4.53 the call's assistant model."""
+    """The `GenerationMode` of a call. mode: this mode, or up to transformers 4.53 the call's assistant model."""
     from transformers.generation.configuration_utils import GenerationMode
 
     return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
 
 
 def _generate(self: Any, stock: Method, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `generate`: records the call's assistant, and the user code that may read its cache."""
+    """Replaces `generate`: records the call's loop, assistant and tokenizer, and user code that may read its cache."""
     before = _thread.own_loop, _thread.observer, _thread.assistant, _thread.translated
     call = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
     _thread.own_loop = kwargs.get("custom_generate") is not None

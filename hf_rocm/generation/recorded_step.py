@@ -55,7 +55,7 @@ class Recorded:
         self._recording, _ = recorder.record(step)
 
     def _finish(self) -> None:
-        """Called last in the recorded work, after the outputs are written."""
+        """Called within the recorded work, after the outputs are written."""
 
     @property
     def proved(self) -> bool:
@@ -106,7 +106,7 @@ class RecordedStep(Recorded):
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
-        # without the cache, which references this object, to avoid a reference cycle
+        # the output without the cache, which references this object: this avoids a reference cycle
         self._kind = type(like)
         self._cached = [name for name, value in like.items() if value is cache]
         self._fields = {name: None if value is cache else value for name, value in like.items()}
@@ -163,7 +163,10 @@ class Alarm:
                 self._number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
 
     def rings(self, replays: int) -> bool:
-        """Whether a replay up to the previous copy raised the alarm, without waiting. replays: the number so far."""
+        """Whether a replay up to the previous copy raised the alarm; False between copies. Does not wait.
+
+        replays: the number so far.
+        """
         if self.ignored or replays % self.EVERY:
             return False
         rang = bool(self._sent != 0)
@@ -208,7 +211,10 @@ def digest(tensors: Sequence[Tensor], tokens: Tensor | None) -> Tensor:
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """The tensors that a step writes, without those of its cache. Raises `Unrecordable` on any other value."""
+    """The tensors that a step writes, without those of its cache and resident ones.
+
+    Raises `Unrecordable` if the output has a value that is not a tensor, None or the cache.
+    """
     tensors = []
     for name, value in outputs.items():
         if _written(value):

@@ -75,7 +75,7 @@ class Step:
         self._columns: Tensor | None = None
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the arguments that change with every token are the ones that `advance` set."""
+        """Return whether the growing arguments are those that `advance` set, or, with drafts, a step was prepared."""
         if self.verifies:
             return self._prepared
         return all(arguments.get(name) is value for name, value in self._given.items())
@@ -183,7 +183,7 @@ class Step:
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For every kind of layer, the number of keys that attention gets and the position of the first one."""
-        if not isinstance(cache, DecodeCache):  # the length determines whether a sliding layer rolls
+        if not isinstance(cache, DecodeCache):  # the mask of a sliding layer that rolls has no base
             return self._form.widths, (0,) * len(self._form.kinds)
         cache.aim(tokens)
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]

@@ -6,7 +6,8 @@ recorded step contains the tokens with the largest logits. The loop handles stan
 the tokens are copied to the host once, and are compared with the drafts and the end tokens there. Any other use of a
 stand-in computes the tensor.
 
-This applies only to greedy decoding in the unchanged loop, without logits processors, if it returns no scores.
+This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` and
+`assistant_ensemble_weight`, if it returns neither scores nor logits.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _receiving() -> Watch:
 
 
 class _Logits(StandIn):
-    """The logits, [1, N, V], before and after their conversion to fp32."""
+    """The logits of a step, [1, N, V], in the dtype of the model."""
 
     def __init__(self, step: RecordedStep, known: HostTokens) -> None:
         self._step, self._known = step, known
@@ -99,7 +100,7 @@ class _Logits(StandIn):
 
 
 class _Scores(_Logits):
-    """The logits in fp32, [1, N, V]."""
+    """The logits of a step in fp32, [1, N, V]. The loop's conversion to fp32 does not change them."""
 
     def tensor(self) -> Tensor:
         return self._step.logits.to(torch.float32)
@@ -118,7 +119,7 @@ class _Scores(_Logits):
 
 
 class _Selected(StandIn):
-    """The tokens with the largest logits, [1, N]: accepted drafts, and the token after them."""
+    """The tokens with the largest logits, [1, N], from which the loop takes those that it compares and appends."""
 
     def __init__(self, step: RecordedStep, known: HostTokens) -> None:
         assert step.tokens is not None

@@ -39,7 +39,8 @@ class PreNormLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile traces, and if more than the hidden states is requested.
+        The stock forward runs while torch.compile traces, if more than the hidden states is requested, and if arguments
+        other than x are positional, or the mask or the position embeddings are missing.
         """
         if (
             args
@@ -56,7 +57,7 @@ class PreNormLayer:
         return (x,) if _in_tuple(stock) else x
 
     def _separate(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Run a layer with many rows: norms and sums are separate operations."""
+        """Run a layer whose GEMMs include neither norms nor sums, for example one with many rows."""
         first, second = children[self.norms[0]], children[self.norms[1]]
         attention, mlp = children["self_attn"], children[self.mlp]
         binding = direct(first, x)

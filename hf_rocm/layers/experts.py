@@ -70,8 +70,8 @@ class SoftmaxMixture:
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
     weights are divided by their sum, or the name of the attribute with this flag. jitter: the name of the attribute
-    with the noise that is added to the input in training; the stock forward then runs. shared: the names of the shared
-    expert and its gate.
+    with the range of the noise that multiplies the input in training; the stock forward then runs. shared: the names of
+    the shared expert and its gate.
     """
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -162,7 +162,7 @@ def given_experts(
 
 
 def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:
-    """Return a function for the experts of a module whose `experts` are a list of gated MLPs that the loader stacked.
+    """Return a function for the experts of a module whose `experts` are a list of gated MLPs that `prepare` stacked.
 
     x: the module's input. extra_reason: a reason from the overlay to stay stock. Returns the function
     (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None if the stock forward must run.

@@ -73,7 +73,7 @@ def live(module: Module) -> WeightGroup | None:
     """Return the module's group if it can replace the module's layers now, or None if they must be called.
 
     This is the only check of pointers, and every forward runs it. Returns None while gradients are enabled and a weight
-    requires them.
+    or bias requires them.
     """
     own = module.__dict__
     group = own.get(SLOT)

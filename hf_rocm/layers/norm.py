@@ -48,7 +48,7 @@ class RMSNorm:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
         """x: [..., D]. Returns [..., D] as the stock forward would.
 
-        Runs the stock forward if the weight is not a plain tensor (a DTensor has its own operations), and, without
+        Runs the stock forward if the weight is not a plain tensor (for example, if it is a DTensor), and, without
         (1 + w), if the weight's dtype differs from that of x, because the stock forward then promotes the result.
         """
         weight = module._parameters.get("weight")
@@ -71,7 +71,8 @@ class PrenormResidual:
     """The norm and the residual sum of a branch.
 
     norm: the RMS norm that is still to be applied to the branch's input, or None. residual: [B, S, K], to be added to
-    the branch's output, or None. one_kernel: whether GEMM kernels include both. added: whether the sum was computed.
+    the branch's output, or None. one_kernel: whether GEMM kernels include both. added: whether no sum is left to
+    compute.
     """
 
     __slots__ = ("added", "norm", "one_kernel", "residual")
@@ -90,7 +91,10 @@ class PrenormResidual:
         return output if self.added or self.residual is None else self.residual + output
 
     def last_product(self, linear: Any, x: Tensor) -> Tensor:
-        """Return linear(x) + residual, as one operation if linear is plain. x: [..., N] → [..., K]."""
+        """Return linear(x) + residual as one operation if linear is plain or a `PackedLinear`, else only linear(x).
+
+        x: [..., N] → [..., K]. Sets `added` if the result includes the residual.
+        """
         if self.residual is not None and isinstance(linear, PackedLinear) and _is_unhooked(linear):
             self.added = True
             return linear.plus(x, self.residual)

@@ -1,8 +1,8 @@
 """The weight group of a module: the slot that contains it, and the protocol that every kind of group implements.
 
 A group replaces layers whose weights belong together (fused, sharded, quantised, shuffled, stacked). The kinds are
-subclasses in `hf_rocm.weights`, one per file. The modules of `layers` don't import them, except when a module with an
-idle group needs its kind.
+subclasses in `hf_rocm.weights`. The modules of `layers` don't import them, except when a module with an idle group
+needs its kind.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ def opaque(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function` with the device of its first argument as the current device. Not every kernel sets the device."""
+    """Return a function that calls `function` with the device of its first argument as the current device.
+
+    Not every kernel sets the device.
+    """
 
     def run(first: Any, *rest: Any) -> Any:
         if several_devices() and first.device.index not in (None, torch.cuda.current_device()):

@@ -46,7 +46,7 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Ten
     if one_plus:
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
     normed = F.rms_norm(x, weight.shape, weight, eps)
-    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens this, but not the stock norm
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens F.rms_norm, not the stock norm
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
@@ -86,7 +86,7 @@ def add_rms_norm(
 def torch_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's sum, then its norm: bitwise equal to the unfused layers."""
+    """PyTorch's sum, then `torch_rms_norm`."""
     total = x + residual
     return torch_rms_norm(total, weight, eps, one_plus), total
 
@@ -131,7 +131,7 @@ def _activation_specification(x: Tensor, activation: str, interleaved: bool) -> 
 
 
 def torch_act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alpha: float) -> Tensor:
-    """PyTorch's activation and a multiplication: bitwise equal to the unfused layers."""
+    """PyTorch's activation and a multiplication, as in the unfused layers."""
     gate, up = _gate_up(x, interleaved)
     if activation == CLAMPED:
         return _clamped(gate, up, limit, alpha)

@@ -1,4 +1,4 @@
-"""Check an implementation on small calls against the eager tier, with the derived tolerance.
+"""Check an implementation on small calls, with a tolerance derived from the error of the eager tier.
 
 The calls themselves are defined with their operations: see `Operation.cases`.
 """

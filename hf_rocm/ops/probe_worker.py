@@ -233,7 +233,7 @@ class _Worker:
 
 
 def _errors() -> IO[bytes] | None:
-    """A file for the child's output: in memory, else in the temporary folder, or None if neither is possible."""
+    """A file for the child's stderr: in memory if possible, else in the temporary folder; None on failure."""
     try:
         if hasattr(os, "memfd_create"):
             return os.fdopen(os.memfd_create("hf_rocm-probe"), "w+b")

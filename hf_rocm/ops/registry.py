@@ -1,8 +1,8 @@
 """The router: chooses an implementation once for each specification and records why the others were not chosen.
 
 The predicate of an implementation returns a sentence with the reason why it refuses a specification, or None. The first
-implementation that does not refuse is used, in the order user, aiter, triton, torch, eager. If the user named a
-tier that can't serve the call, the call raises an error.
+implementation that does not refuse and passes its probe is used, in the order user, aiter, triton, torch, eager. If the
+user named a tier that can't serve the call, the call raises an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Overlays: binding forwards to stock classes in memory, and installing overlay files on disk.
 
-Every installed block imports this package, so it imports only the dispatcher and the declarations. The catalogue, the
+Every installed overlay imports this package, so it imports only the dispatcher and the declarations. The catalogue, the
 planner and the installer are imported only where they are needed.
 """
 

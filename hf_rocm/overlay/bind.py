@@ -49,7 +49,7 @@ waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 class Binding:
     """One stock class and the forward that serves it.
 
-    Not a dataclass, because every process that imports a block pays for the import time of this file.
+    Not a dataclass, because every process that imports an installed overlay pays for the import time of this file.
     """
 
     mode = OFF
@@ -200,7 +200,7 @@ def _parameters(function: Forward) -> tuple[str, ...]:
 
 
 def _stock(cls: type) -> bool:
-    """Whether a class and its current forward are transformers' own.
+    """Whether a class is transformers' own, and its current forward is stock or a dispatcher.
 
     A stock name may refer to another library's class, as with apex's norm in some files, and libraries may set their
     own forward on a stock class. `__globals__` identifies a wrapper, because functools.wraps hides its `__module__`.
@@ -219,7 +219,7 @@ def installed_mode() -> str:
 
 
 def _dispatcher(binding: Binding, change: Change) -> Forward:
-    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # the stock class has already imported torch
+    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # the stock file has already imported torch
     cls, stock, first, old_name = binding.cls, binding.stock, binding.first, binding.old_name
 
     # wraps keeps the signature, which kernels, generate and Trainer read

@@ -222,7 +222,7 @@ def _chains(code: CodeType) -> Iterator[list[str]]:
 
 
 def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
-    """Resolve a chain through modules of transformers and torch. Returns None for other packages and builtins."""
+    """Resolve a chain through modules of the packages in `OWN`. Returns None for other packages and for builtins."""
     holder, name = space, chain[0]
     if name not in space:
         return None

@@ -92,7 +92,7 @@ def parse(text: str, *, source: object) -> Manifest:
 
 
 def render(manifest: Manifest) -> str:
-    """Format a manifest. The text is equal for equal manifests."""
+    """Format a manifest. The text does not depend on the order of the models and names."""
     known = sorted({release for record in manifest.records.values() for release in record.releases()}, key=Version)
     lines = [f"transformers = {_quoted(manifest.transformers)}", *(_listed("releases", known) if known else ())]
     for model in sorted({*manifest.records, *manifest.limits}):

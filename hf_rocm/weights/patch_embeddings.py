@@ -111,7 +111,7 @@ def in_force(model: nn.Module) -> list[str]:
 
 
 def _non_overlapping(convolution: Any) -> bool:
-    """Whether stride and kernel are equal and cover more than one element, and nothing is padded or dilated."""
+    """Whether stride and kernel are equal and cover more than one element, without padding, dilation and groups."""
     return (
         convolution.kernel_size == convolution.stride
         and math.prod(convolution.kernel_size) > 1

@@ -45,7 +45,7 @@ class Replacement(nn.Module):
     warns: bool
 
     def take_place_of(self, module: nn.Module, dtype: torch.dtype, *, warns: bool) -> None:
-        """Set the attributes of the class. The weights of `module` will be empty, or kept on the CPU."""
+        """Set the attributes that this class declares. The weights of `module` will be empty, or kept on the CPU."""
         self.replaced = (module,)  # in a tuple, so that it is not a child
         self.follows = "_hf_hook" in module.__dict__
         self.dtype, self.warns, self.training = dtype, warns, module.training

@@ -114,7 +114,7 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
 
 
 def _build(job: tuple[str, int, str]) -> Built:
-    """Compile one kernel for one architecture. Runs in a process of the pool."""
+    """Compile one kernel for one architecture. Runs in a process of the pool, unless `--jobs` is 1."""
     from triton.backends.compiler import GPUTarget
 
     from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for

@@ -63,7 +63,7 @@ class Runs:
         return {way: self.result(command, way) for way in WAYS}
 
     def judge(self) -> None:
-        """Compare the results of every way with a reference in float64."""
+        """Compare the results of every way with stock's, and with a reference in float64."""
 
         def start(command: str) -> None:
             folders = [_folder(command, way) for way in WAYS]
@@ -73,7 +73,7 @@ class Runs:
             self._at_once(start)
 
     def verdict(self, command: str) -> dict[str, dict[str, Any]]:
-        """Differences from stock for each dtype, in the order of `WAYS`, and the tolerance."""
+        """By dtype: the differences from stock and the errors, in the order of `WAYS`, and the tolerance."""
         verdict = self.result(command, "verdict")
         return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 

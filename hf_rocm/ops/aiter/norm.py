@@ -1,4 +1,7 @@
-"""RMSNorm through aiter's `rms_norm`, and through `rmsnorm` for Gemma's (1 + w) in the releases that have it."""
+"""RMSNorm through aiter's `rms_norm`, and through `rmsnorm` for Gemma's (1 + w) in the releases that have it.
+
+The norm of a residual sum is computed by `rmsnorm2d_fwd_with_add`.
+"""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
-    """Yield the cases of routed experts. Tokens use different experts, but all sets of inputs have the same routing."""
+    """Yield the cases of routed experts. The experts of every token are random, and the same in all sets of inputs."""
     mixture = dims.mixture
     h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
     e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU

@@ -53,8 +53,8 @@ def bench_ranks(
 ) -> Segment:
     """Measure every case on every side, over `ranks` ranks on this machine with one GPU each (or all on the CPU).
 
-    Raises `OptionError` before anything is started if that is impossible, `RankError` with the cause if a rank failed,
-    and `Mismatch` if results are wrong.
+    Raises `OptionError` or `RankError` before anything is started if that is impossible, and `RankError` with the cause
+    if a rank failed or results are wrong.
     """
     check(subject, names, ranks)
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:

@@ -17,7 +17,7 @@ from hf_rocm.tools.bench.known_shapes import shape
 
 
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """Create a stock model with this shape in eval mode, directly on the device and in its dtype.
+    """Create a stock model with this shape in eval mode, directly on the device and in `dtype`.
 
     layers: the number of layers, if not that of the shape. Raises `OptionError` if this release of transformers lacks
     the model.

@@ -39,7 +39,10 @@ class System:
 
 @dataclass(frozen=True)
 class Node:
-    """A file, and this user's access rights to it. group: its name or number. modified: seconds since the epoch."""
+    """A file, and this user's access rights to it.
+
+    group: the name or number of the file's group. modified: seconds since the epoch.
+    """
 
     mode: str = ""
     group: str = ""

@@ -1,9 +1,10 @@
 """A parsed Python file for the rules, with names resolved through its imports and the guards of every statement.
 
-The guards of a statement are the words in all conditions that must be true for it to run: in the `if`s around it, in an
-earlier `if` of its block that ends with `return` or `raise`, in an `assert`, or in a decorator. A rule decides which
-words count: `hip` guards against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is
-not a guard, because it is true on ROCm.
+The guards of a statement are the words in the conditions that decide whether it runs: in the `if`s and `while`s around
+it or its `else`, in an earlier `if` of its block that ends with `return`, `raise`, `continue` or `break`, in an earlier
+`assert`, in earlier operands of `and` and `or`, or in a decorator. A rule decides which words count: `hip` guards
+against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is not a guard, because it is
+true on ROCm.
 """
 
 from __future__ import annotations

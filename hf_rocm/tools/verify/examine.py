@@ -19,7 +19,10 @@ ROOM = 4 << 30  # bytes of host memory for the values inside layers that are com
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """The result of a case, and the runs that later checks use, without the values inside layers."""
+    """The result of a case, and the runs that later checks use.
+
+    The runs contain no values inside layers, unless `examine` keeps those of the reference.
+    """
 
     case: Case
     check: Check

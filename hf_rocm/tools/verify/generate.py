@@ -73,7 +73,7 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
 
 
 def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
-    """Check the tokens after `start`. actual, expected: [1, S] tokens that agree up to `start`."""
+    """Check the tokens from position `start` on. actual, expected: [1, S] tokens that agree before `start`."""
     with subject.stock():
         eager = _logits(subject, actual, start)
     with subject.reference():
@@ -125,7 +125,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
 
 
 def _logits(subject: Subject, ids: Tensor, start: int) -> Tensor:
-    """Return the logits of every token from position `start` on, [N, V] in float64 on the CPU."""
+    """Return the logits from which the tokens from position `start` on are chosen, [N, V] in float64 on the CPU."""
     with torch.no_grad():
         output = subject.model(input_ids=ids, use_cache=False)
     return subject.final(output)[0, start - 1 : -1].double().cpu()

@@ -90,7 +90,10 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
 
 def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """Return [N] bool: the rows that were routed to different experts, because two scores are almost equal."""
+    """Return [N] bool: the rows that were routed to different experts, because two scores are almost equal.
+
+    None if no router was recorded.
+    """
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
     top = int(getattr(config, "num_experts_per_tok", 0) or 0)

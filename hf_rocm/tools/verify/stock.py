@@ -24,7 +24,8 @@ def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
     """Check the rows of a padded batch in stock's own forwards, in the model's dtype.
 
     The reference runs every row alone, with eager attention and in the wider dtype, so that other rows, padding and
-    attention kernels have no effect. The bound is twice the error of the same computation in the model's dtype.
+    attention kernels have no effect. The bound is twice the error of the same computation in the model's dtype, plus a
+    rounding step.
     """
     if batch is None or subject.kind != DECODER:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the model has no causal attention")

@@ -42,7 +42,7 @@ def before_import() -> None:
 
 
 def combined(gpu: Gpu | None, release: Release, named: Sequence[Path], *, shipped: bool = True) -> Merged:
-    """All rows that apply to this GPU (to all GPUs, if it is None) and this release."""
+    """All rows that apply to this release and this GPU (or to any GPU, if gpu is None)."""
     tables: list[tuple[str, Table]] = []
     for path in named:
         table = read(path, release.layout, release.version)

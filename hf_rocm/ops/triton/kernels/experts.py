@@ -1,7 +1,7 @@
 """Routed experts for few pairs of a token and an expert: each program computes its weights' addresses from the ids.
 
 So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which takes nearly all
-of the time. Everything is added up in fp32 and rounded where separate layers would round.
+of the time. Sums are in fp32, rounded where separate layers round. T: tokens; k: experts per token; H, I: MLP sizes.
 """
 
 from __future__ import annotations

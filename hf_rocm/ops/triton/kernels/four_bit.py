@@ -236,7 +236,7 @@ def build(
     nested: bool = False,
     powers: bool = False,
 ) -> Build:
-    """One of the two kernels, for this number of rows and these sizes. powers: whether the scales are MXFP4's."""
+    """Build a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
     run = run_length(k, group)
     cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
     group, step = kernel_groups(k, group)

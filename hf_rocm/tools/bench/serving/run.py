@@ -53,7 +53,7 @@ def bench_serving(
     """Measure every load on both servers.
 
     Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
-    server fails, and `Mismatch` if hf_rocm's answers differ from stock's.
+    server fails, and `Mismatch` if hf_rocm's answers differ from stock's by more than the tolerance.
     """
     assert subject.model is not None
     tokenizer, config = _files(subject.model)

@@ -1,4 +1,4 @@
-"""Calls to aiter (AMD's kernels) that guides describe but no release supports."""
+"""Mistakes in the use of aiter (AMD's kernels): unknown names, positional arguments, and `except ImportError`."""
 
 from __future__ import annotations
 

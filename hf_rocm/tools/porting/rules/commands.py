@@ -164,7 +164,7 @@ def _commands_of(node: ast.expr | None, line: int) -> Iterator[Command]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return the text of a string, with `…` for the values in an f-string; '' for any other expression."""
+    """Return the text of a string or a sum of strings, with `…` for unknown parts; '' for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -16,7 +16,7 @@ IMPORT = Rule(
     "import it inside `try: … except ImportError`, or only `if torch.version.hip is None`",
 )
 
-# Package → words in names that test for it, such as `is_flash_attn_2_available`, `HAS_TRT` or `args.wandb`.
+# Package → words, besides those of its own name, in names that test for it, such as `HAS_TRT`.
 _ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
 
 

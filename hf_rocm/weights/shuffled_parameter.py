@@ -182,7 +182,7 @@ class ShuffledGroup(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Shuffle a live fused group as one matrix. Blocks of 16 rows have the same layout in all parts."""
+        """Shuffle a live fused group as one matrix. Rows stay within blocks of 16, so all parts are shuffled too."""
         with torch.no_grad():
             group = live(module)
         if isinstance(group, ShuffledGroup) and group.names == names:

@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.bloom.modeling_bloom, 4.53 and up.
 
-Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. A head mask,
-attention weights, the sliced product of `slow_but_exact`, the MLP, which has no gate, and LayerNorm stay stock.
+Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. Calls with a head mask, or
+that request attention weights, the sliced product of `slow_but_exact`, the MLP, which has no gate, and LayerNorm stay
+stock.
 """
 
 try:

@@ -68,7 +68,7 @@ def experts(
 
 
 def specification(call: ExpertsCall) -> tuple[object, ...]:
-    """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
+    """The fields of an `ExpertsSpec`, as a plain tuple with which the implementation is selected."""
     x, gate_up, down, ids, form = call.x, call.gate_up, call.down, call.ids, call.form
     tensors = (x, gate_up, down, call.weights, call.gate_up_bias, call.down_bias)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,7 +1,7 @@
 """Matrix products with the precision of fp32, computed by matrix instructions for bf16.
 
 An fp32 number is the sum of three bf16 numbers, and an fp16 number the sum of two. So a matrix is a tuple of bf16
-parts. Every architecture has matrix instructions for bf16; RDNA has none for fp32.
+parts. All architectures in `ARCHITECTURES` have matrix instructions for bf16; RDNA has none for fp32.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def require_module(model: object, function: str) -> None:
 
 
 def require_name(model: object, function: str) -> None:
-    """Raise `OptionError` unless `model` is a name on the Hub or the path of a folder."""
+    """Raise `OptionError` unless `model` is a string or a path: a name on the Hub, or a folder."""
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(
             f"{function} takes the name of a model, or its folder",

@@ -1,4 +1,4 @@
-"""`hf-rocm status`: show the installed overlays, and whether they match."""
+"""`hf-rocm status`: show the installed overlays, and whether they match the installed transformers."""
 
 from __future__ import annotations
 

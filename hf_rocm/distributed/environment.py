@@ -1,7 +1,7 @@
 """This process's rank, the ranks that load a model with it, and the store through which they communicate.
 
-They are read from the variables of torchrun or accelerate, or from torch.distributed. Nothing is initialised here:
-transformers creates the process group while it loads, on the same port as hf_rocm's store.
+They are read from the variables of torchrun or accelerate, or from torch.distributed. No process group is created
+here: transformers creates it while it loads a model, on the same port as hf_rocm's store.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-# The stores that this process has opened; None for an agent's store that did not answer. If rank 0 serves the store, it
-# owns the port on which the process group is created later.
+# The stores that this process has opened; None for a store of torchrun's agent that did not answer. A store that rank 0
+# serves keeps the port on which the process group is created later.
 _stores: list[Any] = []
 
 
@@ -31,7 +31,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """Return this process's rank; None if it is the only process or there is no launcher."""
+    """Return this process's rank; None if it is the only process, or if PyTorch has no torch.distributed."""
     import torch.distributed as distributed
 
     variables = options.launcher()
@@ -90,7 +90,8 @@ def setting(config: Any, name: str) -> Any:
 def store(here: Place, *, timeout: float) -> Any | None:
     """Return the store that all ranks reach: the process group's, the launcher's, or a new one that rank 0 serves.
 
-    Returns None if there is no address. Waits up to `timeout` seconds for rank 0, then raises `RuntimeError`.
+    Returns None if there is no address, or if the process group has no store. Waits up to `timeout` seconds for rank 0,
+    then raises `RuntimeError`.
     """
     existing = existing_store(here, timeout=timeout)
     if existing is not None or process_group() is not None:

@@ -27,10 +27,10 @@ _OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost models that don't generate, in `model` or `model` itself. Their forwards are recorded.
+    """Yield the name and the module of every outermost model that doesn't generate: `model` itself, or models in it.
 
-    For a model that generates, decode steps are recorded instead. Inside it, only models without a cache are yielded:
-    towers for images and audio, but not the decoder.
+    The forwards of these models are recorded. For a model that generates, decode steps are recorded instead. Inside it,
+    only models without a cache are yielded: towers for images and audio, but not the decoder.
     """
     from transformers import PreTrainedModel
 

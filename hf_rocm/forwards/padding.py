@@ -3,8 +3,8 @@
 In a bidirectional encoder whose positions are counted from the left, a masked token does not change the results of
 other tokens. So a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed
 from the outputs. `features` lists the classes for which this was verified. The results equal those of the unpadded
-forward except for rounding, because other kernels may run. Comparisons also run the unpadded forward and return
-its result.
+forward except for rounding, because other kernels may run. When a replay is compared with an uncaptured forward, the
+unpadded forward runs too, and its result is returned.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     """Return the padded form of a call, or None if it can't be padded.
 
     A call is not padded if its length is that of a bucket, if it would be too large, or if it has arguments other than
-    tokens, a mask and flags.
+    `input_ids`, those in `_TOKENS` with the shapes listed there, and those in `_FLAGS`.
     """
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}

@@ -16,7 +16,7 @@ def refuses(model: Any) -> str | None:
 
     if own(type(model), "_beam_search", GenerationMixin):
         return f"{type(model).__name__} overrides _beam_search"
-    # in releases with this method, caches reorder themselves
+    # in releases with `_temporary_reorder_cache`, caches reorder themselves
     temporary = hasattr(GenerationMixin, "_temporary_reorder_cache")
     if "gptbigcode" in type(model).__name__.lower() if temporary else hasattr(model, "_reorder_cache"):
         return f"{type(model).__name__} reorders its cache itself"

@@ -75,7 +75,7 @@ def describe(model: nn.Module) -> str | None:
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """One sentence for `explain` on the attention of the next batch, or None if the model does not support it."""
+    """One sentence for `explain` on the attention of the next batch, or None if the model can't run in batches."""
     if MARK not in model.__dict__:
         return None
     config: Any = model.config

@@ -4,10 +4,10 @@ After every step transformers reads a flag with the answer on the host. The host
 idle until the host has queued the next one. One step later the flag has already arrived. The cost is one extra step if
 all rows end early. Its tokens are removed, so that the result is the same.
 
-From 5.17 on transformers can do this itself, but only on one type of device. In earlier releases its loop calls
-`_has_unfinished_sequences`, which is replaced here. The check is deferred only if the extra step has no visible
-effect: with transformers' own processors and criteria. If the extra step draws random numbers, the generator's state
-from before the step is restored, unless another thread has drawn from the generator in the meantime.
+From 5.17 on transformers can do this itself, but does it only on `mps`. In earlier releases its loop calls
+`_has_unfinished_sequences`, which `hooks` replaces. The check is deferred only if the extra step has no visible
+effect: only with processors and criteria of transformers and hf_rocm. If the extra step draws random numbers, the
+generator's state from before the step is restored, unless another thread has drawn from the generator in the meantime.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Late:
 
     def __init__(self, device: torch.device, length: int, longest: int, drawn: torch.Generator | None = None) -> None:
         self._drawn = drawn
-        # the states of the generator before the last steps and after the last one
+        # the states of the generator before the last two steps and after the last one
         self._states: deque[Tensor] = deque(maxlen=3)
         self._first = self._length = length
         self._steps = -1

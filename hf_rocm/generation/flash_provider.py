@@ -6,8 +6,8 @@ functions for the name `flash_attention_2`. An installed flash-attn package, ker
 are handled as in stock transformers.
 
 With flash attention, continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches
-and page tables. A prepared model that uses `sdpa` is switched for the batch, as transformers does itself if flash-attn
-is installed.
+and page tables. A prepared model that uses `sdpa` or `eager` is switched for the batch, as transformers does itself if
+flash-attn is installed.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Return whether these are the inputs of a step over static buffers that determine the inputs of the next step."""
+    """Return whether these are the inputs of a step, not of a prompt, over a cache with static buffers."""
     ids = inputs.get("input_ids")
     return ids is not None and ids.shape[1] <= _most(cache) and getattr(cache, "is_compileable", False)
 

@@ -63,7 +63,7 @@ def _sdpa(change: Change) -> Mask:
 
 
 def _eager(change: Change) -> Mask:
-    """Replaces `eager_mask`: additive, and never None."""
+    """Replaces `eager_mask`. The mask is additive, and never None."""
 
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         if not _applies(change, args, kwargs):

@@ -24,7 +24,7 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Records steps for one cache. Its recordings are replayed one at a time, in any order."""
+    """Records the steps of one cache, or one model's forwards. Recordings are replayed one at a time, in any order."""
 
     def record(self, run: Callable[[], T]) -> tuple[Recording, T]:
         """Record a step. Its kernels may or may not run, and must not change their own inputs.

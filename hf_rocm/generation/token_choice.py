@@ -6,7 +6,7 @@ draw has its own recording (`recorded_draw`). The loop then handles stand-ins fo
 probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
 the tensor.
 
-This applies only to the unchanged loop with transformers' own processors, if it returns no scores.
+This applies only to the unchanged loop with transformers' own processors, if it returns neither scores nor logits.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Processors(LogitsProcessorList):
 
 
 class _Step(NamedTuple):
-    """A recorded step, the choice of tokens in the current call, and a function that draws from the step's logits."""
+    """A recorded step, the choice of tokens in the current call, and the reference to the method that draws tokens."""
 
     recorded: RecordedStep
     choice: Choice

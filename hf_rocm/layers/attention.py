@@ -369,8 +369,8 @@ def visible_keys(
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
     """Attach the visible keys to a mask as numbers, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]. rows: the keys that its last S_q queries see. If the mask or the rows change, the
-    other must change in the same way.
+    mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries see. If the mask or the rows change, the other must
+    change in the same way.
     """
     setattr(mask, _ROWS, rows)
     return mask

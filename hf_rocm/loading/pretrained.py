@@ -43,7 +43,7 @@ _SOURCE = (
 # hf_rocm's own arguments, which are not passed to transformers.
 _OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
 
-# Parts of the messages of a RuntimeError from torch for a damaged archive, and from transformers for other shapes.
+# Parts of a RuntimeError's message: torch's for a damaged archive, and transformers' for weights with other shapes.
 _UNUSABLE_WEIGHTS = ("PytorchStreamReader", "ignore_mismatched_sizes", "size mismatch")
 
 
@@ -156,9 +156,9 @@ def _load(
 
 
 def class_for(model_id: str | PathLike[str]) -> Any:
-    """Return the class that `from_pretrained` loads this model with by default, which only reads the config.
+    """Return the class with which `from_pretrained` loads this model by default. Reads only the config.
 
-    Raises `LoadError` if there is none, and `ValueError` if transformers does not recognise it.
+    Raises `LoadError` if there is no config, and `ValueError` if transformers does not recognise it.
     """
     try:
         return _class_for(model_id, None, {})

@@ -1,6 +1,7 @@
 """Find the quantised layers of a checkpoint and the model's layers that they belong to, and check their tensors.
 
-Everything is read from the files' headers, so an error is raised before the weights take memory.
+Shapes and dtypes are read from the files' headers, and only the tensors whose values a format checks are read from the
+files. So errors are raised before the weights take memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ def prefer(library: str) -> Iterator[None]:
 
 
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, library: str) -> Tensor:
-    """`F.linear` through this library. Under torch.compile it is an operator that sets the library when it runs."""
+    """`F.linear` through this library. In compiled code, an operator sets the library at run time.
+
+    In compiled code with gradients, PyTorch selects the library.
+    """
     if not torch.compiler.is_compiling():
         with prefer(library):
             return F.linear(x, weight, bias)

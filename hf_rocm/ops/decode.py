@@ -139,7 +139,7 @@ def _kind(spec: DecodeSpec) -> DecodeSpec:
 
 
 def _cases(spec: DecodeSpec) -> Iterator[Case]:
-    """Rows of several lengths. Values beyond the lengths are large, so that one key too many changes the result."""
+    """Rows of several lengths. Values outside of a row are large, so that one key too many changes the result."""
     draw = Draw(spec.dtype, spec.device)
     s_q = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
     lengths, starts = (s_q, LENGTH, LONG - 1), (0, 3, LONG - 1 - s_q)

@@ -68,7 +68,7 @@ def experts(
 
 
 def specification(call: ExpertsCall) -> tuple[object, ...]:
-    """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
+    """The fields of an `ExpertsSpec`, as a plain tuple with which the implementation is selected."""
     x, gate_up, down, ids, form = call.x, call.gate_up, call.down, call.ids, call.form
     tensors = (x, gate_up, down, call.weights, call.gate_up_bias, call.down_bias)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -108,7 +108,7 @@ def _bound(pairs: int) -> int:
 
 
 def most_pairs(x: Tensor) -> int:
-    """The largest T · k for which an implementation that can be recorded in a graph serves inputs like x [T, H].
+    """The largest number of token-expert pairs for which inputs like x [T, H] can be served in a recorded graph.
 
     While torch.compile traces, this is the bound of the torch tier, which does not depend on the device.
     """
@@ -131,7 +131,7 @@ def kind(spec: ExpertsSpec) -> ExpertsSpec:
 
 
 def cases(spec: ExpertsSpec) -> Iterator[Case]:
-    """One token, a few tokens, and many. No token is routed to the last expert if there is another one.
+    """One token, a few tokens, and many. No token uses the last expert, unless every token uses all of them.
 
     A single token is not checked with gradients: with so few numbers, the eager tier's error would depend on chance.
     """

@@ -1,7 +1,8 @@
 """Routed experts in PyTorch: grouped GEMMs, batched GEMMs for few tokens, and two loops.
 
 The gathered and grouped forms don't synchronise with the host, so they can be recorded in a graph. (The grouped form
-does synchronise if PyTorch has no kernel for the dtype; it has one for bf16 on recent GPUs.) Both loops synchronise.
+does synchronise if PyTorch has no kernel for the dtype, which it has for bf16 on recent GPUs, or if not all dequantised
+experts fit into the temporary memory.) Both loops synchronise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 if TYPE_CHECKING:
     from hf_rocm.device import Device
 
-FEW = 32  # the largest T · k for which copying the chosen experts' weights is faster than a grouped GEMM on a GPU
+FEW = 32  # the most token-expert pairs for which copying their weights is faster than a grouped GEMM on a GPU
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 

@@ -68,7 +68,7 @@ def checked_here(operation: str, name: str, *, tier: str) -> Probe:
 
 
 def ahead(device: torch.device | None = None) -> None:
-    """Start the child early if no check has passed yet, so that it starts while a model loads.
+    """Start the child early if no passed check is stored or `refresh` is set, so that it starts while a model loads.
 
     device: the device of the model's weights once they are loaded; the child then initialises that GPU. Among the ranks
     of a machine, only the first one starts a child, and the others use its results.

@@ -18,7 +18,7 @@ from hf_rocm.ops.probe_worker import decode
 IDLE_SECONDS = 60.0  # the child exits after this time without a request
 GRACE = 30  # seconds after the time-out until a hanging child ends itself
 LONGEST = 2**31 - 1  # seconds, the maximum of the system's alarm
-WAKING = 120  # seconds until a child that hangs before the first request ends itself
+WAKING = 120  # seconds until a child that hangs during initialisation ends itself
 
 
 def serve(*, warm: bool) -> None:

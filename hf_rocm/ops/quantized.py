@@ -62,7 +62,7 @@ def quantized_linear(
     nested: the zero points of the groups, the table of the 4-bit numbers, and how uint8 scales are decoded; see
     `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
-    Raises `OptionError` if gradients are on and x requires them, and for any other activation.
+    Raises `OptionError` if gradients are on and x requires them, and for activations that `fused_linear` lacks.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(
@@ -191,7 +191,7 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
 
 
 def _cases(spec: QuantizedSpec) -> Iterator[Case]:
-    """One row of each x is zero: its largest magnitude must not be used as a divisor."""
+    """If x has several rows, the first one is zero: its largest magnitude must not be used as a divisor."""
     n, draw = fewer_rows(spec.n, spec.k, 256), Draw(spec.dtype, spec.device)
     numbers = draw(n, spec.k) * spec.k**-0.5
     weight, scale = _encoded(numbers, spec)

@@ -89,7 +89,7 @@ def one_kernel(
 
 
 def _norm_may_join() -> bool:
-    """Whether the user left the choice of the norm's implementation to hf_rocm."""
+    """Whether the options and the registered implementations of the norm allow a fused kernel."""
     if options.current().tier("rms_norm") not in (None, "triton"):
         return False
     return not any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations)

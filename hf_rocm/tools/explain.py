@@ -141,7 +141,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """Return a unique name for a class that shares its name: `lora.Linear`. PyTorch's classes keep their names."""
+    """Return a unique name for a class, if others have the same: `lora.Linear`. PyTorch's classes keep their names."""
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")
@@ -231,7 +231,7 @@ def _state(report: dict[str, Any], active: bool) -> str:
 
 
 def _without_overlay(model: nn.Module, report: dict[str, Any], overlays: dict[str, Overlay | None]) -> dict[str, str]:
-    """Return the model families whose layers hf_rocm does not serve, and why. overlays: as in `_stock`."""
+    """Return the model families and classes that hf_rocm does not serve, and why. overlays: as in `_stock`."""
     refused = dict(report.get("refused", {}))
     for cls in {type(module) for module in model.modules()}:
         if cls in bind.waiting:

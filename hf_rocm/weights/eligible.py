@@ -1,4 +1,7 @@
-"""Check whether linear layers can be fused. A refusal is a sentence. The checks are cheap and change nothing."""
+"""Check whether linear layers can be fused. A refusal is a sentence.
+
+The checks are cheap and, except for `accept_forward`, change nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shuffled copies of a mixture's experts, for aiter's `fused_moe`, which requires that layout.
+"""Shuffled copies of stacked experts, for aiter's `fused_moe`, which requires that layout.
 
 The copies double the memory of the experts, so they are made only within the user's budget. They can become stale. So,
 as in `shuffled_copy.py`, every use first checks whether the weights have changed.
@@ -24,7 +24,7 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 @register
 class CopiedExperts(WeightGroup):
-    """Copies of the stacked parameters of transformers 5. (Copies of stacked lists are stored in the lists' groups.)"""
+    """Copies of the stacked parameters of transformers 5. (Copies of stacked lists are stored in `Stacked.copies`.)"""
 
     order = 40
 
@@ -63,7 +63,7 @@ class CopiedExperts(WeightGroup):
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether hf_rocm runs this module's experts as one block: a stacked list, or stacked parameters."""
+    """Whether hf_rocm runs this module's experts as one block: a list that it stacks, or stacked parameters."""
     binding = bind.binding_of(module)
     return binding is not None and (bool(binding.experts) or _parameters(module) is not None)
 

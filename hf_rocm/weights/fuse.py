@@ -155,9 +155,10 @@ class Fused(BlockGroup):
 def fuse(module: Module, names: Sequence[str]) -> str | None:
     """Fuse these `nn.Linear` children of a module in place, in order. For sharded layers, fuse this rank's rows.
 
-    Returns None if they are fused now. Otherwise returns the reason as a sentence, and no weight has changed. The peak
-    memory is one block more than before. Weights on the CPU that are not used there, and weights that are still mapped
-    from the checkpoint, are fused at the first use of the group, or when the module moves to a GPU.
+    Returns None if they are fused now, or if fusing is deferred to the first use of the group or to the move to a GPU.
+    It is deferred for weights that are still mapped from the checkpoint, and for weights on the CPU of a module that
+    hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. The peak memory
+    is one block more than before.
     """
     return _kind(module, names).form(module, tuple(names))
 

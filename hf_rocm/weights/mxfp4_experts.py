@@ -61,7 +61,7 @@ class Mxfp4Experts(nn.Module):
         return blocks, scales, None if bias is None else bias.to(x.dtype)
 
     def specification(self, top: int) -> ExpertsSpec:
-        """The specification of a call with few tokens and `top` experts for each."""
+        """The specification of a call with one token, which uses `top` experts."""
         x = torch.empty(0, dtype=self.dtype, device=self.packed(DOWN)[0].device)
         return ExpertsSpec(*specification(self._call(x, torch.empty(1, top), x)))  # type: ignore[arg-type]
 

@@ -64,8 +64,8 @@ def quantize(
     embedding's weight. force: as in `prepare`. progress: called with the number of groups that are done and the total.
     All remaining parameters stop requiring gradients. The peak memory is one group more than before.
 
-    Returns the same model. Raises `OptionError` on an unknown kind, a model that is already quantised, and a model in
-    training mode.
+    Returns the same model. Raises `OptionError` on an invalid argument, a model that is already quantised or in
+    training mode, and a model without a layer that can be quantised.
     """
     _check(model, kind, keep, force)
     encoding = encodings()[kind]
@@ -104,7 +104,7 @@ def quantize(
 
 
 def dequantize(model: ModelT) -> ModelT:
-    """Replace the quantised layers of a model with ordinary `nn.Linear` layers in place.
+    """Replace the quantised layers and experts of a model with ordinary ones in place.
 
     After `keep="cpu"` they have the original weights, otherwise the dequantised weights in the original dtype. The
     `quantization_config` of a quantised checkpoint is removed from the model's config.

@@ -1,4 +1,4 @@
-"""Stacked experts that `quantize` rounds to MXFP4, and which experts the kernels can serve."""
+"""Stacked experts that `quantize` rounds to MXFP4, and the reasons why other experts keep their dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_rocm.weights.quantized import Replacement
 
 _NAMES = (GATE_UP, DOWN)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# gpt-oss has the same class in all releases, but is a declared layer only from transformers 5 on
+# gpt-oss has the same class in all releases, but overlays declare it as a layer only from transformers 5 on
 _GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", transposed=True, interleaved=True)
 

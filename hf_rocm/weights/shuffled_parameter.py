@@ -2,7 +2,8 @@
 
 The module's parameter is then a tensor subclass that supports `F.linear` and queries of its shape. Any other access (a
 state dict, an in-place write, `.data`, `.to()`, merging an adapter) first restores and then uses the stock parameter,
-which is the same object with the same bytes. So the shuffled layout is never visible.
+which is the same object with the same bytes. Deep copies and pickles contain a stock parameter. So the shuffled layout
+is never visible.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class ShuffledGroup(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Shuffle a live fused group as one matrix. Blocks of 16 rows have the same layout in all parts."""
+        """Shuffle a live fused group as one matrix. Rows stay within blocks of 16, so all parts are shuffled too."""
         with torch.no_grad():
             group = live(module)
         if isinstance(group, ShuffledGroup) and group.names == names:

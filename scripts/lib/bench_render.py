@@ -38,7 +38,7 @@ TABLES = {
 
 
 def render(root: Path) -> list[Path]:
-    """Write the page and the chart. Returns the files."""
+    """Write the pages and the chart. Returns the files."""
     from hf_rocm.files import write
     from hf_rocm.tools.bench import chart, record
 
@@ -206,7 +206,7 @@ def starts(segment: Any) -> Iterator[str]:
 
 
 def kernels(segment: Any) -> Iterator[str]:
-    """The fastest implementations of PyTorch and of hf_rocm for every operation and case."""
+    """The fastest implementation of every tier, and the fastest of all, for every operation and case."""
     from hf_rocm.tools.bench.report import kernels_by_case, markdown
 
     rows = []

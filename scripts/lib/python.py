@@ -24,7 +24,7 @@ def require_supported_python():
 
 def use_base_environment():
     # type: () -> None
-    """Return if hf_rocm can be imported; else run the script again in .envs/base, or exit with an error."""
+    """Return if `packaging`, which hf_rocm needs, can be imported; else run the script in .envs/base, or exit."""
     require_supported_python()
     if importlib.util.find_spec("packaging") is not None:
         return

@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Run one test with the same random numbers in both passes, a time limit, and a line in the log at its start and
-    end.
+    """Run one test with a time limit, and with a line in the log at its start and end.
+
+    The random numbers are the same in the pass with stock transformers and in the pass with overlays.
     """
     global _current
     _current = _Progress()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "chosen_experts"
 
-PAIRS = 64  # the largest T · k for which these kernels come before the torch tier
+PAIRS = 64  # the most token-expert pairs for which these kernels come before the torch tier
 LARGEST = 2**31  # elements of one expert: offsets have 32 bits
 WIDEST = 2**16  # columns; the second dimension of a grid is limited to 16 bits
 

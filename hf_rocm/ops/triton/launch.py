@@ -88,7 +88,7 @@ def _driver() -> Any:
 
 
 def alike(*tensors: Tensor) -> Any:
-    """`form` of several tensors at once, with a fast path for aligned tensors of one dtype."""
+    """`form` of several tensors at once, with a fast path for aligned tensors of one dtype without ROCm."""
     addresses, dtype, same = 0, tensors[0].dtype, not is_rocm()
     for tensor in tensors:
         addresses |= tensor.data_ptr()

@@ -221,7 +221,7 @@ def _dequantize(
 
 
 def _numbers(code: str | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The argument `code` of the 4-bit kernels: a table, or any uint8 tensor for e2m1, which needs no table."""
+    """The argument `code` of the 4-bit kernels: a table, or for e2m1 with uint8 scales any uint8 tensor, or None."""
     if code is None:
         return None
     return scale if code == E2M1 and scale.dtype == torch.uint8 else table(code, dtype, scale.device)

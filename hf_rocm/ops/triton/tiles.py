@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hf_rocm.ops.triton.launch import power_of_two
 
-ROWS = 16  # rows of x in a program with matrix instructions, the minimum
+ROWS = 16  # the smallest number of rows of x in a program with matrix instructions
 NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
 LONG = 64  # a piece with at least this many blocks of keys is always split
@@ -73,7 +73,7 @@ def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
 
 
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
-    """The tile for an 8-bit weight: as many bytes as in `linear_tile`, with twice the numbers.
+    """The tile for an 8-bit weight.
 
     Without ROCm, these are the fastest tiles of `scripts/bench-quantized --tiles` on one NVIDIA H200, for fp8 and M = 1
     and 8. Tiles for more rows, and all tiles for ROCm, are estimated from kernels of the same form.
@@ -124,7 +124,7 @@ def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = Fals
         columns = 2 if gated else 4 if rocm or n <= NARROW else 8
         return FourBitTile(False, columns, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
-    if rocm:  # if unrolled, AMD's compiler would keep all values of a block in registers, as with two short runs
+    if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
         return FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
     if m > ROWS:
         return FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
@@ -159,8 +159,8 @@ class ExpertsTile(NamedTuple):
         return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
 
 
-# Tiles were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B, OLMoE and,
-# transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch's GEMMs.
+# The tiles of experts were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B,
+# OLMoE and, transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch there.
 SOME = 4  # with up to this many tokens, programs of the second GEMM must be small so that there are enough of them
 
 
@@ -252,7 +252,7 @@ def plan(
 def _splits(pieces: int, blocks: int, room: int) -> int:
     """The number of programs per piece of `blocks` blocks.
 
-    room: the number of programs that keep the GPU busy. Long pieces are always halved, to shorten the tail.
+    room: the number of programs that keep the GPU busy. Long pieces always have at least two, to shorten the tail.
     """
     least = 2 if blocks >= LONG else 1
     return max(1, min(max(room // pieces, least), blocks, MOST_SPLITS))

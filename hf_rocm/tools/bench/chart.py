@@ -28,7 +28,7 @@ INK, FAINT = "#1f2933", "#66727f"
 
 WIDTH, MARGIN = 860.0, 28.0
 LABEL = 318.0  # where bars begin
-END = 690.0  # end of the longest bar or upper quartile; the numbers are printed to its right
+END = 690.0  # end of the longest bar or spread; the numbers are printed to its right
 BAR, GAP = 20.0, 7.0
 NOTE = 11.5  # font size of the footer
 CHARACTER = 0.6  # average width of a character in the widest font, as a fraction of the font size

@@ -50,7 +50,7 @@ class Profile(NamedTuple):
         ]
 
     def lines(self) -> list[str]:
-        """Return sentences about the gaps; none for a CPU."""
+        """Return sentences about the time and the gaps of a step; none for a CPU."""
         if not self.span:
             return []
         idle = self.span - self.busy

@@ -1,8 +1,8 @@
 """The roofline: the time that the necessary bytes and operations take at the rates measured on this machine.
 
-A decode step reads every weight and every cached key and value once; a prefill multiplies every token by every weight.
-Embedding tables do not count, since only a few rows are read. With several ranks, the bytes and operations are those of
-one rank, and the time to send its messages is added.
+A decode step reads all weights that it uses, and all cached keys and values, once. A prefill multiplies every token by
+the weights that the token uses. Embedding tables do not count, since only a few rows are read. With several ranks, the
+bytes and operations are those of one rank, and the time to send its messages is added.
 """
 
 from __future__ import annotations

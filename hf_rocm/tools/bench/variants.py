@@ -40,7 +40,7 @@ DEFAULT = (STOCK, COMPILE, PREPARED)
 # records a prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
-# The reason why such a side is left out elsewhere, and its wording in records that are older.
+# The reason why such a side is left out elsewhere, and its wordings in older records.
 NOT_DECODING = "it differs from another side only in decoding"
 EARLIER_NOT_DECODING = ("it differs in decoding only", "it differs from another side in decoding only")
 
@@ -229,7 +229,7 @@ _MAKERS: dict[str, Callable[[str, Any, bool], Side]] = {
 
 
 def silence(model: Any) -> None:
-    """Make `generate` generate exactly the requested number of tokens."""
+    """Make `generate` generate exactly the requested number of tokens, greedily."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = None

@@ -41,7 +41,7 @@ class Diary:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the dict for this stage's facts. An exception ends the task and is recorded."""
+        """Yield the dict of facts, to which this stage adds. An exception ends the task and is recorded."""
         self._stage = name
         self._write()
         try:

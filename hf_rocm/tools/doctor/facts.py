@@ -41,7 +41,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Rocm:
-    """ROCm's user space. rocminfo: its outcome, None if it is not installed. tools: whether aiter's tools exist."""
+    """ROCm's user space. rocminfo: its outcome, None if it is not installed. tools: tool → whether it is installed."""
 
     version: str | None = None
     rocminfo: Ran | None = None

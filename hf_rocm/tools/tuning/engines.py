@@ -60,7 +60,7 @@ def takes(shape: Gemm) -> bool:
 
 
 def command(release: Release, untuned: Path | str, tuned: Path | str) -> list[str]:
-    """Return the command line of a release's tuner, with a path in aiter's sources if the release isn't installed."""
+    """Return the command line of a release's tuner, with a path in aiter's sources if the tuner isn't installed."""
     script = release.tuner or Path(release.layout.tuner)
     files = ["--input_file", str(untuned), "--tuned_file", str(tuned)]
     return [sys.executable if release.tuner else "python3", str(script), *files, *release.layout.options]

@@ -45,7 +45,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Listed:
-    """One table in use."""
+    """One table of an inventory. holds_for: the GPUs or the release that it is for."""
 
     role: str
     holds_for: str
@@ -101,7 +101,10 @@ def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tup
 def merge(
     files: Sequence[Path] | None, *, output: Path | None, shipped: bool, release: str | None, gpu: str | None
 ) -> MergedFile:
-    """Merge tables into one. Raises `TableError` if a file has invalid lines. Never writes to an input file."""
+    """Merge tables into one. Never writes to an input file.
+
+    Raises `TableError` if a file has invalid lines, and `TuningError` if there is no input or no valid output file.
+    """
     meant, here = machine.release(release), machine.gpu(gpu)
     named = options.tuned_files() if files is None else list(files)
     if here is None and output is None:

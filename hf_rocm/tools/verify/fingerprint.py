@@ -38,7 +38,7 @@ def together(fingerprints: Mapping[str, str]) -> str:
 
 
 def of_config(config: Any) -> str:
-    """Return the checksum of a config, without its paths, versions and dtypes."""
+    """Return a config's checksum, without paths, versions, dtypes, architectures, use_cache and private values."""
     import json
 
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}

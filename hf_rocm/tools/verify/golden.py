@@ -1,7 +1,8 @@
 """Golden files: references that are recorded on one machine and used for comparison on another.
 
-A golden file is a safetensors file. It contains the inputs, the inputs and outputs of every layer in the reference and
-in stock's own dtype, and the end results. The header contains the model, the checksums of the weights, and versions.
+A golden file is a safetensors file. It contains the inputs of the cases, the inputs of every layer in the model's
+dtype, the outputs of every layer in all runs of `Reference`, and the end results. The header contains the model, the
+checksums of the weights, the layout of every case, and versions.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ LAYOUTS = (
     ),
 )
 
-NEWEST = "0.1.20.post1"  # the last release whose files were read
+NEWEST = "0.1.20.post1"  # the newest release whose layout was checked
 
 
 def layout_of(release: str) -> Layout:

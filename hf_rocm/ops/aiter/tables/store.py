@@ -43,7 +43,7 @@ def merged(gpu: Gpu, release: Release, digest: str) -> Path:
 
 
 def is_merged(path: Path) -> bool:
-    """Whether a path is a table that a parent process has merged."""
+    """Whether a path is a merged table in this cache, such as one that a parent process has written."""
     if not path.name.startswith(_MERGED) or path.suffix != ".csv":
         return False
     try:

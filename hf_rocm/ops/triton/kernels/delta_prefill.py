@@ -1,4 +1,4 @@
-"""Prompts of the gated delta rule: the convolution, the chunks in parallel, then a scan over the chunks.
+"""Prompts of the gated delta rule: the convolution, the chunks in parallel, a scan over the chunks, then the norm.
 
 Within a chunk of C tokens, token i writes a value that depends on the values that the tokens before it have written:
 with the decays from token j to token i in D [C, C] (0 above the diagonal), the new values are
@@ -116,9 +116,9 @@ def chunk_kernel(
 ):
     """Compute everything that does not depend on the state, for one chunk and value head.
 
-    Writes (I + A)⁻¹ · diag(beta), Q · Kᵀ ⊙ D, and for every token: the factor of its key when it reads the state, the
-    factor of its query, the factor of its key when it writes, and the decay since the start of the chunk. The factors
-    contain the norms of queries and keys.
+    Writes (I + A)⁻¹ · diag(beta), Q · Kᵀ ⊙ D, and for every token: the factor of its query, the factor of its key when
+    it reads the state, the factor of its key when it writes, and the decay since the start of the chunk. The factors of
+    queries and keys contain the reciprocals of their norms.
     """
     heads: tl.constexpr = GROUPS * SHARED
     channels: tl.constexpr = 2 * GROUPS * KEY_DIM + heads * VALUE_DIM

@@ -1,7 +1,7 @@
 """Matrix products with the precision of fp32, computed by matrix instructions for bf16.
 
 An fp32 number is the sum of three bf16 numbers, and an fp16 number the sum of two. So a matrix is a tuple of bf16
-parts. Only bf16 products have matrix instructions on every architecture; RDNA has none for fp32.
+parts. All architectures in `ARCHITECTURES` have matrix instructions for bf16; RDNA has none for fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def inverted(below, row, LEVELS: tl.constexpr):
 def times(a, b, PARTS: tl.constexpr):
     """The product of two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
 
-    Products of two small parts are left out: they are below the last bit of fp32. PARTS: the number of parts of `a`.
+    Products of parts i and j with i + j > 2 are left out: they are below the last bit of fp32. PARTS: the parts of `a`.
     Without it, Triton would compile (1 part, 3 parts) and (2 parts, 2 parts) into one function: the names of compiled
     functions contain the types of all parts, but not to which argument they belong.
     """
@@ -53,7 +53,7 @@ def split(x, PARTS: tl.constexpr):
     """Split fp32 numbers into this many bf16 numbers: 3 for any fp32 number, 2 if it is an fp16 number, 1 if bf16."""
     parts = ()
     for _ in tl.static_range(PARTS):
-        # the first 16 bits, which round to zero; the difference is exact
+        # the first 16 bits, which are x rounded toward zero; the difference is exact
         part = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         x -= part.to(tl.float32)
         parts += (part,)  # type: ignore[assignment]

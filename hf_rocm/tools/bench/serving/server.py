@@ -153,7 +153,7 @@ def _port(server: Server, timeout: float, progress: Progress) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group, first with SIGTERM, then with SIGKILL."""
+    """End the process with SIGTERM, then its whole group with SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""Code that sets PYTORCH_CUDA_ALLOC_CONF."""
+"""Code that sets PYTORCH_CUDA_ALLOC_CONF, or a variable with the same meaning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 
 def split_size(module: Module) -> Iterator[Place]:
-    """Find settings in os.environ, setdefault, putenv, a dict, or torch.cuda.memory._set_allocator_settings(…)."""
+    """Find settings in os.environ, setdefault, putenv, setenv, a dict, or …_set_allocator_settings(…)."""
     for node, context in module.nodes(ast.Assign, ast.Call, ast.Dict):
         for value in _settings(module, node):
             if isinstance(value, ast.Constant) and isinstance(value.value, str) and not module.guarded(context):

@@ -33,7 +33,7 @@ _STATE = ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_
 
 
 def modes(module: Module) -> Iterator[Place]:
-    """Find torch.compile(…, mode='reduce-overhead') as a call, as a decorator, and through functools.partial."""
+    """Find torch.compile with one of `_MODES` or `_OPTIONS`: as a call, a decorator, or through functools.partial."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         if not _compiles(module, node) or module.guarded(context):

@@ -72,7 +72,7 @@ def cupy(module: Module) -> Iterator[Place]:
 
 
 def triton(module: Module) -> Iterator[Place]:
-    """Find PTX in tl.inline_asm_elementwise, triton.language.extra.cuda, and num_warps=32."""
+    """Find PTX in tl.inline_asm_elementwise, triton.language.extra.cuda, and num_warps above 16."""
     for node, context in module.nodes(ast.Call, ast.Import, ast.ImportFrom, ast.Attribute):
         if module.guarded(context) or context.absence:
             continue
@@ -104,7 +104,7 @@ def _triton_call(module: Module, node: ast.Call, context: Context) -> Iterator[P
 
 
 def fp8(module: Module) -> Iterator[Place]:
-    """Find torch.float8_e4m3fn where a tensor is created or converted, in files without an FNUZ type."""
+    """Find OCP types of FP8, such as torch.float8_e4m3fn, where code uses them, in files without an FNUZ type."""
     if "fnuz" in module.text:
         return
     seen: set[int] = set()
@@ -129,7 +129,7 @@ def _makes(module: Module, node: ast.AST) -> bool:
 
 
 def lanes(module: Module) -> Iterator[Place]:
-    """Find WARP_SIZE = 32 in a file with kernels, and Numba's `cuda.threadIdx.x % 32`."""
+    """Find WARP_SIZE = 32 and similar names in a file with kernels, and `cuda.threadIdx.x % 32` and equivalents."""
     if not any(module.imports(package) for package in ("triton", "numba", "cupy", "cutlass", "tilelang", "pycuda")):
         return
     for node, context in module.nodes(ast.Assign, ast.BinOp):
@@ -146,7 +146,7 @@ def lanes(module: Module) -> Iterator[Place]:
 
 
 def sources(module: Module) -> Iterator[Place]:
-    """Check CUDA C++ in strings that load_inline or CuPy compiles, with the rules for source files."""
+    """Check CUDA C++ in strings that load_inline, CuPy or PyCUDA compiles, with the rules for source files."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)

@@ -12,7 +12,7 @@ from hf_rocm.tools.porting.rules import requirements
 
 
 def setup_calls(module: Module) -> Iterator[Place]:
-    """Check setup(install_requires=[…]), even if the list is a variable."""
+    """Check install_requires and setup_requires of setup(…), even if the list is a variable."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         if (module.name(node.func) or "").rpartition(".")[2] != "setup":

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.bert.modeling_bert, 4.53.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder. The attention of decoders, of calls
+with cross-attention, a cache or a head mask, and of models with relative positions stays stock.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.bloom.modeling_bloom, 4.53 and up.
 
-Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. A head mask,
-attention weights, the sliced product of `slow_but_exact`, the MLP, which has no gate, and LayerNorm stay stock.
+Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. The MLP, which has no
+gate, LayerNorm, the sliced product of `slow_but_exact`, and calls with a head mask or for attention weights stay stock.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.xlm_roberta.modeling_xlm_roberta, 4.53 to 4.57.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
+without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock.
 """
 
 try:
@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table names XLMRobertaSdpaSelfAttention; its base XLMRobertaSelfAttention is imported for its digest
+    # the class table selects XLMRobertaSdpaSelfAttention; its base class is imported for its digest
     from transformers.models.xlm_roberta.modeling_xlm_roberta import (  # noqa: F401
         XLMRobertaOutput,
         XLMRobertaSdpaSelfAttention,

@@ -59,7 +59,7 @@ def ernie(transformers):
         "video_token_id": inputs.VIDEO_TOKEN,
         "image_start_token_id": inputs.IMAGE_START,
         "image_end_token_id": inputs.IMAGE_END,
-        "video_start_token_id": 200,  # not used in text
+        "video_start_token_id": 200,  # these tokens do not occur in the text
         "video_end_token_id": 201,
     }
 

@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, one layer of both models amplifies errors from 1e-7 to 1e-5, by chance more in one of them
+        # with seed 0, one layer of both models amplifies errors of 1e-7 to 1e-5, by chance more in one model
         seed=1,
     ),
     Case(

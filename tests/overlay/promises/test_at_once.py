@@ -27,7 +27,7 @@ from tests.overlay.promises.world import VERSION, Environment
 
 Farm = Callable[[str], Site]
 
-# every process runs several commands, so that they overlap despite the start-up time
+# every process runs several commands, so that the commands of all processes overlap
 BUSY = """
 import sys
 from hf_rocm.overlay.catalog import load

@@ -13,7 +13,7 @@ EXECUTOR = ROOT / "hf_rocm" / "patches.py"
 
 THREAD_LOCALS = ("_thread", "_loading", "_watched")
 
-# Attributes that an hf_rocm class declares may be set on its objects. Exceptions for other attributes are listed here:
+# Attributes that an hf_rocm class declares are not reported. Exceptions for other attributes are listed here:
 # file → names. The name `()` stands for setattr, delattr or a call that registers a hook.
 ALLOWED = {
     # PyTorch's flags, set at the user's request, as code for NVIDIA sets them
@@ -101,7 +101,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _sets(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Attributes that are set on, or deleted from, an object other than `self`."""
+    """Attributes that are set on, or deleted from, an object other than `self` or one of THREAD_LOCALS."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", *THREAD_LOCALS)):
@@ -118,7 +118,7 @@ def _changes(called: ast.expr) -> bool:
 
 
 def _declared() -> set[str]:
-    """Attributes of hf_rocm's classes: annotated or assigned in the class, or set on `self`."""
+    """Attributes of hf_rocm's classes, except `forward`: annotated or assigned in the class, or set on `self`."""
     names: set[str] = set()
     for path in SOURCES:
         for node in ast.walk(_tree(path)):

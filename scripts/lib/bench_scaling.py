@@ -37,7 +37,7 @@ def tables() -> str:
 
 
 def exchanged() -> str:
-    """Messages and bytes per token, and the time to transfer these bytes over one link."""
+    """All-reduces and bytes per token, and the transfer time of one all-reduce, over one link and over two nodes."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -61,7 +61,7 @@ def exchanged() -> str:
 
 
 def allowed() -> str:
-    """The time of an all-reduce above which adding ranks makes a step slower."""
+    """The additional time of an all-reduce above which doubling the ranks makes a step slower."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -94,7 +94,7 @@ def steps() -> str:
 
 
 def prompts() -> str:
-    """The times of GEMMs and of transfers with large messages: rings over one link, and over all links at once."""
+    """The times of GEMMs and of transfers with large messages: over all links, over one link, and over two nodes."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

@@ -20,9 +20,9 @@ class Call:
     arguments: arguments of generate.
 
     repeats: whether the layers of the model are silenced, so that it repeats the last token of the prompt, and the
-    number of accepted drafts is known. prompt: `random`, `one token` (of which lookups draft more: all are accepted) or
-    `every other` (lookups draft what follows the repeated token first: all are rejected). assistant: whether the first
-    layers of the model draft.
+    number of accepted drafts is known. prompt: `random`, `one token` (lookups draft the same token, so all drafts are
+    accepted) or `every other` (lookups draft the tokens after the first repeated token, so all drafts are rejected).
+    assistant: whether the first layers of the model draft.
     """
 
     name: str
@@ -141,7 +141,7 @@ def measure(
         runs = [_run(model, {**arguments, **more}) for model, more in zip((stock, prepared), assistants, strict=True)]
         dtype = next(stock.parameters()).dtype
         wrong = None
-        for _ in range(3):  # afterwards, steps are recorded and compared
+        for _ in range(3):  # afterwards, the steps are recorded, and the recordings checked
             expected, actual = (run() for run in runs)
             wrong = wrong or never_slower.unlike(expected, actual, None, dtype)
             if call.repeats and not torch.equal(expected, actual):
@@ -179,7 +179,7 @@ def _build(name: str, device: Any, tiny: bool) -> Any:
 
 
 def _silence_layers(model: Any) -> None:
-    """Let every layer add zeros: with tied embeddings, the largest logit is then that of the last token."""
+    """Make every layer add zeros: with tied embeddings, the largest logit is then that of the last token."""
     import torch
 
     model.lm_head.weight = model.model.embed_tokens.weight

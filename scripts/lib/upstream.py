@@ -35,7 +35,7 @@ OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if all differences are listed. Return 1 if one is not listed, or if the tests could not be run."""
+    """Return the exit code: 0 or 1, as described in EPILOG."""
     options = _parser().parse_args(arguments)
     models = list(dict.fromkeys(options.models))
     began = time.monotonic()

@@ -74,7 +74,8 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
     """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
 
     The checkout's conftest.py is not copied: it configures doctests and the Hub's cache, and requires pytest plugins.
-    Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none.
+    Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none, or if the
+    checkout is not a source tree of transformers.
     """
     tests = checkout / "tests"
     if not (tests / "test_modeling_common.py").is_file():
@@ -89,7 +90,7 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # required by imports in a later release's mixins
+        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # newer mixins import these modules
             place = target / "tests" / standin.relative_to(PREPARED / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,8 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
 def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
     """Copy the release's mixins, stand-ins for other modules that they import, and thin classes to `target`.
 
-    Returns the thin test files, relative to `target`. Raises `ScriptError` for a model without an overlay.
+    Returns the thin test files, relative to `target`. Raises `ScriptError` for a model that has neither a
+    thin class nor an overlay.
     """
     thin = {model: _thin(model) for model in models}
     _begin(target)

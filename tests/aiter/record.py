@@ -2,8 +2,8 @@
 
     python -m tests.aiter.record CHECKOUT VERSION
 
-It reads the sources and does not import aiter. It compares the names, the order and the defaults of arguments. Defaults
-that are not literals are None.
+The command reads the sources and does not import aiter. It compares the names, the order and the defaults of arguments.
+Defaults that are not literals are None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.aiter.recorded import DATA, RELEASES, declared
 
-# The files that define the names of releases.json; the first one with the name is used.
+# The files that define the names of releases.json; the first one that defines a name is used.
 FILES = {
     "mha_fwd": ("ops/mha.py",),
     "silu_and_mul": ("ops/activation.py",),

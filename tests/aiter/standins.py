@@ -1,4 +1,4 @@
-"""The real amd-aiter package on a machine without a GPU: only its compiled modules are stand-ins.
+"""The real amd-aiter package on a machine without a GPU: only its compiled modules and one function are stand-ins.
 
 The commands that aiter runs (`hipconfig`, `rocminfo`, `hipcc`) are scripts on PATH, and a meta-path finder returns
 Python modules instead of compiled ones. Registration, schemas, fake kernels, dispatch and `shuffle_weight` are aiter's
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 class Finder:
-    """Find the modules that aiter would compile at first use."""
+    """Find the modules that aiter would compile at first use, and replace the function ON_CUDA in its module."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name == ON_CUDA[0]:
@@ -87,7 +87,7 @@ class Loader:
 
 
 def load_kernels() -> ModuleType:
-    """Import the folder `native` once per process, at the first use of a kernel, because it imports torch."""
+    """Import the folder `native` once per process, when a stand-in is first needed, because it imports torch."""
     name = "aiter_standin_kernels"
     if name not in sys.modules:
         folder = HERE / "native"

@@ -1,4 +1,4 @@
-"""scripts/install-aiter selects the machine's release, keeps torch and Triton, and names a next step if it refuses."""
+"""scripts/install-aiter builds aiter for this GPU, keeps torch and Triton, and names a next step if it refuses."""
 
 from __future__ import annotations
 

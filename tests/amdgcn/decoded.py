@@ -54,7 +54,7 @@ def available() -> bool:
 def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
     """Compare a code object with these instructions and return their number. Raises `Mismatch`.
 
-    The opcode and every vector and scalar register in the text are compared. Padding between the parts of a function
+    The opcode and the first register of every operand are compared. Padding between the parts of a function
     (s_nop) is skipped, and only padding may follow the last instruction.
     """
     family = "cdna" if arch.startswith("gfx9") else "rdna3" if arch.startswith("gfx11") else "rdna4"

@@ -29,7 +29,7 @@ from tests.amdgcn.machine.state import State
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
 FILLS = 3  # launches per kind of bits, with different values in the lanes that differ
 _MOST = 1 << 22  # maximum bytes of a recorded launch
-_LIMIT = 2_000_000  # maximum instructions of a recorded launch
+_LIMIT = 2_000_000  # maximum instructions of a repeated launch
 _BANKS = ("vectors", "accumulators")  # the faulty instruction may name a register beyond those of the original program
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
@@ -53,8 +53,8 @@ class Kept:
         return self.size <= _MOST
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
-        """Repeat the launch and return the memory afterwards, or the error. bits: how floats are filled, one of
-        BITS."""
+        """Repeat the launch and return the memory afterwards, or the name of the error. bits: one of BITS, which fills
+        the floats."""
         memory, copies = Memory(self.contract), []
         rng = np.random.default_rng(seed)
         for address, data, hidden, dtype in self.buffers:
@@ -76,7 +76,7 @@ def _as_they_are(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None
 
 
 def _any_bits(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
-    """Random data of one type: half of the elements are special values, the others have uniformly random bits."""
+    """Fill a buffer of floats: half of the elements are special values, the others have uniformly random bits."""
     if dtype.is_floating_point:
         data[:] = rng.integers(0, 256, data.size, np.uint8)
         special = torch.tensor(_SPECIAL).to(dtype).view(torch.uint8).numpy().reshape(-1, dtype.itemsize)

@@ -9,7 +9,7 @@ import torch
 from .machine import MachineError, UnknownInstruction
 from .one import ARCHITECTURES, execute, lanes, program
 
-# For every instruction: rows (and columns), K, bits per element, and the lane group that contains an element of K.
+# The published maps. `size` is the number of rows of A and of columns of B.
 # A[i][k] is in lane i + size × (k // per lane), starting at the lowest bits of the lane's first register, where "per
 # lane" is K × size / 64 (CDNA) or K / 2 (RDNA 4, where 16-bit elements alternate between the halves of the wave in
 # groups of four). On RDNA 3 both halves of a wave contain all of K. B has the layout of A transposed.

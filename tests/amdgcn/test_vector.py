@@ -272,7 +272,7 @@ def test_bitop3_of_16_bits_takes_and_writes_the_halves_that_op_sel_names():
 
 @pytest.mark.parametrize("operation", ["add", "sub"])
 def test_sdwa_with_a_carry(operation):
-    """`v_add_co_u32_sdwa` reads a byte, and writes the carry to vcc."""
+    """`v_add_co_u32_sdwa` and `v_sub_co_u32_sdwa` read a byte, and write the carry to vcc."""
     a, b = values("gfx90a", 1), values("gfx90a", 2)
     a[::2] = WORD - 3 if operation == "add" else 3
     text = (

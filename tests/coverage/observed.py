@@ -3,8 +3,8 @@
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
     python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Marks are not declared: each is set if an operation ran inside a replaced forward, in every module of its class, and
-"recorded" is set if `prepare` decided to record the model.
+Marks are not declared: "recorded" is set if `prepare` decided to record the model, and every other mark is set if its
+operation ran inside a replaced forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def observed(case: Case) -> dict[str, Row]:
-    """Run the case and a step on a filled cache with overlays enabled, and observe every overlay.
+    """Run the case and, for text models, a step on a filled cache with overlays enabled, and observe every overlay.
 
     Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
     inside it, and a mark for each feature.

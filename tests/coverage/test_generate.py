@@ -1,7 +1,8 @@
-"""generate() returns stock's tokens with caches of every kind, padding, beams, an assistant, and moving windows.
+"""generate() returns stock's tokens with and without caches, padding, beams, prompt lookup, and moving windows.
 
-In releases between the oldest and the newest, only one model of each kind is tested if a newer release has the same
-overlay. The forwards of all models, including those on a filled cache, are compared with stock's in every release.
+The oldest tested release runs all models. Later releases run one model of each kind, and the models whose overlay no
+newer tested release has. test_forward.py compares the forwards of all models, including those on a filled cache, with
+stock's in every release.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def test_tokens_of_a_left_padded_batch_equal_stock(case, trio):
 
 @params(TEXT, without="assisted")
 def test_tokens_with_rejected_drafts_equal_stock(case, trio):
-    """Several candidate tokens at once on a filled cache, some of which are rejected."""
+    """Prompt lookup verifies several drafts at once on a filled cache, and some drafts are rejected."""
     prepared, stock, _ = trio()
     prompt = {"input_ids": inputs.tokens(1, 9), "max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
     with torch.inference_mode():

@@ -54,7 +54,7 @@ def spread(model):
 
 
 def prompt_and_step(model):
-    """Return (devices of the logits of both calls, devices of the cache by layer, the operations that ran)."""
+    """Return (devices of both calls' logits, devices and length of the cache by layer, the operations that ran)."""
     ids = torch.ones(2, 7, dtype=torch.int64, device=FIRST)
     with torch.no_grad(), ops.recording() as routes:
         prompt = model(ids, attention_mask=torch.zeros(2, 1, 7, 7, device=FIRST), use_cache=True)

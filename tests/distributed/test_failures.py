@@ -51,7 +51,7 @@ def fails(what, checkpoint, extra):
 
 
 def packages_own(folder: Path) -> Path:
-    """A copy of hf_rocm with one modified overlay."""
+    """Copy hf_rocm to `folder` and modify the overlays of llama. Returns the folder."""
     package = Path(hf_rocm.__file__).parent
     shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
     overlays = folder / "hf_rocm" / "_overlays"

@@ -135,7 +135,7 @@ def adapters(folder: Path) -> None:
 
 
 def trained_and_evaluated(folder: Path) -> None:
-    """The fused weights are updated, and the saved files equal stock's."""
+    """The fused weights are updated, and the saved checkpoint has stock's names and the trained weights."""
     prepared, stock = hf_rocm.prepare(models.build(), force=True), models.build()
     before = logits(prepared)
     for model in (prepared, stock):

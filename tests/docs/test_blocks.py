@@ -1,4 +1,4 @@
-"""The code in the documentation: Python blocks and cheap commands run, and all command lines pass the real parsers."""
+"""The code in the documentation: Python blocks and cheap commands run, and all command lines have existing options."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def commands() -> list[object]:
 
 @pytest.fixture
 def page_names(tiny_checkpoint, monkeypatch, tmp_path):
-    """The names that a page's code may use: a loaded model with its tokenizer and inputs. hf_rocm is forced."""
+    """The names that a page's code may use: hf_rocm, torch, a model, its tokenizer and inputs. hf_rocm is forced."""
     import transformers
 
     import hf_rocm
@@ -149,7 +149,7 @@ def test_a_cheap_command_runs_as_pasted(command, tiny_checkpoint, tmp_path, monk
 
 
 def _parse(words: list[str]) -> None:
-    """Parse the options without running the command."""
+    """Check that the command and its options exist, without running it."""
     from hf_rocm.cli.app import build
 
     command = typer.main.get_command(build())
@@ -166,7 +166,7 @@ def _parse(words: list[str]) -> None:
 
 
 def _script_options(script: str) -> set[str]:
-    """The options that occur in a script's text."""
+    """The options that occur in the text of a script or of scripts/lib."""
     file = ROOT / script
     assert file.exists() and os.access(file, os.X_OK), script
     texts = [file.read_text(encoding="utf-8")]

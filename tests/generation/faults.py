@@ -69,7 +69,7 @@ def stale_pointer(kept, memory):
 
 
 def node_dropped(kept, memory):
-    """One layer's keys are not written."""
+    """The values of the last layer are not written."""
     del kept[_last(kept, "index_copy_")]
     return kept
 
@@ -134,7 +134,7 @@ def stale_logits(kept, memory):
 
 
 def filter_dropped(kept, memory):
-    """The filter of a processor reads the scores of the first replay."""
+    """The filter of a processor doesn't run: later operators read its result from an earlier replay."""
     del kept[_first(kept, "aten.masked_fill")]
     return kept
 
@@ -151,7 +151,7 @@ def copy_dropped(kept, memory):
 
 
 def stale_order(kept, memory):
-    """The keys of one layer are reordered as in the previous replay."""
+    """The values of the last layer are reordered as in the previous replay."""
     index = _last(kept, "index_select")
     operator, (keys, dim, rows), kwargs, outputs = kept[index]
     before, memory["rows"] = memory.get("rows", rows.clone()), rows.clone()

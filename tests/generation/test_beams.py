@@ -1,4 +1,4 @@
-"""Beam search over recorded steps: stock's sequences and scores, replayed for any change of the beams."""
+"""Beam search over recorded steps returns stock's sequences and scores, and replays serve any reordering of beams."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_searches_and_sampling_share_a_recording(pair):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)
         calls = [searched(model, inputs, num_beams=beams) for model in (prepared, stock)]
         assert torch.equal(*calls)
-    assert counted(prepared) == (1, 5 * (NEW - 1) - 3)  # 6 rows each: the searches and the samples share a recording
+    assert counted(prepared) == (1, 5 * (NEW - 1) - 3)  # 6 rows each: beam search and greedy calls share a recording
 
 
 def test_a_passed_cache_runs_as_in_stock(pair):

@@ -87,7 +87,7 @@ def test_a_change_takes_effect_in_the_next_call(change, pair):
 
 
 def test_switching_back_to_an_adapter_records_nothing(pair):
-    """Every adapter has its own recording, and switching back to an adapter records nothing."""
+    """Every adapter with a given scale has its own recording, and switching back to it records nothing."""
     prepared, stock = pair()
     for model in (prepared, stock):
         adapted(model)
@@ -102,7 +102,7 @@ def test_switching_back_to_an_adapter_records_nothing(pair):
 
 
 def test_no_recording_of_a_moved_weight_is_replayed(pair):
-    """The fused block is freed with the old weights, in uncaptured and in recorded steps."""
+    """The fused block of the old weights is not used any more, in uncaptured and in recorded steps."""
     prepared, stock = pair()
     generate(prepared)
     for _ in range(3):

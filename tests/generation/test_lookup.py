@@ -15,7 +15,7 @@ WAITS = ("cpu", "nonzero", "item", "tolist", "__bool__", "__index__")
 
 
 class OnDevice(torch.Tensor):
-    """Stands in for tokens on a device. Counts the calls for which the host would wait."""
+    """Stands in for tokens on a device. Collects the names of the calls for which the host would wait."""
 
     waits: ClassVar[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""Functions, lists and settings that are replaced or changed beside recorded token choices: stock's are called."""
+"""Functions, lists and settings that change while token choices are recorded take effect as in stock."""
 
 from __future__ import annotations
 

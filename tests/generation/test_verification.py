@@ -1,4 +1,4 @@
-"""Drafts are accepted by comparing recorded tokens on the host, with stock's tokens."""
+"""Drafts are compared on the host with the tokens of recorded steps, and the results are stock's tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_assistant(pair, read):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Check the tokens of every search against those on the device. Collects whether they had to be copied."""
+    """Compare the tokens of every search with those on the device. Collects whether each search had to copy them."""
     copies = []
     of = HostTokens.of
 
@@ -205,7 +205,7 @@ def test_the_result_of_criteria_that_stop_nothing():
         {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(torch.tensor([6, 9]))])}, tokens
     )["stopping_criteria"]
     rows = torch.ones(1, dtype=torch.long)
-    assert criteria(ids, None).tolist() == [True]  # the tokens are not known
+    assert criteria(ids, None).tolist() == [True]  # the host has no copy of the tokens yet
     assert tokens.of(ids).tolist() == [4, 5, 6] and criteria(ids, None).tolist() == [True]
     ids = torch.tensor([[4, 5, 7]])
     tokens = criteria._tokens = HostTokens()

@@ -55,6 +55,6 @@ def test_random_calls(family, short_buffers):
 
 def test_memory_does_not_grow(short_buffers):
     soak = Soak("llama", device="cuda", **DECODER)
-    # PyTorch allocates blocks of 512 bytes, so a leak of one block in every second call is noticed
+    # PyTorch allocates blocks of 512 bytes, so a leak of one block per call is noticed
     assert soak.grown(1000, torch.cuda.memory_allocated) < 2**18
     assert counted(soak.prepared)[1] > 1000

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU: results equal to the interpreter's, rounding, and recorded graphs."""
+"""Triton kernels compiled for a GPU: results as accurate as the eager tier's, rounding, and recorded graphs."""
 
 from __future__ import annotations
 

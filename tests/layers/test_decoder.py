@@ -1,4 +1,4 @@
-"""Decoder layers: fusion into the GEMMs for few rows and for many rows, and modules that a user changed."""
+"""Decoder layers: fusion into the GEMMs for few rows, fused sums and norms for many, and modules that users changed."""
 
 from __future__ import annotations
 

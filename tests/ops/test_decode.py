@@ -72,7 +72,7 @@ def test_a_rolling_cache_has_the_last_keys(tier):
 
 
 def test_lengths_equal_the_equivalent_mask():
-    """`CacheRows` in `ops.attention` equals the equivalent mask."""
+    """`ops.attention` returns the same result with `CacheRows` as with the equivalent mask."""
     query, key, value = tensors((2, 4, 2, 1, 12, 8, 8), torch.float32)
     lengths, starts = torch.tensor([10]), torch.tensor([0, 7])
     mask = seen_keys(1, 12, lengths, starts, 5)

@@ -1,4 +1,4 @@
-"""Packed and decode attention, add + norm, rope and shuffled weights in the torch and eager tiers."""
+"""Packed, decode and paged attention, norms, activations, rope and shuffled weights in the torch and eager tiers."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
 @each_tier
 @pytest.mark.parametrize(("name", "module"), [("quick_gelu", "QuickGELUActivation"), ("gelu_new", "NewGELUActivation")])
 def test_act(name, module, tier, dtype):
-    """The torch tier is bitwise equal to transformers' modules, with its gradient."""
+    """The torch tier and its gradient are bitwise equal to those of transformers' modules."""
     from transformers import activations
 
     stock = getattr(activations, module)()

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 in every tier, compared with float64 and with the same experts with ordinary weights."""
+"""Routed experts in MXFP4 in the torch and eager tiers, compared with float64 and with ordinary weights."""
 
 from __future__ import annotations
 

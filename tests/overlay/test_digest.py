@@ -1,4 +1,4 @@
-"""Digests depend only on the behaviour of a definition, and are the same in every Python version."""
+"""Digests ignore layout, comments, docstrings and annotations, and are the same in every Python version."""
 
 from __future__ import annotations
 

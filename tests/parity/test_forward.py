@@ -144,9 +144,9 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
 
 
 def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
-    """hf_rocm serves it in releases that pass a Cache object to the layer.
+    """hf_rocm serves it in transformers 5.
 
-    In earlier releases, the layer runs stock code, and the reason is recorded.
+    In 4.x, calls with a cache run stock code, and the reason is recorded.
     """
     folder = checkpoint("bert", torch.float32)
     prepared = models.load_prepared(folder, is_decoder=True, auto_class="BertLMHeadModel")

@@ -19,8 +19,8 @@ from typing import Any
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the requirements of transformers[serving]
 
-# A program that runs the command line as users do. It also records the hf_rocm operations that ran, and the output of
-# explain for the models that are loaded when the server stops.
+# A program that runs the command line as users do. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,
+# and the output of explain for the models that are loaded when the server stops.
 CHILD = """
 import asyncio, gc, json, os, sys
 from contextlib import nullcontext

@@ -35,7 +35,7 @@ def test_8_bits_have_a_small_loss(tmp_path):
         losses[kind] = hf_rocm.quantization_loss(quantized, tmp_path, ids=ids[:60])
         assert 0 < losses[kind].mean < losses[kind].largest < losses[kind].size and losses[kind].ratio != 1
     assert 0 < losses["int8"].divergence < losses["fp8"].divergence < 0.1
-    # int8 has 7 bits for the range of a row, and fp8 has 3 bits for every number
+    # int8 has 255 levels for the range of a row, and fp8 has a mantissa of 3 bits for every number
     assert losses["int8"].mean < losses["fp8"].mean
     assert [len(chunk[0]) for chunk in quality.chunks(ids)] == [512, 512, 76]
     assert f"× {losses['fp8'].ratio:.4f}" in str(losses["fp8"]) and losses["fp8"].to_dict()["tokens"] == 60
@@ -48,8 +48,8 @@ def test_a_known_difference_is_measured():
     loss = quality.compare([second], [first], [ids], predicts=True)
     assert (loss.largest, loss.mean, loss.size) == (2.0, 2 / 12, 0.0)
     assert math.isclose(loss.same_choice, 2 / 3)
-    # two of the three positions agree; at the third, the first model's probabilities are equal, and one of the second
-    # model's probabilities is e² times the others
+    # two of the three positions agree; at the other one, the first model's probabilities are equal, and one of the
+    # second model's probabilities is e² times the others
     divergence = math.log((3 + math.e**2) / 4) - 2 / 4
     assert math.isclose(loss.divergence, divergence / 3, rel_tol=1e-6)
     impossible = torch.tensor([[[0.0, -math.inf, 1.0, 0.0]]])

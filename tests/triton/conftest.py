@@ -56,7 +56,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned() -> Iterator[None]:
-    """Fill new tensors with NaN, so that tests detect kernels that don't write all elements."""
+    """With machine code, fill new tensors with NaN, so that tests detect kernels that don't write all elements."""
     import torch
 
     if suite.gpu() is None:

@@ -224,7 +224,7 @@ def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-    """In machine code, also check gates whose exponential overflows, and NaN in experts that no token selects."""
+    """In machine code, also check gates whose exponential overflows, and NaN in unselected experts and some tokens."""
     for scale in (1, 30) if suite.gpu() is not None else (1,):
         call = (tensors[0] * scale, *tensors[1:])
         call, read = (call, call) if scale == 1 else apart_from_others(*call)

@@ -24,7 +24,7 @@ from tests.triton.routed import compiled_once, here, random, roomy, routed
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# on a GPU the kernel leaves fp32 to PyTorch
+# on a GPU, fp32 is left to PyTorch
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)

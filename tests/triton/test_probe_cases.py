@@ -1,4 +1,4 @@
-"""The small cases that check Triton kernels before their first use pass, and a wrong kernel fails them."""
+"""Triton kernels pass the small cases that check them before their first use, and a wrong kernel fails them."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_every_layout_of_a_checkpoint_is_loaded_as_in_stock(name, saved, gated):
     eager = logits(stock)
     with ops.recording() as routes:
         actual = logits(prepared)
-    if kind in MLPS:  # no release runs mixture-of-experts models in float64
+    if kind in MLPS:  # not every release runs these mixture-of-experts models in float64
         torch.testing.assert_close(actual, eager)
     else:
         assert_as_good_as_eager(actual, eager, logits(stock_class.from_pretrained(folder).eval().double()))

@@ -39,7 +39,7 @@ SLACK = 16 * 2**20  # allowance for other memory that the process allocates
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A Llama of 1.1 GB in bf16, written without building the model."""
+    """A Llama of 1.2 GB in bf16, written without building the model."""
     folder = tmp_path_factory.mktemp("large")
     config = transformers.LlamaConfig(
         vocab_size=1000,

@@ -1,4 +1,4 @@
-"""quantize: kernels, numbers, unquantised layers, later changes to the model, `dequantize` and `restore`."""
+"""quantize: kernels, numbers, unquantised layers, refusals, `dequantize`, `restore`, and groups of 4 bits."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_copies_pickles_and_moves(tmp_path, case):
 
 @few_cases
 def test_a_state_dict_of_the_same_format_is_loaded(tmp_path, case):
-    """Load another checkpoint of the same format, and one with a missing, a misplaced and an unknown tensor."""
+    """Load another state dict of the same format, and refuse a tensor of a wrong size, a missing and an unknown one."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

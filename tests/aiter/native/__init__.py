@@ -2,7 +2,7 @@
 
 They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
 lose a gradient, so that a wrong call fails. If the file named by `STANDIN_BROKEN` contains `name:how`, the kernel of
-that name is broken.
+that name fails in this way, such as `nan` or `crash`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class QuantType(enum.IntEnum):
 
 
 def of_module(compiled: str) -> dict[str, Any]:
-    """The functions of one compiled module. aiter builds attention once per variant, under separate names."""
+    """The functions of one compiled module, or the enums if it is not in MODULES.
+
+    aiter builds attention once per variant, under separate names.
+    """
     for prefix, names in MODULES.items():
         if compiled.startswith(prefix):
             return {name: leaf(globals()[name]) for name in names}

@@ -1,4 +1,4 @@
-"""Floating-point arithmetic with the hardware's rounding: fused multiply-add, conversions, 8-bit floats."""
+"""Floating-point arithmetic with the hardware's rounding: fused multiply-add, conversions, floats of 4 to 8 bits."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Small:
 
     def encode(self, value: np.ndarray, *, clamp: bool = False) -> np.ndarray:
         """Round float32 to nearest, ties to even. Returns uint32 codes. A number beyond the largest one becomes the
-        largest one with `clamp`, and otherwise infinity, or NaN if the format has no infinity."""
+        largest one with `clamp` or in a format without infinity and NaN; otherwise infinity or, without one, NaN."""
         exact = np.asarray(value, f64)
         magnitude = np.abs(exact)
         # the spacing of representable numbers around the value

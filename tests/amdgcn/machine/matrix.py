@@ -1,7 +1,7 @@
 """Matrix instructions: MFMA (CDNA) and WMMA (RDNA), D = A × B + C.
 
 A lane holds consecutive elements of one row of A and of one column of B. Which elements of K a lane holds depends on
-its group, lane // rows. Sums are computed in float64 and rounded once, because the hardware's order of summation is not
+its group, lane // size. Floats are summed in float64 and rounded once, because the hardware's order of summation is not
 documented. EXEC is ignored.
 """
 

@@ -181,7 +181,7 @@ def _elements(value: np.ndarray, width: int, *, signed: bool) -> list[np.ndarray
 
 
 def _dot(c: Compiling) -> Step | None:
-    """v_dot4, v_dot8 and v_dot2: the sum of the products of two registers' fields and a third operand."""
+    """v_dot4, v_dot8 and v_dot2: the products of two registers' fields, added to a third operand or the destination."""
     match = re.fullmatch(r"v_dot([48])(c?)_(i32|u32)_(iu8|i8|u8|iu4|i4|u4)", c.base)
     if match:
         return _integer_dot(c, accumulates=bool(match[2]), signed=match[3] == "i32", kind=match[4])

@@ -212,7 +212,7 @@ class Launch:
             yield from (batch.select(first), later)
 
     def _release(self, parked: list[State]) -> list[State]:
-        """End an interval when every wave of every workgroup is at a barrier or has ended."""
+        """End the interval between two barriers: every wave of every workgroup is at a barrier or has ended."""
         flying = [access for batch in parked for ticket in batch.flight for access in ticket.accesses]
         for access in flying:
             access.last = max(access.last, self.memory.epoch + 1)

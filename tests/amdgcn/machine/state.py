@@ -151,8 +151,8 @@ class State:
         return part
 
     def joins(self, other: State) -> bool:
-        """Whether the two batches can be joined: they are at the same instruction, with the same mode, and the same
-        operations are in flight."""
+        """Whether the two batches can be joined: they are at the same instruction, with the same mode and barrier
+        state, and the same operations are in flight."""
         return (
             self.pc == other.pc
             and self.signalled == other.signalled

@@ -128,8 +128,8 @@ def _subnormal(value: np.ndarray) -> np.ndarray:
 
 
 def _scale(c: Compiling) -> Step:
-    """Scale the numerator or the denominator by 2**64 if the quotient could not be computed otherwise. The mask marks
-    the lanes in which v_div_fmas must scale the result back.
+    """Scale the numerator, the denominator or both by 2**64 or 2**-64 if the quotient could not be computed otherwise.
+    The mask marks the lanes in which v_div_fmas must scale the result back.
 
     The ISA documents cannot be taken literally for denominators whose inverse is subnormal. They test the inverse in
     float64, where it is never subnormal, so no denominator would be scaled. If the quotient is subnormal too, they

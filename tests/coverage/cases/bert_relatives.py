@@ -1,4 +1,4 @@
-"""Text encoders similar to BERT."""
+"""Text encoders similar to BERT, and mT5 and DeiT."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.encoders import BERT, IMAGE, T5

@@ -59,7 +59,7 @@ def ernie(transformers):
         "video_token_id": inputs.VIDEO_TOKEN,
         "image_start_token_id": inputs.IMAGE_START,
         "image_end_token_id": inputs.IMAGE_END,
-        "video_start_token_id": 200,  # not used in text
+        "video_start_token_id": 200,  # these tokens do not occur in the text
         "video_end_token_id": 201,
     }
 
@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, one layer of both models amplifies errors from 1e-7 to 1e-5, by chance more in one of them
+        # with seed 0, one layer of both models amplifies errors of 1e-7 to 1e-5, by chance more in one model
         seed=1,
     ),
     Case(

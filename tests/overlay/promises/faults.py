@@ -1,4 +1,4 @@
-"""Faults of the operating system: strace makes a command's system call fail, or kills the command at that call."""
+"""Faults of the operating system: strace makes a command's system call fail, or sends a signal at that call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-FEW = 16  # exceeds the number of calls of one name that the parent makes after strace has attached: see `injected`
+FEW = 16  # exceeds the number of calls of one name that the parent makes after strace has attached: see injected.py
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # calls on open descriptors that don't access the disk
 DRIVER = Path(__file__).with_name("injected.py")
 PATIENCE = 300  # seconds, for all runs with a fault at one call
@@ -72,7 +72,7 @@ class Driver:
         self.process.communicate()
 
     def calls(self, site: Path) -> list[Call]:
-        """All system calls on this site in a run without faults."""
+        """All system calls that access files of this site in a run without faults."""
         (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
         assert status == 0, status
         counts: dict[str, int] = {}

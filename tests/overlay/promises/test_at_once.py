@@ -1,4 +1,4 @@
-"""Concurrent installers, uninstallers, importers and package managers, on file systems with and without locks."""
+"""Concurrent installers, uninstallers, readers and package managers, on file systems with and without locks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.overlay.promises.world import VERSION, Environment
 
 Farm = Callable[[str], Site]
 
-# every process runs several commands, so that they overlap despite the start-up time
+# every process runs several commands, so that the commands of all processes overlap
 BUSY = """
 import sys
 from hf_rocm.overlay.catalog import load
@@ -39,7 +39,7 @@ for round in range(int(sys.argv[2])):
     for command in (install, uninstall) if (round + int(sys.argv[3])) % 2 else (uninstall, install):
         command(transformers_path=sys.argv[1], catalog=catalog)[0].check()
 """
-# import while files change: at any time, a file is valid Python with a complete block or without one
+# reads a file that changes: at any time, it is valid Python with a complete block or without one
 READER = """
 import sys
 stock, installed = [open(path, "rb").read() for path in sys.argv[2:4]]

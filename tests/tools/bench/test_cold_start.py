@@ -1,4 +1,4 @@
-"""Cold starts run in new processes with separate caches, and a failed start reports the reason."""
+"""Starts run in new processes with temporary caches, and a failed start reports the reason."""
 
 from __future__ import annotations
 

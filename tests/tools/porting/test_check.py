@@ -1,4 +1,4 @@
-"""port-check finds every planted pattern at its line, reports no near misses, and can read any file."""
+"""port-check finds every planted pattern at its line, reports no near misses, and names files that it can't read."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FAR = "int the_sum_of_everything = the_first_of_many_arguments + the_second_of_m
     ],
 )
 def test_a_quoted_line_is_cut_around_the_match(tmp_path, name, text, token):
-    """The quotation contains the part that the rule matched, and `…` marks both cuts."""
+    """The quotation contains the part that the rule matched, and `…` marks every cut."""
     (finding,) = checked(tmp_path, name, text).findings
     line = " ".join(text.splitlines()[0].split())
     assert token in finding.what and len(finding.what) <= 80

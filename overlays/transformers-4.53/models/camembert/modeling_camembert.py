@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.camembert.modeling_camembert, 4.53 to 4.57.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
+without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock.
 """
 
 try:

@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.ernie.modeling_ernie, 4.53 to 4.57.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask or relative positions stay stock. Stock implements only `eager`, and
-its mask includes causality.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
+without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock. Stock implements
+only `eager`, and its mask includes causality.
 """
 
 try:

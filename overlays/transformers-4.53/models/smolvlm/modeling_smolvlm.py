@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.smolvlm.modeling_smolvlm, 4.53 and up.
 
-Served: the vision tower. Another overlay serves the language model, by its type.
+Served: the vision tower. The language model is a separate model type with its own overlay.
 """
 
 try:

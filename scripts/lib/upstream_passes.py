@@ -122,7 +122,7 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    # copy only these files, because the names of the other modules there are too common for the import path
+    # copy only these files, because the names of the other modules in their folder are too common for the import path
     for file in (PLUGIN, FAULTS):
         shutil.copy2(file, scratch / "plugin")
     command = [
@@ -200,7 +200,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(log: Path, results: dict[str, Result]) -> str | None:
-    """Add the results in the log. Returns the test that has begun but not ended."""
+    """Add the results in the log. Returns the test that has begun but not ended, or None."""
     running = None
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         entry: dict[str, Any] = json.loads(line)

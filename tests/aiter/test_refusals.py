@@ -1,4 +1,4 @@
-"""Every refusal of the aiter tier, by its sentence in `explain`."""
+"""Refusals of the aiter tier, by their sentences in `explain`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ CASES = [
     (decode.refuses, DECODING, {"one_query": False}, "mha_fwd takes lengths only for single queries"),
     (decode.refuses, DECODING, {"starts": True}, "mha_fwd can't skip the first keys of a row"),
     (decode.refuses, DECODING, {"window": 8}, "mha_fwd can't skip the first keys of a row"),
-    # Radeon
+    # aiter's Triton attention, which is for Radeon
     (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels are used instead"),
     (triton.refuses, ATTENTION, {"softcap": True}, "aiter's Triton attention has no softcap", NEWEST, "gfx1201"),
     (

@@ -1,4 +1,4 @@
-"""The properties of a presented AMD GPU, and the restored state of the process afterwards."""
+"""The presented AMD GPU, the state of the process afterwards, the addresses of tensors, and the packed arguments."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def gradients(case, model):
 
 
 def rounded_once(case, exact, *, times=4):
-    """Yield gradients in float64 of models whose weights are perturbed by as much as by rounding to fp32."""
+    """Yield gradients in float64 of models whose weights are perturbed by as much as rounding to fp32 would."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(times):
         model = copy.deepcopy(exact)

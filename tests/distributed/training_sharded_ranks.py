@@ -104,7 +104,7 @@ def fsdp2(folder: Path) -> None:
 
 
 def fsdp2_by_accelerate(folder: Path) -> None:
-    """Call the function with which `Accelerator.prepare` applies FSDP2, on the CPU; accelerate supports only GPUs."""
+    """Call the function with which `Accelerator.prepare` applies FSDP2, because `prepare` itself needs GPUs."""
 
     def shard(model):
         plugin = FullyShardedDataParallelPlugin(

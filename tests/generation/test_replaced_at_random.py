@@ -40,7 +40,7 @@ def wrapped(function):
 
 
 def pieces_of(model):
-    """name → (owner, attribute, a function that returns a replacement with different results)."""
+    """name → (owner, attribute, a function that returns a replacement, usually one with different results)."""
     home = sys.modules[type(model).__module__]
     interface, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     name = model.config._attn_implementation

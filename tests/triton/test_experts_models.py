@@ -31,7 +31,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def wide_blocks(monkeypatch):
-    """Use large blocks, because the interpreter is slow per program."""
+    """Use large blocks, so that the interpreter, which is slow, runs fewer programs."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))

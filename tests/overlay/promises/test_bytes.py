@@ -83,7 +83,7 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # whether the edit removed the block, so that there is nothing to uninstall
+    gone = b"hf-rocm overlay" not in edited  # whether the file has no block, so that there is nothing to uninstall
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()

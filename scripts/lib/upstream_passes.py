@@ -21,7 +21,7 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# The seconds after a test's time limit until a process that ignores its alarm is killed.
+# The seconds from a test's time limit until the process is killed, if the alarm did not end the test.
 GRACE = 30.0
 
 
@@ -57,8 +57,8 @@ class Interpreter:
 class Pass:
     """How the tests of a tree are run. site: the folder with transformers (None: the one on the Python's import path).
 
-    fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests
-    that are not run.
+    fault: one of `upstream_faults.FAULTS`. spread: a factor on the standard deviation of initial weights.
+    left_out: tests that are not run.
     """
 
     interpreter: Interpreter

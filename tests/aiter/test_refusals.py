@@ -32,7 +32,7 @@ from tests.aiter.specifications import (
 MASK = "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
 
 CASES = [
-    # refused by every attention kernel
+    # refused by every kernel for dense attention
     (MHA, ATTENTION, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
     (MHA, ATTENTION, {"weights": True}, "aiter's kernels don't return attention weights"),
     (

@@ -1,4 +1,4 @@
-"""A wait has no effect only if its operations can't be in flight, or if another wait completes them in time."""
+"""A wait has no effect if none of its operations can be in flight, or if another wait completes them in time."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Soak:
         assert state.replayed > 4 * calls and state.compared > calls, (state.replayed, state.compared)
 
     def grown(self, calls, memory):
-        """Repeat a few short calls of the recorded model. Returns by how much `memory()` has grown in the last `calls`.
+        """Repeat a few short calls of the recorded model. Returns the growth of `memory()` over the last `calls` calls.
 
         The first rounds are not counted: they allocate caches and record steps, some only at their second occurrence.
         """

@@ -265,7 +265,10 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded and uncaptured steps are equal, and weights take a half (8 bits) or a quarter."""
+    """Greedy tokens of recorded and uncaptured steps are equal.
+
+    Weights of 8 bits take half of the memory of bf16, and weights of 4 bits about a quarter.
+    """
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
     linear = sum(

@@ -34,7 +34,7 @@ def test_02_uninstall_restores_every_byte(
     site = farm("one")
     site.model("llama").chmod(0o640)
     before = hashes(site.path)
-    with monkeypatch.context() as older:  # install with an older hf-rocm, then with this one, twice and partially
+    with monkeypatch.context() as older:  # install with an older hf-rocm, then twice with this one
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
         install(selection, transformers_path=site.path)
     install(selection, transformers_path=site.path)

@@ -1,4 +1,4 @@
-"""Run by test_training.py in each of two processes: FSDP and FSDP2 with a prepared and a stock model.
+"""Run by test_training.py in each of two processes: FSDP and FSDP2 with prepared and stock models.
 
 Argument: a folder. Each rank has a different batch. Stock also runs in float64, for the tolerance.
 """

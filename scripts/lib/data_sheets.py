@@ -1,4 +1,4 @@
-"""Peak rates from AMD's data sheets, and lower bounds that are computed from them, not measured."""
+"""Peak rates from AMD's data sheets, and lower bounds on times that are computed from these rates, not measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
     """Peak rates. bandwidth: bytes per second. capacity: bytes. bf16: dense operations per second.
 
-    computed: whether bf16 is computed from the number of compute units, the operations per unit and clock (512 on RDNA
-    3 and 3.5, 1024 on RDNA 4) and the highest clock.
+    computed: whether bf16 is computed from the number of compute units, the operations per unit and clock cycle (512 on
+    RDNA 3 and 3.5, 1024 on RDNA 4) and the maximum clock frequency.
     """
 
     name: str

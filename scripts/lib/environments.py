@@ -1,6 +1,7 @@
-"""The virtual environments, which git ignores: a base with torch and the tools, and one per transformers release.
+"""The virtual environments, which git ignores: a base with torch and the tools, one per transformers release, and one
+with amd-aiter.
 
-A release's environment imports the base's packages through a .pth file, so torch is installed only once. An environment
+All other environments import the base's packages through a .pth file, so torch is installed only once. An environment
 is complete if its stamp, which is written last, equals the hash of its inputs. Otherwise the environment is created
 again.
 """
@@ -38,12 +39,12 @@ AITER_TRITON = "triton==3.6.0"
 # This package decodes machine code, to compare it with the assembly that tests/amdgcn executes.
 DECODER = "tinygrad==0.14.0"
 
-# This package defines a format of quantised checkpoints. transformers detects it, so only the environment of the newest
-# release has it.
+# compressed-tensors, which imports loguru, defines formats of quantised checkpoints. transformers detects it, so only
+# the newest release's environment without amd-aiter has it.
 FORMATS = ("compressed-tensors", "loguru")
 
 TORCH = ("torch", "numpy")
-# typer and rich are dependencies of hf-rocm that mypy reads. The other packages are for the checks and the tests.
+# typer and rich are dependencies of hf-rocm that mypy reads. The other packages are for builds, checks, tests and docs.
 TOOLS = (
     "pytest",
     "hypothesis",
@@ -131,8 +132,9 @@ def wheel(builder: Environment, directory: Path) -> Path:
 
 
 def release(version: str, shared: Environment, built: Path, *, aiter: bool = False) -> Environment:
-    """An environment with transformers==version and the wheel. All other packages are those of `shared`.
+    """An environment with transformers==version, accelerate, their dependencies and the wheel.
 
+    It imports the packages of `shared`. The environment of the newest release without aiter also has `FORMATS`.
     aiter: also install AMD's package, which the other environments must not have.
     """
     name = f"{version}-aiter" if aiter else version
@@ -197,7 +199,7 @@ def clean_environ(**changes: str) -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
-    """Run a command quietly and return its output. If it fails, show the end of the output."""
+    """Run a command quietly and return its output. If it fails, raise `ScriptError` with the end of the output."""
     done = subprocess.run(
         command,
         cwd=ROOT,

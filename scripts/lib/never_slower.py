@@ -33,7 +33,10 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """The seconds per call on both sides, by round, or the reason why the case was not measured."""
+    """The seconds per call on both sides, by round, or the reason why the case was not measured.
+
+    wrong: the error of hf_rocm's result, or None.
+    """
 
     case: str
     stock: tuple[float, ...] = ()

@@ -92,7 +92,7 @@ LEFT_OUT = {
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Tests of `PROCESSES` that do not depend on transformers: the start, agreement and end of ranks, and the benchmark.
+# Tests of `PROCESSES` that do not depend on transformers, such as those of the start, agreement and end of ranks.
 WITHOUT_TRANSFORMERS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in (
@@ -107,7 +107,7 @@ WITHOUT_TRANSFORMERS = tuple(
     )
 )
 
-# The newest release's tests, in suites of similar length, in addition to a suite with all other tests.
+# Parts of the newest release's tests that form separate suites of similar length.
 PARTS = {
     "the patcher": ("tests/overlay",),
     "tools": ("tests/tools", "tests/cli", "tests/scripts", "tests/docs", "tests/packaging"),
@@ -239,8 +239,8 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
-    # the import rules are a separate check
     apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
+    # the import rules are a separate check
     everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]

@@ -21,7 +21,7 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# The seconds after a test's time limit until a process that ignores its alarm is killed.
+# The seconds from a test's time limit until the process is killed, if the alarm did not end the test.
 GRACE = 30.0
 
 
@@ -57,8 +57,8 @@ class Interpreter:
 class Pass:
     """How the tests of a tree are run. site: the folder with transformers (None: the one on the Python's import path).
 
-    fault: one of `upstream_faults.FAULTS`. spread: a factor on the deviation of initial weights. left_out: tests
-    that are not run.
+    fault: one of `upstream_faults.FAULTS`. spread: a factor on the standard deviation of initial weights.
+    left_out: tests that are not run.
     """
 
     interpreter: Interpreter
@@ -122,7 +122,7 @@ def _show_sources(settings: Pass) -> None:
 
 def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, str]:
     (scratch / "plugin").mkdir(exist_ok=True)
-    # copy only these files, because the names of the other modules there are too common for the import path
+    # copy only these files, because the names of the other modules in their folder are too common for the import path
     for file in (PLUGIN, FAULTS):
         shutil.copy2(file, scratch / "plugin")
     command = [
@@ -200,7 +200,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(log: Path, results: dict[str, Result]) -> str | None:
-    """Add the results in the log. Returns the test that has begun but not ended."""
+    """Add the results in the log. Returns the test that has begun but not ended, or None."""
     running = None
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         entry: dict[str, Any] = json.loads(line)

@@ -73,7 +73,7 @@ def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def recorded_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that simulates a GPU and a release of aiter, by its declarations and without amd-aiter."""
+    """Return a function that simulates a GPU and a release of aiter. It uses recorded declarations, not amd-aiter."""
     from hf_rocm.ops.aiter import detect
     from tests.aiter import recorded
     from tests.aiter.machine import pretend

@@ -1,4 +1,5 @@
-"""Stand-ins for every release of aiter since 0.1.5: they check calls against its declarations and compute references.
+"""Stand-ins for every release of aiter since 0.1.5. They check calls against the release's declarations, and compute
+the results in PyTorch.
 
 releases.json contains the names, the order and the defaults of the arguments, from aiter's public repository.
 """

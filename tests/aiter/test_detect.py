@@ -13,7 +13,10 @@ from hf_rocm.ops.aiter import detect
 
 
 def outcome(folder, *, before=""):
-    """The result of `detect.load` in a fresh process whose path starts with `folder`."""
+    """Call `detect.load` in a fresh process. Returns (the result, whether aiter was imported).
+
+    folder: the first entry of the import path. before: code that runs first.
+    """
     script = f"""
     import sys
     sys.path.insert(0, {str(folder)!r})

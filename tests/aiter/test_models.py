@@ -1,4 +1,4 @@
-"""Tiny models end to end with the aiter tier: as close to float64 as the eager tier, every operation from aiter."""
+"""Tiny models end to end with the aiter tier: as close to float64 as the eager tier, with aiter's operations."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def interface(monkeypatch):
     ],
 )
 def test_softcap_windows_and_sinks_run_on_aiter(kernels, interface, name, changes, kernel):
-    """These models have no overlay: their attention runs through `ops.attention`, and the rest is stock."""
+    """The models are not prepared. Their attention runs through `ops.attention`, and the rest is stock."""
     model = build(name, **changes, layer_types=["sliding_attention", "full_attention"])
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped GEMM doesn't support float64

@@ -1,4 +1,4 @@
-"""Every refusal of the aiter tier, by its sentence in `explain`."""
+"""Refusals of the aiter tier, by their sentences in `explain`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.aiter.specifications import (
 MASK = "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
 
 CASES = [
-    # refused by every attention kernel
+    # refused by every kernel for dense attention
     (MHA, ATTENTION, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
     (MHA, ATTENTION, {"weights": True}, "aiter's kernels don't return attention weights"),
     (
@@ -139,7 +139,7 @@ CASES = [
     (decode.refuses, DECODING, {"one_query": False}, "mha_fwd takes lengths only for single queries"),
     (decode.refuses, DECODING, {"starts": True}, "mha_fwd can't skip the first keys of a row"),
     (decode.refuses, DECODING, {"window": 8}, "mha_fwd can't skip the first keys of a row"),
-    # Radeon
+    # aiter's Triton attention, which is for Radeon
     (triton.refuses, ATTENTION, {}, "on gfx942 aiter's compiled kernels are used instead"),
     (triton.refuses, ATTENTION, {"softcap": True}, "aiter's Triton attention has no softcap", NEWEST, "gfx1201"),
     (

@@ -1,4 +1,4 @@
-"""The releases of aiter, the GPUs and the calls that the tier serves: the predicates return no refusal."""
+"""The releases of aiter, the GPUs and the calls that the tier serves, and the devices and releases that it refuses."""
 
 from __future__ import annotations
 

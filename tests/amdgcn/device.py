@@ -1,4 +1,4 @@
-"""The AMD GPUs whose code is executed: the device properties that Triton and hf_rocm read."""
+"""The AMD GPUs whose machine code the tests execute: the device properties that Triton and hf_rocm read."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE
 
 CASES = 40  # cases of a form to run before a fault counts as not detected
 KEPT = 4  # recorded launches per form, for proofs
-SLOWER = 4  # a launch stops after this many times the instructions of a launch without a fault
+SLOWER = 4  # a launch stops at this multiple of the most instructions of a launch without a fault, plus 20 000
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Planted:
     """The outcome of one fault.
 
     detected: how the first failing case failed, or None if none failed; cases: the number of cases that ran; names: the
-    first of these cases; proof: why the fault changes nothing, or None if that is not proven.
+    first three of these cases; proof: why the fault changes nothing, or None if that is not proven.
     """
 
     arch: str
@@ -95,7 +95,7 @@ class Faults:
         return [item.nodeid for number, item in enumerate(self.items) if number not in good]
 
     def plant(self, count: int) -> Iterator[Planted]:
-        """Plant faults, one kernel after another."""
+        """Plant `count` faults, taking the kernels in turn."""
         kernels: dict[str, list[str]] = {}
         for key, cases in sorted(self.cases.items()):
             if cases:
@@ -118,7 +118,7 @@ class Faults:
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
         """Plant the faults of an earlier session in the same instructions. If a form has changed, use the nearest
-        instruction of the kernel with the same text, preferably in the same form."""
+        instruction of the kernel with the same text, preferably in the same form. Faults without one are skipped."""
         for fault in planted:
             places = self._places(fault)
             if not places:
@@ -165,7 +165,7 @@ class Faults:
 
 
 def run(session: pytest.Session, path: Path) -> None:
-    """Run in place of pytest's loop over the tests, and write the report to `path`."""
+    """Replace pytest's loop over the tests, and write the report to `path`."""
     items = [item for item in session.items if item.path.stem not in {suite.LAST, *suite.LONG}]
     faults = Faults(items, session.config.getoption("--machine-code-seed"))
     began = time.monotonic()

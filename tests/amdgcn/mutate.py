@@ -11,7 +11,7 @@ _REGISTER = re.compile(r"(?<![\w.])([vs])(\d+)(?!\w)")
 _CONSTANT = re.compile(r"(?<=[ ,])(-?\d+|0x[0-9a-f]+)(?=$|,| )")
 _OFFSET = re.compile(r"\boffset:(\d+)")
 
-# Opcodes that have the same operands.
+# Opcode -> another opcode with the same operands.
 _SWAPPED = {
     "v_add_f32": "v_sub_f32",
     "v_sub_f32": "v_add_f32",

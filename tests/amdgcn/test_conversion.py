@@ -53,7 +53,7 @@ def test_every_fault_of_the_sequence_is_reported(arch, lines):
         for name in ("another operand", "another destination", "another operation", "another constant"):
             for _ in range(8):
                 after = mutate.KINDS[name](line, rng)
-                # not an error: another register for the result, or a mask that is applied later
+                # not an error: the result in another register, or without the mask, which a later instruction may apply
                 free = line.startswith("v_cndmask") or "0xffff0000" in line
                 if after in (None, line) or (name == "another destination" and free):
                     continue

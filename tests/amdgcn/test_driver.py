@@ -1,4 +1,4 @@
-"""The properties of a presented AMD GPU, and the restored state of the process afterwards."""
+"""The presented AMD GPU, the state of the process afterwards, the addresses of tensors, and the packed arguments."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_storages_are_far_apart_and_views_lie_inside():
 
 
 def test_every_bit_of_an_address_and_every_carry_matters():
-    """At least one of two consecutive launches sets each of the upper 16 address bits, and exactly one has a storage
-    that crosses a multiple of 2³². Storages are far apart and keep their alignment."""
+    """In two consecutive launches, the addresses of a storage together set all of the upper 16 bits, and the storage
+    crosses a multiple of 2³² in exactly one of them. Storages are far apart and keep their alignment."""
     for place in range(12):
         bases = [base(place, turn, 10_000, 0x1230) for turn in range(2)]
         assert {start >> 32 != start + 9_999 >> 32 for start in bases} == {True, False}

@@ -1,4 +1,4 @@
-"""An omitted wait has no effect only if another wait completes the same operations in time."""
+"""A wait has no effect if none of its operations can be in flight, or if another wait completes them in time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_wait_is_implied_if_nothing_is_in_flight_on_any_path():
     loop = ["loop:", WAIT, IDLE, LOAD, "s_cbranch_scc0 loop"]
     assert reason(*loop, at=0) is None  # the load of the previous iteration is in flight
     assert reason("s_cbranch_scc0 past", LOAD, "past:", WAIT, "s_barrier", USE, at=2) is None
-    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # this wait leaves one load in flight
+    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # vmcnt(1) leaves one load in flight
 
 
 def test_counters_of_gfx12_are_separate():

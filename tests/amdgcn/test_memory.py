@@ -1,4 +1,4 @@
-"""Loads and stores of every size, waits, bounds, guard zones, races, barriers and uninitialised registers."""
+"""Loads and stores of every size, scratch, waits, bounds, guard zones, races, barriers and uninitialised registers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_narrow_loads(arch):
     first = line.replace("_d16_hi", "_d16")
     state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x01000100
-    with pytest.raises(EarlyAccess):  # the second load preserves a half that is still in flight
+    with pytest.raises(EarlyAccess):  # the second load preserves the other half, which is still in flight
         execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
@@ -111,7 +111,7 @@ def test_buffers_end_in_zeros(arch):
     ],
 )
 def test_buffers_are_checked_against_the_compilers_rules(change, offsets, words):
-    """Errors that hardware would silently ignore are reported: a wrong limit, and unmasked addresses beyond the end."""
+    """Errors that hardware may ignore silently are reported: a wrong limit, wrong flags, and a wrong offset."""
     arch = "gfx942"
     memory, _, registers = buffer(256)
     memory.contract = Contract(0x7FFFFFFE, 0x27000, 0x80000000)
@@ -205,7 +205,7 @@ def test_a_counter_at_its_maximum_makes_the_wave_wait():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("offset", "lane"), [(-4, 0), (4 - 4 * 64, 63), (1 << 20, 5)])
 def test_every_lane_address_is_checked(arch, offset, lane):
-    """A single wrong lane is reported: after the end, before the start, or far away."""
+    """A single wrong lane is reported: before the start, across the end, or far away."""
     size = 4 * lanes(arch)
     memory, _, registers = buffer(size)
     memory.place(np.zeros(1 << 16, np.uint8))
@@ -266,7 +266,7 @@ def test_lds_bounds(arch):
 
 
 def exchange(arch: str, *, barrier: bool = True, wait: bool = True) -> list[str]:
-    """Every wave writes its element to LDS and reads its neighbour's. v1 and v2 contain the addresses."""
+    """Every lane writes its element (v3) to LDS at v1, and reads the element at v2."""
     between = BARRIER[arch] if barrier else []
     store = [f"{write(arch)}_b32 v1, v3", *([LDS[arch]] if wait else []), *between]
     return [*store, f"{read(arch)}_b32 v4, v2", LDS[arch]]
@@ -330,7 +330,7 @@ def test_registers_and_lds_start_as_garbage(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_diverged_waves_join_again(arch):
-    """Odd waves take another branch; all waves add 1 after it."""
+    """Only even waves take the branch; all waves add 1 after it."""
     add = "v_add_u32_e32" if arch in CDNA else "v_add_nc_u32_e32"
     compare = "v_readfirstlane_b32 s4, v1"
     lines = [compare, "s_cmp_eq_u32 s4, 0", "s_cbranch_scc1 after", f"{add} v2, 10, v2", "after:", f"{add} v2, 1, v2"]

@@ -147,7 +147,7 @@ def test_exec_is_saved_and_changed(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loops_and_branches(arch):
-    """Ten iterations of a loop, then the fall-through path."""
+    """Ten iterations of a loop, and then an unconditional branch."""
     add = "s_add_co_i32" if arch == "gfx1201" else "s_add_i32"
     lines = [
         "s_mov_b32 s4, 0",

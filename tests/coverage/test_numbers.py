@@ -17,7 +17,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 
 def change(model, served):
-    """Change every number of the served modules. Returns their names."""
+    """Change the nonzero float attributes of the served modules, except dropout rates. Returns their names."""
     changed = set()
     for place, module in model.named_modules():
         if place not in served:

@@ -61,7 +61,7 @@ def run_ranks(
     timeout: float = 300,
     ranks: Sequence[int] | None = None,
 ) -> list[Result]:
-    """Start `script` once per rank, with RANK, LOCAL_RANK, WORLD_SIZE and MASTER_*.
+    """Start `script` once per rank, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_*.
 
     Returns one result per rank.
 

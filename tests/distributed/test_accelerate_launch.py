@@ -1,4 +1,4 @@
-"""`accelerate launch` with two processes; accelerated.py has the checks of each process."""
+"""`accelerate launch` with two processes; accelerated.py contains the checks that each process runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_training.py in each of two processes: FSDP and FSDP2 with a prepared and a stock model.
+"""Run by test_training.py in each of two processes: FSDP and FSDP2 with prepared and stock models.
 
 Argument: a folder. Each rank has a different batch. Stock also runs in float64, for the tolerance.
 """
@@ -104,7 +104,7 @@ def fsdp2(folder: Path) -> None:
 
 
 def fsdp2_by_accelerate(folder: Path) -> None:
-    """Call the function with which `Accelerator.prepare` applies FSDP2, on the CPU; accelerate supports only GPUs."""
+    """Call the function with which `Accelerator.prepare` applies FSDP2, because `prepare` itself needs GPUs."""
 
     def shard(model):
         plugin = FullyShardedDataParallelPlugin(

@@ -1,4 +1,4 @@
-"""`get_image_features` and `get_text_features` of models with two towers are recorded like their forward."""
+"""`get_image_features` and `get_text_features` of models with two towers are recorded like the models' forwards."""
 
 from __future__ import annotations
 

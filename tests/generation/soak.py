@@ -1,7 +1,7 @@
 """Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
 
-The families have decoders of different structure. A form of call that a model doesn't support (in stock, or with
-recorded steps) is left out by a property of the model, and every call that is left must be recorded.
+The families have decoders of different structure. Properties of a model determine the forms of call that it doesn't
+support, in stock or with recorded steps. These forms are left out, and every remaining call must be recorded.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _recorded(prefix):
 DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
 FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
 THREADS = 4
-_ROUNDS = 5  # not counted by `grown`
+_ROUNDS = 5  # the first rounds, which `grown` does not count
 
 _STATIC = Version("4.54") <= RELEASE
-# stock's caches with sliding windows can't remove drafts
+# before 5.14, stock's caches with sliding windows can't remove drafts
 _WINDOWS_FORGET_NOTHING = Version("5.14") > RELEASE
 _CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).parameters
 
@@ -103,7 +103,7 @@ class Soak:
             return sorted(chain.from_iterable(pool.map(work, range(THREADS))))
 
     def change(self, function):
-        """Call a function with the third linear layer of the decoder (often of the values), in both models."""
+        """Call a function with the third linear layer of the decoder (often the value projection), in both models."""
         for model in (self.stock, self.prepared):
             layers = (model.get_decoder() if self.encodes else model).modules()
             function([layer for layer in layers if type(layer) is torch.nn.Linear][2])
@@ -116,15 +116,15 @@ class Soak:
         return differ if before != [self.expected[number] for number in numbers] else list(numbers)
 
     def assert_recorded(self, calls):
-        """Check that no call ran uncaptured, and that most steps of these calls were replayed."""
+        """Check that no call ran uncaptured, and that on average, more than 4 steps per call were replayed."""
         state = known(self.prepared)
         assert state.disabled is None and not state.turned_away
         assert state.replayed > 4 * calls and state.compared > calls, (state.replayed, state.compared)
 
     def grown(self, calls, memory):
-        """Repeat a few short calls of the recorded model. Returns by how much `memory()` has grown in the last `calls`.
+        """Repeat a few short calls of the recorded model. Returns the growth of `memory()` over the last `calls` calls.
 
-        The first rounds are not counted: they allocate caches and record steps, some at the second occurrence.
+        The first rounds are not counted: they allocate caches and record steps, some only at their second occurrence.
         """
         numbers = [number for number in range(30) if "assistant" not in self.call(number, short=True)]
         before = None
@@ -146,7 +146,7 @@ class Soak:
             torch.cuda.synchronize()
 
     def call(self, number, *, short=False):
-        """The keyword arguments of a random call. number: the seed. `assistant` and `cache` are not `generate`'s."""
+        """The keyword arguments of a random call. number: the seed. `_results` replaces `assistant` and `cache`."""
         pick = random.Random(number)
         longest = 8 if short else self.longest
         rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
@@ -172,10 +172,10 @@ class Soak:
         elif form != "plain" and self._drafts(form, arguments):
             inputs = {name: tensor[:1] for name, tensor in inputs.items()}
             arguments.pop("num_return_sequences", None)
-            arguments.setdefault("eos_token_id", 61)  # beyond the vocabulary; stock before 5.0 fails without one
+            arguments.setdefault("eos_token_id", 61)  # beyond the vocabulary; stock before 5.0 needs an end token
             if form == "assistant":
                 arguments["assistant"] = True
-                cache = "none"  # stock can't pass the name to the assistant
+                cache = "none"  # stock can't pass the name of a cache to the assistant
             else:
                 arguments["prompt_lookup_num_tokens"] = pick.choice((2, 4, 10))
         drafts = "assistant" in arguments or "prompt_lookup_num_tokens" in arguments
@@ -186,7 +186,7 @@ class Soak:
         return {**inputs, **arguments}
 
     def _drafts(self, form, arguments):
-        """Whether drafts of this form are verified with recorded steps, and by stock."""
+        """Whether both stock and the recorded steps can verify drafts of this form."""
         if self.stateful or self.encodes:
             return False
         returned = "return_dict_in_generate" in arguments

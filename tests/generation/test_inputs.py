@@ -19,7 +19,7 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # number of steps without the prompt, which transformers prepares
+PREPARED = NEW - 1  # number of steps after the prompt, whose inputs are prepared in place
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_streamer_gets_the_tokens(pair, steps):
 
 
 def test_calls_of_alternating_shapes(pair, steps):
-    """Change the batch size, the length and the padding, then repeat the calls, on one model."""
+    """Change the batch size, the length and the padding between the calls of one model."""
     prepared, stock = pair("gemma2", graphs=None)
     for rows, length, padded in ((2, 7, 0), (1, 9, 0), (2, 7, 3), (3, 5, 1), (2, 7, 0), (2, 7, 2)):
         call = prompt(rows=rows, length=length, padded=padded, seed=length + padded)
@@ -192,7 +192,7 @@ def test_a_step_reads_the_same_tensors(pair):
 
 
 class Operators(TorchDispatchMode):
-    """Count the operators that run on the device."""
+    """Count the operators that PyTorch dispatches."""
 
     count = 0
 

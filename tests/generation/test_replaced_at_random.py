@@ -40,7 +40,7 @@ def wrapped(function):
 
 
 def pieces_of(model):
-    """name → (owner, attribute, a function that returns a replacement with different results)."""
+    """name → (owner, attribute, a function that returns a replacement, usually one with different results)."""
     home = sys.modules[type(model).__module__]
     interface, masks = modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     name = model.config._attn_implementation
@@ -166,7 +166,7 @@ class Replacing(RuleBasedStateMachine):
         return {route.operation for route in routes}
 
     def generated(self, beams=1):
-        """Compare the tokens of a call whose steps are mostly replayed."""
+        """Compare the tokens of a call of `generate`, whose steps may be replayed, with stock's."""
         expected = generate(self.stock, new=8, num_beams=beams)
         assert torch.equal(generate(self.prepared(), new=8, num_beams=beams), expected)
 

@@ -1,4 +1,4 @@
-"""Drafts verified over recorded steps: stock's tokens and random draws, replayed for each number of drafts."""
+"""Drafts are verified with recorded steps, one for each number of drafts. Tokens and random draws equal stock's."""
 
 from __future__ import annotations
 

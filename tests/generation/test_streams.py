@@ -30,7 +30,7 @@ class Event:
 
 @pytest.fixture
 def handed_over(monkeypatch):
-    """The tensors for which `record_stream` was called."""
+    """The arguments of every call of `record_current_stream`, as lists of tensors."""
     calls = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: calls.append(list(tensors)))
     other = Stream()  # the stream of every other device, including the current device

@@ -1,7 +1,8 @@
 """8-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
 
-On an NVIDIA GPU, the torch tier must serve int8 in every dtype, fp8 in bf16 with the scales inside the GEMM, and fp8 in
-fp16 with the scales after it. fp8 in fp32, and sizes that the vendor library doesn't support, run in the eager tier.
+On an NVIDIA GPU of compute capability 8.9 or higher, the torch tier must serve int8 in every dtype, fp8 in bf16 with
+the scales inside the GEMM, and fp8 in fp16 with the scales after it. fp8 in fp32 runs in the eager tier, as do sizes
+that the vendor library doesn't support.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_prompt_is_not_rounded(kind):
-    """In a whole model, GEMMs with 100 rows read the packed weights instead of rounding x."""
+    """In a whole model, GEMMs with 100 rows dequantise the weights instead of rounding x."""
     torch.manual_seed(0)
     model = hf_rocm.quantize(hf_rocm.prepare(large_llama("cuda"), force=True), kind, force=True)
     ids = torch.arange(100, device="cuda")[None]
@@ -264,7 +265,10 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded and uncaptured steps are equal, and 4-bit weights take a quarter of the memory."""
+    """Greedy tokens of recorded and uncaptured steps are equal.
+
+    Weights of 8 bits take half of the memory of bf16, and weights of 4 bits about a quarter.
+    """
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
     linear = sum(

@@ -1,4 +1,4 @@
-"""Decode attention in the split kernel on a GPU, eager and in a recorded graph, compared with the float64 oracle."""
+"""Decode attention in the split kernel on a GPU: compared with the float64 oracle, and in a recorded graph."""
 
 from __future__ import annotations
 

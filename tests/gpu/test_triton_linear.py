@@ -1,4 +1,4 @@
-"""GEMMs with few rows in the Triton kernels on a GPU: every variant, compiled, and in a recorded graph."""
+"""GEMMs with few rows in the Triton kernels on a GPU: compared with float64, and in a recorded graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An activation that is a plain function, set on a module or by a config, is called as it is in stock."""
+"""An activation that is not a module, such as a function set on a layer or by a config, is called as it is in stock."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_step_runs_as_one_operation(dtype, name):
 def exactly(model, call):
     """The result of `call` with a float64 copy of this stock model, whose layers run the eager operations.
 
-    Stock layers call functions that always compute in fp32.
+    Stock layers can't serve as the reference, because they call functions that always compute in fp32.
     """
     copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
     copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64

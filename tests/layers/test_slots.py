@@ -1,4 +1,4 @@
-"""`slot` returns the cache rows that `update` would write, in every release."""
+"""`slot` returns the rows of a static cache that `update` would write, from 4.56 on. Dynamic caches have no slot."""
 
 from __future__ import annotations
 

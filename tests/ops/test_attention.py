@@ -1,4 +1,4 @@
-"""Attention in every tier, compared with a float64 reference that loops over the keys."""
+"""Attention in the torch and eager tiers, compared with a float64 reference that loops over the keys."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_named_tier_raises_with_its_reason(keywords):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("s_q", [1, 5, STACKED_QUERIES + 4])
 def test_keys_and_values_are_never_expanded(tier, masked, s_q, monkeypatch):
-    """No intermediate tensor is as large as the expanded keys."""
+    """Every intermediate tensor is smaller than the expanded keys, or at most as large as the scores."""
     b, h, kv_heads, s_k, d = 1, 8, 2, 64, 32
     query, key, value = tensors((b, h, kv_heads, s_q, s_k, d, d), torch.float32)
     mask = torch.ones(b, 1, s_q, s_k, dtype=torch.bool) if masked else None

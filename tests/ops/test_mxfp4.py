@@ -65,7 +65,7 @@ def test_numbers_are_rounded_to_the_nearest_code(dtype):
 
 
 def test_ties_are_rounded_to_even_codes():
-    """The weight contains the midpoints between adjacent codes, and 4, which determines the scale."""
+    """The weight contains the midpoints between adjacent numbers. With the largest, 5, the scale is 1."""
     middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
     weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
     codes, scales = quantize(weight)

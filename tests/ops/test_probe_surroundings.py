@@ -126,7 +126,7 @@ def test_if_no_process_can_be_started_the_kernel_is_refused_with_a_warning(numbe
 
 
 def test_if_no_file_can_be_opened_the_kernel_is_refused_with_a_warning():
-    """The process is at its limit of open files, so no pipe can be opened until files are closed."""
+    """The process is at its limit of open files, so no pipe can be opened until the limit is raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = min(set(range(3, 4096)) - {int(file.name) for file in Path("/proc/self/fd").iterdir()})
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
@@ -155,7 +155,7 @@ def test_time_limits_of_any_size_work(timeout, monkeypatch):
     monkeypatch.setattr(signal, "alarm", set_to.append)
     probe_child._alarm(timeout)
     assert 0 < set_to[0] < 2**31
-    signal.setitimer(signal.ITIMER_REAL, set_to[0])  # raises if the system doesn't support it
+    signal.setitimer(signal.ITIMER_REAL, set_to[0])  # raises if the system doesn't support such a long time
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 

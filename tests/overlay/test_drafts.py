@@ -54,7 +54,7 @@ def unbound() -> Iterator[None]:
 
 
 def drafted(script: ModuleType, overlays: Path, model: str) -> Path:
-    """Draft overlays from the installed transformers, and record their digests as scripts/refresh-digests does."""
+    """Draft a model's overlay from the installed transformers, and record digests as scripts/refresh-digests does."""
     arguments = [model, "--stock", str(installed_package()), "--directory", DIRECTORY, "--overlays", str(overlays)]
     assert script.main(arguments) == 0
     file = overlays / DIRECTORY / "models" / model / f"modeling_{model}.py"
@@ -188,7 +188,7 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
 
 
 def test_a_norm_after_the_rotary_embedding_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
-    """A norm without a weight commutes with the rotary embedding, unless the rotary embedding scales."""
+    """The norm and the rotary embedding don't commute if the norm has a weight or the rotary embedding scales."""
     rotate = "cos, sin = position_embeddings; query, key = apply_rotary_pos_emb(query, key, cos, sin)"
     norm = "query = self.q_norm(query); key = self.k_norm(key)"
     before = draft(script, demo(tmp_path / "before", f"{norm}; {rotate}", ", scaling=1.0", GATED))

@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trio(checkpoint):
-    """Returns (prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
+    """Returns a function that loads (prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
     made = {}
 
     def load(name, dtype):

@@ -1,4 +1,4 @@
-"""Small calls of transformers' continuous batching that work in every release."""
+"""Small calls of transformers' continuous batching that work in every release from 4.56 on."""
 
 from __future__ import annotations
 

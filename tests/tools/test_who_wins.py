@@ -15,7 +15,7 @@ import hf_rocm
 
 @pytest.fixture
 def prepared():
-    """Build, prepare and run a tiny Llama. Returns the number of modules per class with another library's forward."""
+    """Return a function that prepares and runs a tiny Llama, and counts other libraries' forwards by class."""
 
     def call(change=None) -> dict[str, int]:
         config = transformers.LlamaConfig(

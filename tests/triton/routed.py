@@ -40,7 +40,7 @@ def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
 
 
 def windows(terms: Mapping[str, Any], more: int) -> list[Mapping[str, Any]]:
-    """Returns these terms of attention. If they have a window, adds the same terms with a window of several blocks.
+    """Returns these terms of attention. If their window is larger than 1, adds the same terms with a larger window.
 
     more: added to the window; a multiple of 16 keeps the compiled variant. A window of 1 has a separate variant.
     """
@@ -107,7 +107,7 @@ def routed(operation: str, *arguments: Any, **keywords: Any) -> Any:
 
 
 def compiled_once(function: Callable[..., Tensor], *arguments: Tensor) -> list[str]:
-    """Compare compiled and eager results. Returns the nodes of the single torch.compile graph."""
+    """Compare compiled with uncompiled results, and with the eager tier. Returns the nodes of the single graph."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

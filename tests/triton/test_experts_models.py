@@ -1,4 +1,4 @@
-"""Whole mixture-of-experts models in the interpreter, whose decode steps read the selected experts in place."""
+"""Whole mixture-of-experts models with interpreted kernels, which read the selected experts in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def wide_blocks(monkeypatch):
-    """Use large blocks, because the interpreter is slow per program."""
+    """Use large blocks, so that the interpreter, which is slow, runs fewer programs."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(32, 64, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(32, 64, 64, 2, gcd(top, 4))

@@ -171,7 +171,7 @@ def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
 
 
 def test_numbers_of_rows_beyond_32_bits_are_supported():
-    """For 2³¹ rows, only the first programs are launched."""
+    """The number of rows is above 2³¹, but only the first two programs are launched."""
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 
     fused = random(4, 3, 16, dtype=torch.bfloat16)

@@ -191,7 +191,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m, format):
 
 
 def test_every_number_of_a_format_is_decoded():
-    """With a single nonzero column, the results are the numbers themselves, at every position."""
+    """With a single nonzero column of x, the results are the numbers in this column of the weight."""
     for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
         bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)
         for k in (16,) if suite.gpu() is None else (16, 1040):
@@ -202,7 +202,7 @@ def test_every_number_of_a_format_is_decoded():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
-            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # every column, with a different one per row
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # two columns, one per row
                 columns = torch.tensor([first, first + 1])
                 x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
                 output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)

@@ -50,7 +50,7 @@ def model(fresh):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Returns machine(arch, aiter, threshold), which simulates a GPU and a recorded release of aiter on the CPU."""
+    """Returns machine(arch, release, threshold), which simulates a GPU and a recorded release of aiter on the CPU."""
 
     def use(arch="gfx942", release=shuffling.NEWEST, threshold=shuffling.ROWS):
         fake_release = recorded.release(release)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a small Llama, written according to their formats' specifications with numpy only.
+"""Quantised checkpoints of a small Llama, written according to their formats' specifications with numpy and torch.
 
 Every writer returns the tensors of a layer and the weight that they represent, in float64.
 """

@@ -1,4 +1,4 @@
-"""Copies and pickles of a fused group have separate blocks, which are fused by the copy or at the first call."""
+"""Deep copies and pickles of a fused group have a separate block, which is fused at once or at the first call."""
 
 from __future__ import annotations
 

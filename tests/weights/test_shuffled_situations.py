@@ -87,7 +87,7 @@ def test_moves_and_casts_discard_the_old_copy(either):
 
 
 def test_no_parameter_remains_an_inference_tensor(machine):
-    """Prepare inside, write outside, read inside, and restore outside. No parameter remains an inference tensor."""
+    """Prepare and run the model under inference mode, but write to its weights and restore it without this mode."""
     for threshold in (0, ROWS):
         machine(threshold=threshold)
         model = build()

@@ -106,7 +106,7 @@ ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBY
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
 def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
-    """A NaN affects only its own output, zeros result in zeros, and nothing else changes."""
+    """NaN affects only the outputs of its row, zeros result in zeros, and the outputs of other rows do not change."""
     layer, exact = made(case, 48, 256)
     scales = next(tensor for name, tensor in layer.tensors().items() if name in ("weight_scale", "scales"))
     rows = scales if scales.shape[0] == 48 else scales.t()
@@ -129,7 +129,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
     ids=str,
 )
 def test_the_format_is_that_of_the_library(case):
-    """The library's compressor writes the same tensors, and its numbers equal those of hf_rocm."""
+    """The library writes tensors of the same names, dtypes and shapes, and hf_rocm reads the same numbers from them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

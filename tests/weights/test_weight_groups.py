@@ -173,7 +173,7 @@ def follows(example: Example, module: Any, stock: Any) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the contents of the modules' dictionaries, and the identities of the parameters."""
+    """Returns the attribute names and the classes of the modules, and the identities of the parameters."""
     entries: dict[str, Any] = {}
     for path, named_module in module.named_modules():
         entries[f"{path} attributes"] = sorted(named_module.__dict__)
@@ -250,7 +250,7 @@ def test_a_copy_has_a_separate_group_or_none(kind, how):
 
 def test_with_gradients_the_layers_run(kind):
     example, module = formed(kind)
-    if kind is Quantized:  # quantised layers have no parameters
+    if kind is Quantized:  # the weights of quantised layers are not parameters
         return
     with torch.enable_grad():
         actual = example.run(module)

@@ -1,4 +1,4 @@
-"""Stand-ins for aiter's 8-bit GEMMs, which don't check shapes, dtypes or the order of the weight."""
+"""Stand-ins for aiter's 8-bit GEMMs. They check shapes and dtypes, which aiter's kernels do not."""
 
 from __future__ import annotations
 

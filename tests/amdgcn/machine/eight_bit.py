@@ -51,8 +51,8 @@ def _pack(c: Compiling, kind: str) -> Step:
 
 
 def _stochastic(c: Compiling, kind: str) -> Step:
-    """Convert one float32 value to a code in the byte that op_sel selects. Random bits are added below the last bit of
-    the mantissa, and then the value is truncated."""
+    """Convert one float32 value to a code in the byte that op_sel or byte_sel selects. Random bits are added below the
+    last bit of the mantissa, and then the value is truncated."""
     select = c.take("op_sel", (0, 0, 0, 0))
     place = select[2] + 2 * select[3] if len(select) > 3 else c.take("byte_sel", 0)
     value, random = vector_reader(c.operands[1], "f"), vector_reader(c.operands[2], "u")

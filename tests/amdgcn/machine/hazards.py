@@ -1,8 +1,8 @@
 """Wait states that CDNA hardware does not insert. The compiler must insert s_nop or other instructions.
 
-The table is from the chapter on manually inserted wait states in the ISA documents, reduced to the pairs that occur in
+The rules are from the chapter on manually inserted wait states in the ISA documents, reduced to the pairs that occur in
 compute kernels. Instructions are paired in the order of the text, without following jumps, because the compiler inserts
-the wait states in this order. No rule here requires a wait state that a jump would provide.
+the wait states in this order. Pairs with s_branch or s_endpgm between them are not checked.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _needed(first: Instruction, produced: Use, second: Instruction, used: Use, t
 
 
 def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) -> int:
-    """The wait states after an MFMA whose result is read, or is overwritten by an instruction that is not an MFMA."""
+    """The wait states after an MFMA whose result is read, or is overwritten by another VALU instruction."""
     match = _MFMA.match(first.mnemonic)
     if not match:
         return 0

@@ -169,7 +169,9 @@ class Memory:
     def load(
         self, addresses: np.ndarray, size: int, state: State, index: int, *, every: bool = False, lanes: Any = None
     ) -> tuple[np.ndarray, tuple[Access, ...]]:
-        """Read `size` bytes at [n] addresses. Returns uint32 [n, max(1, size / 4)]; narrower data is zero-extended.
+        """Read `size` bytes at [n] addresses. Returns (uint32 [n, max(1, size / 4)], the accesses by buffer).
+
+        Narrower data is zero-extended.
 
         lanes: the mask [waves, lanes] of the lanes with these addresses, or True for all lanes. every: there is one
         address per wave instead of one per lane.
@@ -209,7 +211,7 @@ class Memory:
     def store(
         self, addresses: np.ndarray, data: np.ndarray, state: State, index: int, *, lanes: Any = None
     ) -> tuple[Access, ...]:
-        """Write [n, bytes] of uint8 at [n] addresses."""
+        """Write [n, bytes] of uint8 at [n] addresses. Returns the accesses by buffer."""
         if not addresses.size:
             return ()
         size = data.shape[1]

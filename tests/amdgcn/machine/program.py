@@ -202,8 +202,8 @@ def _dual(instruction: Instruction, target: Target, environment: Environment, in
 
 
 def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
-    """A step for control flow. It returns the index of the next instruction, or (the waves that branch, this index), or
-    "end", "barrier" or None."""
+    """A step for control flow. It returns the index of the next instruction, or (the waves that branch, the index to
+    which they branch), or "end", "barrier" or None."""
     name = instruction.mnemonic
     if name == "s_endpgm":
         return lambda state: "end"

@@ -84,7 +84,7 @@ def extended(words: np.ndarray, size: int, signed: bool) -> np.ndarray:
 
 
 def spread(words: np.ndarray, state: State) -> list[np.ndarray]:
-    """Expand [n, words] of the active lanes to one [waves, lanes] array per register. Other lanes are not written."""
+    """Expand [n, words] of the active lanes to one [waves, lanes] array per register. The other lanes are zero."""
     shape = (state.count, state.lanes)
     if state.full:
         return [np.ascontiguousarray(words[:, i]).reshape(shape) for i in range(words.shape[1])]
@@ -129,7 +129,7 @@ def compile_vector_memory(c: Compiling) -> Step | None:
 
 
 def _global_addresses(c: Compiling, load: bool):
-    """The addresses [n] of the active lanes, and the mask of these lanes."""
+    """Return a function that returns the addresses [n] of the active lanes and the mask of these lanes (True: all)."""
     vector = c.operands[1] if load else c.operands[0]
     base = c.operands[2]
     offset = u64(c.take("offset", 0) & 2**64 - 1)
@@ -151,7 +151,7 @@ def _global_addresses(c: Compiling, load: bool):
 
 
 def _buffer_addresses(c: Compiling):
-    """Addresses in a raw buffer (no stride). Lanes whose offset is beyond the limit read zero and do not write."""
+    """Return such a function for a raw buffer (no stride). The mask omits lanes whose offset is beyond the limit."""
     _, vector, resource, scalar = c.operands
     offset = c.take("offset", 0)
     if c.take("idxen") or resource.count != 4:

@@ -1,4 +1,4 @@
-"""The table of served models. A new overlay adds its row to the file of its kind."""
+"""The table of served models. A new overlay needs a row in the file of its kind."""
 
 from tests.coverage.cases.bart_relatives import BART_RELATIVES
 from tests.coverage.cases.bert_relatives import BERT_RELATIVES

@@ -1,4 +1,4 @@
-"""Text decoders older than Llama: learned positions, ALiBi or rotary embeddings, and MLPs without a gate."""
+"""More text decoders whose MLPs have no gate: with learned positions, ALiBi or rotary embeddings."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.shapes import FALCON, GPT2, QUIET

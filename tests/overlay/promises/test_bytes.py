@@ -34,7 +34,7 @@ def test_02_uninstall_restores_every_byte(
     site = farm("one")
     site.model("llama").chmod(0o640)
     before = hashes(site.path)
-    with monkeypatch.context() as older:  # install with an older hf-rocm, then with this one, twice and partially
+    with monkeypatch.context() as older:  # install with an older hf-rocm, then twice with this one
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
         install(selection, transformers_path=site.path)
     install(selection, transformers_path=site.path)
@@ -83,7 +83,7 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # whether the edit removed the block, so that there is nothing to uninstall
+    gone = b"hf-rocm overlay" not in edited  # whether the file has no block, so that there is nothing to uninstall
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()

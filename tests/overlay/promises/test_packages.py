@@ -1,4 +1,4 @@
-"""With real package managers, their caches and other environments are never changed."""
+"""Overlays with real package managers, whose caches and other environments must never change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real environments, created offline by the real uv and pip from wheels of the stock files that have overlays."""
+"""Real environments, created offline by the real uv and pip from wheels with the stock files of a few models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEXT = ".".join([*VERSION.split(".")[:2], "98"])
 
 
 def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Path:
-    """Build a wheel named transformers with the stock files that have overlays. note: appended to every file."""
+    """Build a wheel named transformers with the stock files of `MODELS`. note: appended to every modeling file."""
     source = installed_package()
     old = (source / "__init__.py").read_bytes()
     files = {"transformers/__init__.py": old.replace(VERSION.encode(), version.encode())}
@@ -126,7 +126,7 @@ class Environment:
 
 
 def uv() -> str:
-    """The path of the real uv. The tests fail, instead of being skipped, if it or strace is missing."""
+    """The path of the real uv. If it is missing, the tests fail instead of being skipped."""
     beside = Path(sys.executable).parent / "uv"
     if beside.is_file():
         return str(beside)
@@ -153,7 +153,7 @@ def clean() -> dict[str, str]:
 
 
 def _bridge(folder: Path) -> None:
-    """Link hf_rocm and its dependencies, but not transformers, from this interpreter's import path to the folder."""
+    """Link hf_rocm and all packages on this interpreter's import path, except transformers, into the folder."""
     folder.mkdir()
     hf_rocm = importlib.util.find_spec("hf_rocm")
     assert hf_rocm is not None and hf_rocm.origin is not None

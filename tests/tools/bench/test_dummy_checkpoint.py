@@ -1,4 +1,4 @@
-"""transformers loads a dummy checkpoint, which takes no disk space, and every rank fills its shards correctly."""
+"""transformers loads a dummy checkpoint, which takes little disk space, and every rank fills its shards correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults like those of real kernels and weights, injected only into hf_rocm's path."""
+"""Faults like those of real kernels and weights, injected into hf_rocm's path or into stock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelTesterMixin on the text model of a tiny gemma3, with q/k norms, full layers and sliding layers."""
+"""ModelTesterMixin on the text model of a tiny gemma3, with q/k norms, a sliding layer and a full layer."""
 
 import unittest
 

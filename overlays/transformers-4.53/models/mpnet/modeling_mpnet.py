@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.mpnet.modeling_mpnet, 4.53 and up.
 
-Stock implements only `eager`. A head mask and attention weights stay stock.
+Stock implements only `eager`. Calls that pass a head mask or request attention weights stay stock.
 """
 
 try:

@@ -22,7 +22,7 @@ FAULTS = (
     "early",  # the stream ends without a `finish_reason`
     "cut",  # the connection is closed within a chunk
     "short",  # the answer has one token too few
-    "silent",  # no answer
+    "silent",  # no answer for 30 seconds
     "not-http",
     "die",  # the process ends
 )

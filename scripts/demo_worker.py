@@ -118,7 +118,7 @@ def greedy(model: Any, prompt: torch.Tensor, tokens: int = NEW_TOKENS) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any, checkpoint: str) -> torch.Tensor:
-    """Teacher-forced logits for a page of the text. All runs have the same tokens."""
+    """Teacher-forced logits for the first page of the training text, up to 256 tokens. All runs use the same tokens."""
     from train_tiny import pages
     from transformers import AutoTokenizer
 
@@ -158,7 +158,8 @@ def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
 
 
 def recording(how: str) -> AbstractContextManager[list[Any]]:
-    """Record the routes of hf_rocm's operations. For a stock run, the list is empty and nothing is imported."""
+    """Record the routes of hf_rocm's operations. For a stock run without overlays, the list is empty and nothing is
+    imported."""
     if how != "loader" and "hf_rocm.ops" not in sys.modules:
         return nullcontext([])
     from hf_rocm import ops
@@ -167,7 +168,8 @@ def recording(how: str) -> AbstractContextManager[list[Any]]:
 
 
 def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
-    """The facts about a run: the model, the machine, the version of torch, and the routes of attention."""
+    """The facts about a run: the model, the device, the version of torch, the routes of attention and, for the loader,
+    the explanation."""
     attention = sorted({(route.tier, route.shapes[:3]) for route in routes if route.operation == "attention"}, key=str)
     facts: dict[str, Any] = {
         "key_value_heads": getattr(model.config, "num_key_value_heads", model.config.num_attention_heads),

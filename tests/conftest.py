@@ -26,7 +26,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Folders with tests that record steps.
+# Folders whose tests record and replay decode steps or forwards.
 RECORDING = (("distributed",), ("forwards",), ("generation",), ("serving",), ("gpu",), ("tools", "verify"))
 
 # the same examples in every run and no deadline: a red test must mean a bug, not a busy machine
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header() -> str:
-    """Print which hf_rocm is tested: the installed one or the checkout."""
+    """Report which hf_rocm is tested: the installed one or the checkout."""
     spec = importlib.util.find_spec("hf_rocm")
     return f"hf_rocm: {Path(spec.origin).parent if spec and spec.origin else 'not found'}"
 
@@ -139,7 +139,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_tiny() -> ModuleType:
-    """Run scripts/train_tiny.py, which the demo uses too."""
+    """Import scripts/train_tiny.py, which the demo uses too."""
     spec = importlib.util.spec_from_file_location("train_tiny", ROOT / "scripts" / "train_tiny.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

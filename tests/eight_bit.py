@@ -25,8 +25,9 @@ SIZES = ((33, 64, 128), (1, 5, 63))  # M, N, K
 def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
     """The largest error that `quantize_rows` may make in an element of x. x: [..., K]. Returns [..., K] in fp64.
 
-    The error is half a step. An int8 step is one scale. An fp8 number has 3 bits after the leading one, so half a step
-    is 2⁻⁴ of the number itself, but at least half of the smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300).
+    The error is at most half a step. An int8 step is one scale. An fp8 number has 3 bits after the leading one, so half
+    a step is at most 2⁻⁴ of the number itself or half of the smallest step (2⁻¹⁰ of the scale, 2⁻¹¹ on MI300),
+    whichever is larger.
     """
     scale = quantize_rows(x.double(), format)[1]
     if format == INT8:

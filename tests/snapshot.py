@@ -50,7 +50,8 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
     """Returns the entries that were replaced, or are new and refer to hf_rocm: "path.name" → (before, now).
 
     New entries count only if they refer to hf_rocm, because transformers and torch import, register and cache at run
-    time. ignored: prefixes of modules whose caches PyTorch replaces; their entries count only if they refer to hf_rocm.
+    time. A plain value that replaces another one, such as a number or a string, does not count. ignored: prefixes of
+    modules whose caches PyTorch replaces; their entries count only if they refer to hf_rocm.
     """
     wrong = {}
     for path, (owner, entries) in before.items():
@@ -77,7 +78,8 @@ def references() -> Iterator[str]:
 
 
 def is_hf_rocm(value: Any, depth: int = 4) -> bool:
-    """Whether a function is defined in hf_rocm or an overlay, or wraps, binds or closes over one that is."""
+    """Whether a value is a function, class, module or object of hf_rocm or an overlay, or wraps, binds or closes over
+    such a function."""
     if depth == 0:
         return False
     if _is(value, types.FunctionType):

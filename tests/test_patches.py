@@ -45,7 +45,7 @@ def owner():
 
 
 def labelled(label):
-    """Returns a change that makes a method add a label to the original's result."""
+    """Returns an argument of `Change`, with which the changed method adds a label to the original's result."""
 
     def make(change):
         def method(self):

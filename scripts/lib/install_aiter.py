@@ -176,7 +176,7 @@ def look(arch: str | None = None) -> Machine:
 
 
 def pins() -> list[str]:
-    """Pins for packages that must not change: torch, its Triton, and the packages built against them."""
+    """Pins for the installed packages that must not change: torch, Triton, torchvision, torchaudio and numpy."""
     pins_read = []
     for name in KEEP:
         try:

@@ -7,11 +7,11 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files that are not part of the site (outside docs/, folders of data) with their text."""
+    """Replace links to files outside docs/ and links to folders with their text."""
     return re.sub(r"\[([^\]]+)\]\((?:\.\./[^)]*|[\w/-]+/)\)", r"\1", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Wrap every table and every picture in a scrolling box, so that the page itself never scrolls."""
+    """Wrap every table and every SVG image in a scrolling box, so that the page itself never scrolls sideways."""
     html = re.sub(r"<table>.*?</table>", r'<div class="scroll">\g<0></div>', html, flags=re.DOTALL)
     return re.sub(r'<p>(<img [^>]*src="[^"]*\.svg"[^>]*>)</p>', r'<div class="scroll">\1</div>', html)

@@ -23,7 +23,8 @@ ABSENT = Result("absent")
 
 @dataclass(frozen=True)
 class Unavoidable:
-    """An entry of the list. models and test are patterns; test is the method's name, with its parameters."""
+    """An entry of the list. models, releases and test are patterns; test matches the method's name with its
+    parameters."""
 
     models: tuple[str, ...]
     releases: tuple[str, ...]
@@ -43,10 +44,10 @@ class Unavoidable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both passes side by side.
+    """The results of both passes: with stock and with overlays.
 
     regressions: tests that pass with stock but not with overlays, and aren't listed. unavoidable: such tests that are
-    listed. repaired: tests that fail with stock and pass with overlays. stale: entries whose tests ran and don't
+    listed. repaired: tests that pass with overlays but not with stock. stale: entries whose tests ran and don't
     differ. idle: models whose overlaid forwards were never called.
     """
 
@@ -96,8 +97,9 @@ def compare(
 
 
 def listed(file: Path = LISTED) -> list[Unavoidable]:
-    """The repository's list. Raises `ScriptError` if an entry has no reason."""
-    # Python has tomllib from 3.11 on; for older ones, hf-rocm depends on tomli
+    """The repository's list. Raises `ScriptError` if an entry has missing or unknown fields or an empty reason, or if
+    no TOML parser is installed."""
+    # Python has tomllib from 3.11 on; for older versions, hf-rocm depends on tomli
     reader = next((name for name in ("tomllib", "tomli") if importlib.util.find_spec(name)), None)
     if reader is None:
         raise ScriptError(f"reading {file.name} needs Python 3.11 or newer, or tomli")

@@ -1,4 +1,5 @@
-"""First-use checks in real child processes: wrong kernels are found, reported once, and not used."""
+"""First-use checks, in real child processes except for simulated releases: wrong kernels are found, reported once, and
+not used."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_a_broken_kernel_is_found_and_the_next_one_is_used(how, break_kernel):
 
 @pytest.fixture
 def newest(recorded_as, monkeypatch):
-    """Simulate the newest release by its declarations, and run its checks in this process."""
+    """Simulate release 0.1.20.post1 by its declarations, and run its checks in this process."""
     recorded_as("0.1.20.post1")
 
     def here(question, timeout):

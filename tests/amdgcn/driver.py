@@ -27,7 +27,8 @@ from tests.amdgcn.machine.vector_memory import Contract
 _PAGE = 4096
 
 
-# Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. Masked lanes get a larger offset.
+# Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. The size in their descriptors is `RECORDS`.
+# Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
 FLAGS = {True: 0x27000, False: 0x31027000}  # True: CDNA, False: RDNA
 
@@ -162,8 +163,9 @@ def base(place: int, turn: int, size: int, start: int) -> int:
     """The address for the storage with index `place` in a launch. No 32-bit offset leads from one storage into another.
 
     All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
-    lost address bit is detected. Every other storage crosses a multiple of 2³², so that a lost carry is detected. Both
-    vary with `turn`, the index of the launch. start: the storage's address on the CPU, for its alignment.
+    lost address bit is detected. Every other storage, if it is larger than two pages, crosses a multiple of 2³², so
+    that a lost carry is detected. Both vary with `turn`, the index of the launch. start: the storage's address on the
+    CPU, for its alignment.
     """
     high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
     across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE

@@ -24,8 +24,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Memory:
-    """A GPU's memory. bandwidth: bytes per second of one die; latency: seconds, assumed; units: compute units as HIP
-    counts them.
+    """A GPU's memory. bandwidth: bytes per second; latency: seconds, assumed; units: compute units as HIP counts them.
+    Of an MI250X, one die is described, which HIP presents as one GPU.
 
     simds, lds: per unit (a pair of compute units on RDNA). waves: the maximum per SIMD.
     """
@@ -64,8 +64,8 @@ _WAIT = re.compile(r"s_waitcnt.*\bvmcnt\((\d+)\)|s_wait_loadcnt(?:_dscnt)? (0x[0
 
 @dataclass(frozen=True)
 class Case:
-    """An operation with a model's sizes but fewer weight rows. larger: the ratio of the model's number of programs to
-    that of this operation."""
+    """An operation with a model's sizes, or with a smaller weight. larger: the ratio of the model's number of programs
+    to that of this operation."""
 
     name: str
     run: Callable[[], Any]

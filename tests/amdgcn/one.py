@@ -58,7 +58,7 @@ def execute(
     """Return the registers after the last instruction.
 
     registers: initial bits of "v3", "a1", "s[4:5]" or "vcc". For vector registers: an array [lanes] or [waves, lanes]
-    of 4-byte elements, or one value. active: EXEC.
+    of 4-byte elements, or one value. active: the bits of EXEC, one per lane.
     """
     code = program(arch, lines)
     block = np.zeros(64, np.uint8)

@@ -1,4 +1,4 @@
-"""Floating-point instructions are compared with exact fractions and with PyTorch's conversions."""
+"""Floating-point instructions are compared with exact results, NumPy's functions and PyTorch's conversions."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .one import ARCHITECTURES, CDNA, RDNA, execute, lanes, scalar, vector
 
 
 def row_control(control: str, n: int, lane: int) -> int | None:
-    """The source lane of a DPP control that both families have, or None if there is no such lane."""
+    """The source lane of a DPP control that CDNA and RDNA both have, or None if there is no such lane."""
     row, place = lane // 16 * 16, lane % 16
     if control == "row_shl":
         return lane + n if place + n < 16 else None

@@ -1,7 +1,7 @@
 """Symbolic values of a program's registers, as expressions of a few operations, to compare instruction sequences.
 
-Values are numbers: equal numbers mean equal expressions. A value from an unknown operation is a new symbol, and so is
-the value of every register at the target of a branch.
+Values are numbers: equal numbers mean equal expressions. A value from an unknown operation is a new symbol. At the
+target of a branch, the contents of the registers are unknown, and every register has its own symbol as its value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Values:
             self.registers |= written
 
     def result(self, name: str, instruction: Instruction) -> int | None:
-        """The result of an instruction, or None if its operation is not known here."""
+        """The result of an instruction, or None if its operation or one of its modifiers is not implemented here."""
         if name == "v_and_b32_sdwa" and instruction.modifiers == _UPPER:
             upper, mask = self.operands(instruction)
             return self.masked(self.shifted(upper, self.constant(16)), mask)

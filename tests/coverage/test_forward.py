@@ -19,7 +19,8 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 
 
 def compare(case, models, run):
-    """Run `run(model)`, which returns named tensors, on all three models, and compare hf_rocm's error with stock's."""
+    """Call `run(model)`, which returns named tensors, with the prepared model, stock, and stock in float64, and compare
+    hf_rocm's error with stock's."""
     prepared, stock, exact = models
     with torch.inference_mode():
         with recording() as routes:

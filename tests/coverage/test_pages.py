@@ -65,7 +65,7 @@ SERVED = {
 PAGED = [case for case in CASES if case.overlay in SERVED and case.kind == "text"]
 
 
-# Arguments that only stock layers or only hf_rocm's layers pass to the attention function. No function reads them.
+# Arguments that only stock layers or only hf_rocm's layers pass to the attention function, which reads none of them.
 UNREAD = {"output_router_logits", "use_cache"}
 
 

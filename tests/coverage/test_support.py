@@ -72,7 +72,7 @@ def test_a_mark_requires_an_operation_of_hf_rocm(recorded):
 
 
 def test_models_that_are_not_recorded_have_a_reason(recorded):
-    """Steps of models of each kind are recorded and replayed in tests/generation and tests/forwards."""
+    """Models of each kind are recorded and replayed in tests/generation and tests/forwards."""
     marks = {name: row["support"]["recorded"] for name, row in recorded.items()}
     assert marks["llama"] == marks["bert"] == YES
     assert marks["bloom"] == "stock: its position biases (ALiBi) are computed from the mask"

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py in each of two ranks: the handshake before they load, and the log messages.
+"""Run by test_ranks.py in each of two ranks: the handshake before the ranks load, and the log messages.
 
 Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → observation.
 """
@@ -85,7 +85,7 @@ def main(checkpoint: str, undivided: str) -> None:
     if rank == 1:
         load(tp_plan=None)
     dist.barrier()
-    # only one rank logs
+    # in a single-process load, rank 1 logs only messages that rank 0 has not logged
     messages.since()
     load(tp_plan=None, quantize="int8")
     seen["own said"] = messages.since()

@@ -269,7 +269,8 @@ class Counts(ModelHook):
 
 
 def test_a_user_hook_runs_in_addition_to_accelerates(model, stock):
-    """The hook is called in order, and the group of its layer runs unfused until the hook is removed."""
+    """User hooks are called in order. A group with a hook on one of its projections runs unfused until the hook is
+    removed."""
     messages = {}
     for variant in (model, stock):
         _dispatch_in_place(variant, None)

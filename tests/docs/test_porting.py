@@ -1,4 +1,4 @@
-"""The page on port-check: its example runs as pasted, its tables list every rule, and the sums of the review are
+"""The pages on port-check: the example runs as pasted, the tables match the rules, and the sums of the review are
 correct.
 """
 

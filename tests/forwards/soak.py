@@ -1,7 +1,7 @@
 """Random calls of an encoder: shapes, masks, flags, dtypes, threads, and models that change between the calls.
 
-The results are compared with those of a twin that is never recorded, and some of them with stock. They are kept, and
-later calls must not change them.
+The results are compared with those of a twin that is never recorded, and some of them with stock. All results are kept,
+and later calls must not change them.
 """
 
 from __future__ import annotations

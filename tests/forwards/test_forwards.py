@@ -64,7 +64,7 @@ def events(monkeypatch):
 
 
 def test_no_replay_is_predicted_from_a_number(pair, events, monkeypatch):
-    """Before the host has read the number, no recording is replayed.
+    """If a recording depends on a number, it is not replayed before the host has read this number.
 
     A recording for another number could use an index that is out of range.
     """

@@ -1,4 +1,4 @@
-"""Loops of transformers' pipelines over inputs of mixed lengths return what stock's return, over recorded forwards."""
+"""transformers' pipelines with recorded forwards return stock's results for inputs of mixed lengths."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def both(task, stock, **parts):
 
 
 def numbers(result):
-    """Every number in a result, in order, and everything else as text."""
+    """All keys and values of a nested result in one list, in order."""
     if isinstance(result, dict):
         return [item for key, value in result.items() for item in (key, *numbers(value))]
     if isinstance(result, (list, tuple)):

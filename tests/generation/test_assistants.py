@@ -1,4 +1,4 @@
-"""An assistant's own steps, recorded over one cache for all rounds of a call: stock's drafts, tokens and draws."""
+"""An assistant's steps are recorded over one cache for all rounds of a call; drafts, tokens and draws equal stock's."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_every_step_reads_its_inputs_in_place(trio, in_place):
     ours, stocks = trio()
     drafted = watched(ours[1])
     for seed in range(2):
-        inputs = repeating(seed, padded=2)  # with padding, since 5.0 drops other masks and derives them from the tokens
+        inputs = repeating(seed, padded=2)  # with padding, because 5.0 derives masks without padding from the tokens
         drafted.clear()
         in_place.clear()
         assert torch.equal(assisted(ours, inputs), generate(stocks[0], inputs, new=NEW))
@@ -193,7 +193,7 @@ def test_a_wrong_draft_never_reaches_a_streamer(trio, faulty):
 
 
 def test_nonfinite_drafts_are_noticed(trio, faulty):
-    """The step's alarm reports values that are not finite at the end of a call."""
+    """At the end of a call, the step's alarm reports values that are not finite."""
     ours, stocks = trio(graphs=None, schedule="constant")
     faulty(ours[1], faults.garbage, first=10**9)
     for seed in range(2):

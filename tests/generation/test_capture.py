@@ -47,7 +47,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def preserve_random_state() -> None:
-    """Save and restore the random state, as Dynamo does around a compilation."""
+    """Read and write the random state, as Dynamo does around a compilation. A changed state is written, so that the
+    tests can detect the write."""
     state = torch.cuda.get_rng_state()
     torch.cuda.random.set_rng_state(state + 1)
 

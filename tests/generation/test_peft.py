@@ -1,4 +1,4 @@
-"""PEFT adapters that change how the inputs of a step are prepared."""
+"""PEFT adapters: models with LoRA are recorded; prompt learning, which changes a step's inputs, runs uncaptured."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.generation.conftest import counted, generate, make, prompt
 
 
 def steered(model):
-    """A hook that has a different effect on every call."""
+    """Add a hook that has a different effect on every call."""
     calls = iter(range(1, 10**6))
     model.model.layers[0].register_forward_hook(
         lambda module, args, output: (
@@ -64,7 +64,7 @@ def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
 
 
 def liger(model):
-    """Stand-ins for the forwards that Liger-Kernel sets on norms and MLPs, with the same origin and results."""
+    """Set stand-ins for Liger-Kernel's forwards on norms and MLPs. `__module__` and the results are the same."""
 
     def norm(self, x):
         wide = x.float()

@@ -251,12 +251,15 @@ def test_comparisons_become_rarer_up_to_a_limit():
     gaps = [two - one for one, two in itertools.pairwise(compared)]
     assert gaps == sorted(gaps) and gaps[-1] == schedule.LONGEST
     assert plan.replays == 19_999 and plan.since < schedule.LONGEST
-    # asymptotic cost in uncaptured steps per replay; an uncaptured step takes at most 3.6 times as long as a replay
+    # asymptotic cost relative to the replays; an uncaptured step takes at most 3.6 times as long as a replay
     assert (schedule.BACK + 1) / schedule.LONGEST * 3.6 < 0.01
 
 
 def test_comparisons_add_few_uncaptured_steps(pair):
-    """The model is called for the prompt, for two steps, and for the comparisons of replays 1, 2, 3, 5, 9 and 17."""
+    """The model is called for the prompt, for two steps, and for the comparisons of replays 1, 2, 3, 5, 9 and 17.
+
+    A comparison also recomputes up to four earlier steps that were not compared.
+    """
     prepared, _ = pair()
     calls = []
 

@@ -1,4 +1,4 @@
-"""Recorded token choices: stock's tokens and random states, and the calls in which transformers chooses the tokens."""
+"""Recorded token choices: tokens and random states equal stock's, and in some calls transformers chooses the tokens."""
 
 from __future__ import annotations
 
@@ -279,15 +279,12 @@ def test_the_largest_logit_in_two_stages_is_that_of_one(dtype, vocabulary):
         assert torch.equal(largest({"logits": logits}), logits.argmax(-1))
 
 
-# Wrong replays
-
-
 @pytest.mark.parametrize("first", [1, 2, 4, 6])
 @pytest.mark.parametrize(
     "fault", [faults.stale_logits, faults.filter_dropped, faults.garbage_draws], ids=lambda fault: fault.__name__
 )
 def test_a_wrong_draw_is_detected_and_withdrawn(fault, first, pair, monkeypatch, tmp_path):
-    if first > 2:  # without a comparison, a wrong draw raises where kernels have assertions, which ROCm's builds lack
+    if first > 2:  # an assertion could raise for a wrong draw that is not compared; ROCm's kernels have no assertions
         asserts = torch._assert_async
         monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))

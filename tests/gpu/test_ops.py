@@ -1,4 +1,4 @@
-"""Attention on a GPU, whose kernels return other strides than those on a CPU, compared with the float64 definition."""
+"""Attention on a GPU, compared with the float64 definition. The kernels return other strides than those on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts in the Triton kernels on a GPU: every layout at the sizes of real models, and in a recorded graph."""
+"""Routed experts in the Triton kernels on a GPU: every layout at sizes of real models and odd sizes, and in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of encoders: the LayerNorm of a residual sum is one operation, unless modules or PyTorch were changed."""
+"""Layers of encoders: a residual sum and its LayerNorm are one operation, unless modules or PyTorch were changed."""
 
 from __future__ import annotations
 
@@ -353,7 +353,8 @@ def _causal(layer: Any) -> list[None]:
 
 @torch.no_grad()
 def test_one_kernel_computes_an_activation_that_is_a_formula_in_stock(monkeypatch):
-    """On a GPU, one kernel computes the formula. On the CPU, or if the module has a hook, the module is called."""
+    """On a GPU, one kernel computes the formula. On the CPU, under autocast, or if the module has a hook or was
+    replaced by another activation, the module is called."""
     stock = build("CLIPVision")
     model = prepared(stock)
     expected = run(stock)[0]

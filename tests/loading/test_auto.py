@@ -41,7 +41,7 @@ def undone():
 
 @pytest.fixture
 def prepares(monkeypatch):
-    """Count how many times a model is prepared."""
+    """Record the class of every model that is prepared."""
     from hf_rocm.loading import prepare as preparing
 
     calls, prepare = [], preparing.prepare
@@ -212,7 +212,7 @@ def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
 def test_an_installed_block_switches_it_on_if_the_environment_requests_it(llama, wanted, prepared):
-    """A child process imports a modeling file that ends with an installed block."""
+    """A child process calls `overlay.wanted`, as an installed block at the end of a modeling file does."""
     program = textwrap.dedent(
         f"""
         import sys, warnings

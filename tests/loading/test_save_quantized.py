@@ -23,7 +23,7 @@ KINDS = ["fp8", "int8", "int4", "int4-g64", "int4-g32", "mxfp4"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
 
-# Runs in a separate process, because the package changes nn.Module permanently.
+# Runs in a separate process, because compressed-tensors changes nn.Module permanently.
 STOCK = """
 import pathlib, sys, torch
 from transformers import AutoModelForCausalLM

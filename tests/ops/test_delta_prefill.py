@@ -1,4 +1,4 @@
-"""gated_delta_prefill in PyTorch: the results of transformers' function and of single steps, at any length."""
+"""gated_delta_prefill in PyTorch is as accurate as transformers' function and as single steps, at any length."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_results_equal_those_of_single_steps(fresh, tier):
 
 
 def stock(query, key, value, gate, beta, decay, *, conv_weight, log_rate, bias, norm_weight, eps, state=None):
-    """Compute a prompt with the functions of transformers' layer, in fp32 as they do. Returns output and state."""
+    """Compute a prompt with the functions and dtypes of transformers' layer. Returns output and state."""
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     batch, length, groups, shared, value_dim = value.shape
     heads, key_dim = groups * shared, query.shape[-1]

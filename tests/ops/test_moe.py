@@ -198,7 +198,7 @@ def test_the_bound_of_pairs_follows_from_the_number_of_tokens(tokens, bound):
 
 
 def test_kernels_are_preferred_to_copies():
-    """Implementations that copy the weights, and then loops over experts, come after them."""
+    """The kernels come before the implementation that copies the weights of the selected experts."""
     tiers = [(route.tier, route.name) for route in registry.operations()["experts"].implementations]
     assert tiers[:3] == [("aiter", "fused_moe"), ("triton", "chosen_experts"), ("torch", "gathered weights, bmm")]
 

@@ -57,7 +57,7 @@ def checked():
 def routed(tier, x, data, scale, bias=None, **further):
     """Run quantized_linear in this tier.
 
-    If PyTorch has no such GEMM, the tier must refuse the call, and the eager tier runs it.
+    If PyTorch has no GEMM for these dtypes, the torch tier must refuse the call, and the eager tier runs it.
     """
     name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
@@ -341,7 +341,7 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
 
 
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
-    """The vendor libraries need more than 16 rows: check the size of the padded input, and the result."""
+    """On a GPU, _int_mm needs more than 16 rows: check the size of the padded input, and the result."""
     requests = []
     monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
 

@@ -1,4 +1,4 @@
-"""Small models of all served types, saved as checkpoints, and helpers that run them."""
+"""Small models of four types, saved as checkpoints, and helpers that load and check them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) 
 
 
 def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
-    """Assert that the routes include the fused GEMMs, whose weights have the rows of q, k and v together."""
+    """Assert that the routes include GEMMs with fused weights: those of q, k and v, and those of gate and up."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PREFIX = "tests/models/llama/test_modeling_llama.py::LlamaModelTest::"
 
-# Tests like those of transformers, one per outcome.
+# Tests like those of transformers, with different outcomes.
 TESTS = """
 import os, random, signal, time, unittest, urllib.request
 

@@ -39,7 +39,10 @@ def page_tables_on_cpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def chatty_checkpoint(tmp_path_factory, tiny_checkpoint):
-    """The tiny checkpoint with a chat template, and with weights so large that all prompts have different answers."""
+    """A checkpoint with the tiny one's config, its tokenizer with a chat template, and random weights.
+
+    The weights are so large that all prompts have different answers.
+    """
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""hf_rocm computes `flash_attention_2` if the flash-attn package is missing. Batches may switch to it."""
+"""hf_rocm computes `flash_attention_2` if the flash-attn package is missing. Continuous batching may switch to it."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_user_who_declines_keeps_sdpa():
 @served
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_generate_and_padded_forwards(kind):
-    """`generate` with one prompt uses the dense function, and a left-padded batch uses the packed one."""
+    """`generate` with one prompt runs dense attention, and a left-padded batch runs packed attention."""
     model = make(kind, **KINDS[kind])
     ids = torch.tensor([[0, 0, *range(5, 20)], list(range(7, 24))])
     mask = torch.ones_like(ids)

@@ -55,7 +55,7 @@ def test_a_machine_without_known_faults_has_no_findings(good: Facts) -> None:
     ("gfx", "torch_facts", "system", "bundled", "reported"),
     [
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.0", True, True),
-        # torch bundles its own copy of the libraries
+        # torch bundles its own copy of ROCm's libraries
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", True, True),
         ("gfx942", {"version": "2.11.0+rocm7.2", "hip": "7.2.26015"}, "7.2.4", False, False),
         ("gfx942", {"version": "2.9.1", "hip": "7.2.26015"}, "7.2.1", False, True),
@@ -222,7 +222,7 @@ def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
 
 
 class Bitsandbytes:
-    """A faulty stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU."""
+    """A stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU, with a fault or without one."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]
@@ -277,7 +277,7 @@ def test_rules_that_do_not_apply_are_listed_on_request(
     long = capsys.readouterr().out
     for rule in RULES:
         assert f"ok       {rule.name} " in long and rule.link in long
-    assert short.splitlines()[-1] == long.splitlines()[-1]  # the verdict counts only findings
+    assert short.splitlines()[-1] == long.splitlines()[-1]  # rules that do not apply are not counted in the verdict
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]
     main(["doctor", "-v", "--json"])

@@ -84,7 +84,7 @@ def test_the_details_state_a_shared_reason_once(llama):
     assert shared, "no reason is shared on a machine without an AMD GPU"
     text = explanation.details()
     assert all(text.count(reason) == 1 for reason in set.union(*everywhere))
-    for kernel in explanation.kernels:  # every refusal is listed under its operation
+    for kernel in explanation.kernels:  # every refused kernel is named
         assert all(name in text for name, _ in kernel.refused)
 
 

@@ -26,7 +26,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
-# additional numbers of keys; in machine code, the loop of each of four splits takes several iterations
+# numbers of keys; in machine code, with 789 keys, the loop of each of four splits takes several iterations
 LONGER = (149,) if suite.gpu() is None else (149, 789)
 
 
@@ -240,7 +240,7 @@ def test_dynamic_caches_and_cross_attention(s_q, causal):
 
 
 def test_any_strides_are_supported():
-    """Caches whose first dim is the position, views of a longer cache, and strided columns."""
+    """Caches with the positions before the heads in memory, views of a longer cache, and strided columns."""
     query, key, value = tensors((2, 4, 2, 1, 690, 32, 32), USUAL)
     lengths = torch.tensor([680, 3])
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)

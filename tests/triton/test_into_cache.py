@@ -39,7 +39,7 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
 
 
 def both(make, *lengths):
-    """Run the same calls in the Triton kernel and, with a separate cache, in stock code."""
+    """Run the same calls in the Triton kernel and, with a separate cache, in the torch tier with stock's update."""
     actual, stock = make(), make()
     for seed, length in enumerate(lengths):
         left, operations = call(actual, length, seed=seed, tier="triton")

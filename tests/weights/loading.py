@@ -53,7 +53,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
 
 
 def settled() -> int:
-    """Return the resident bytes without mapped library files, and reset the peak."""
+    """Return the bytes of allocated memory and of the checkpoint's mapped pages, and reset the peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     mapped, is_weights = 0, False

@@ -1,4 +1,4 @@
-"""MXFP4 according to the format's specification, with numpy only."""
+"""MXFP4 according to the format's specification, computed with numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reason for not fusing a group, in which case nothing is changed."""
+"""Every reason for not fusing a group. A group that is not fused is unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.weights.models import Group
 
 
 class Int8Linear(nn.Linear):
-    """A stand-in for other libraries' quantised layers: a subclass with a custom forward."""
+    """A stand-in for other libraries' quantised layers: a subclass of `nn.Linear`."""
 
 
 class Quantised(torch.Tensor):
-    """A tensor subclass, like those of torchao, and DTensor."""
+    """A tensor subclass, like DTensor and those of torchao."""
 
 
 def _no_such_layer(group):
@@ -169,7 +169,7 @@ def test_inconsistent_biases_are_refused():
 
 
 def test_an_accelerate_hook_that_moves_nothing_does_not_prevent_fusing():
-    """device_map="auto" over several devices adds hooks to every layer. The test adds them before or after fusing."""
+    """device_map="auto" over several devices adds hooks to every layer. The test adds them before and after fusing."""
     group, x = Group(16, 8, 4), torch.randn(2, 16)
 
     def hook():

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and tensor parallelism with a prepared model: training results equal those of an unfused model."""
+"""DDP, FSDP2 and tensor parallelism with a prepared model: the results equal those of an unfused model."""
 
 from __future__ import annotations
 

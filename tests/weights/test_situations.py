@@ -1,6 +1,6 @@
 """Changes to a model after loading take effect in a prepared model as in a stock one.
 
-Every test states how many of the four groups still run fused. `follows` checks this by the GEMMs that ran.
+Most tests state how many of the four groups still run fused. `follows` checks this by the GEMMs that ran.
 """
 
 from __future__ import annotations

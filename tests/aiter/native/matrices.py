@@ -1,4 +1,7 @@
-"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding, which read dense rows without checks."""
+"""Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding.
+
+Most of aiter's kernels assume dense rows and do not check this; the stand-ins do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that all stand-ins share: it records calls, raises for wrong ones, and breaks a kernel if a test requests it."""
+"""Code that all stand-ins share: it records calls, raises for wrong ones, and breaks a kernel on a test's request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def broken(name: str) -> str | None:
 
 
 def leaf(function: Any) -> Any:
-    """Wrap a stand-in: record its calls, raise if an argument needs a gradient, and break it if a test requests it."""
+    """Wrap a stand-in: record its calls, raise if a gradient would be lost, and break it if a test requests this."""
     name = function.__name__
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The errors that the machine raises. Every error names the instruction and, where known, the lane and the address."""
+"""The errors that the machine raises. Messages name the instruction, the lane and the address where they are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class EarlyAccess(MachineError):
 
 
 class OutOfBounds(MachineError):
-    """An address outside every buffer or outside LDS, or a write to a read-only buffer."""
+    """An address outside every buffer, LDS or scratch memory, or in bytes that belong to no tensor; a scalar load that
+    is not aligned; or a write to a read-only buffer."""
 
 
 class Descriptor(MachineError):
@@ -29,7 +30,8 @@ class Garbage(MachineError):
 
 
 class Race(MachineError):
-    """Two waves accessed the same byte between two barriers, and one of them wrote it."""
+    """Two waves accessed the same byte between two barriers, and one of them wrote it; or a barrier has no wait before
+    it."""
 
 
 class Hazard(MachineError):

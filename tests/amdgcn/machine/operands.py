@@ -59,7 +59,7 @@ class Operand:
     kind: str
     register: int = 0
     count: int = 1
-    value: int = 0  # the bits of a 32-bit constant; integers are sign-extended
+    value: int = 0  # an integer constant, or the bits of a floating-point constant as a float32
     number: float | None = None  # the value of a floating-point constant
     negate: bool = False
     absolute: bool = False
@@ -141,7 +141,7 @@ def vector_reader(operand: Operand, letter: str, *, word: int = 0, half: int = 0
 
 
 def with_signs(reader: Reader, operand: Operand, letter: str) -> Reader:
-    """Apply `|x|` and `-x` to the result of a reader. With integer types, they change the sign bit of a float, as in
+    """Apply `|x|` and `-x` to the result of a reader. With the type u, they change the sign bit of a float, as in
     v_cndmask."""
     if not (operand.negate or operand.absolute):
         return reader

@@ -37,7 +37,7 @@ class Access:
             self.last = self.first
 
     def spots(self, unit: int) -> np.ndarray:
-        """The places in a narrower unit: [n, repeat]."""
+        """The places in a narrower unit: [n, self.unit // unit * repeat]."""
         ratio = self.unit // unit * self.repeat
         return (self.places * (self.unit // unit))[:, None] + np.arange(ratio)
 

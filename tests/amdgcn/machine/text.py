@@ -16,7 +16,7 @@ _DIRECTIVE = re.compile(r"\.amdhsa_(\w+)\s+(\w+)")
 _ARGUMENT = re.compile(r"\.offset:\s*(\d+)\s+\.size:\s*(\d+)\s+\.value_kind:\s*(\w+)")
 _MODIFIER = re.compile(r"([a-z_][a-z_0-9]*):(.+)")
 
-# Modifiers of one word. Anything else after the operands is an error.
+# Modifiers of one word. Any other word after the operands must have the form `name:value`.
 FLAGS = {
     "offen",
     "idxen",
@@ -60,7 +60,8 @@ class Argument:
 @dataclass(frozen=True)
 class Source:
     """A kernel's parsed text. labels: the instruction index of every label. entry: the index of the first instruction
-    if the hardware preloads arguments into SGPRs, after the loads that other hardware executes instead; or 0."""
+    that is executed. If arguments are preloaded into SGPRs, it follows the instructions that would load them; otherwise
+    it is 0."""
 
     name: str
     instructions: tuple[Instruction, ...]

@@ -107,7 +107,7 @@ def wait(state: State, counter: str, count: int) -> None:
 
 
 def compile_wait(c: Compiling) -> Step | None:
-    """s_waitcnt and its successors. Scheduling hints have no effect."""
+    """Compile s_waitcnt or one of its successors. Returns None for every other instruction."""
     counters = limits(c)
     return None if counters is None else _waits(counters)
 

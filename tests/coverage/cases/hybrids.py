@@ -1,4 +1,4 @@
-"""Text decoders with mostly recurrent layers: attention, MLPs, experts and norms are served."""
+"""Text decoders with recurrent layers, which stay stock: attention, MLPs, experts and norms are served."""
 
 from tests.coverage.case import SMALL, Case
 

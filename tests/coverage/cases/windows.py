@@ -1,4 +1,4 @@
-"""Text decoders with sliding windows or a softcap in some layers."""
+"""Text decoders with a softcap, or with sliding windows in some or all layers."""
 
 from tests.coverage.case import SMALL, Case
 

@@ -36,7 +36,7 @@ def in_memory(folder: Path) -> Iterator[Path]:
 
 
 def make_farm(folder: Path) -> Callable[[str], Site]:
-    """Return a function that creates sites of hard links to one original, as uv and conda do. RECORD lists them."""
+    """Return a function that creates sites whose files are hard links to one original, as uv and conda do."""
     original = make_site(folder / "cache")
 
     def make(name: str) -> Site:

@@ -33,7 +33,7 @@ CATALOG = catalogs.load()
 
 
 class Killed(Disk):
-    """Simulate a process that is killed at one of its calls, without cleaning up."""
+    """Simulate a process that is killed at one of its disk operations, without cleaning up."""
 
     left: int = 0
 

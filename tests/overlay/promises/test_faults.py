@@ -22,7 +22,7 @@ Farm = Callable[[str], Site]
 
 
 class Trial:
-    """A command on three overlays, with all the system calls that it makes on its site."""
+    """A command on the overlays of `fault_models`, with all the system calls that it makes on its site."""
 
     def __init__(self, farm: Farm, command: str, driver: faults.Driver) -> None:
         self.command, self.driver, self.models, self.farm = command, driver, driver.models, farm

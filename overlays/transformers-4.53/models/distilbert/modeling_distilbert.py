@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.distilbert.modeling_distilbert, 4.53 to 4.57.
 
-Pruned heads and a head mask stay stock.
+Calls with pruned heads, a head mask, requested attention weights, or different inputs for queries, keys and values
+stay stock.
 """
 
 try:

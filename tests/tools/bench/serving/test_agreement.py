@@ -1,4 +1,4 @@
-"""Texts must be equal in fp32. In 16 bits, they may differ by up to twice as much as stock's own texts."""
+"""Texts must be equal in fp32. In 16 bits, half of the text may differ, or twice as much as in stock's own texts."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class _Accepted(_Compared):
         result = super().__torch_function__(function, types, args, kwargs)
         if function is torch.cat and kwargs == {"dim": -1} and type(args[0][-1]) is cls and len(args[0]) == 2:
             before, accepted = args[0]
-            accepted._known.append(accepted._on_host, before.shape[1])
+            accepted._known.append(accepted._on_host, before=before, after=result)
         return result
 
     @property

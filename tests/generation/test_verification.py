@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import EosTokenCriteria, GenerationMixin, StoppingCriteriaList
@@ -79,7 +80,7 @@ def searched(monkeypatch):
     of = HostTokens.of
 
     def checked(self, input_ids):
-        copies.append(self._length != input_ids.shape[1])
+        copies.append(not self.knows(input_ids))
         tokens = of(self, input_ids)
         assert tokens.tolist() == input_ids[0].tolist()
         return tokens
@@ -217,7 +218,61 @@ def test_the_result_of_criteria_that_stop_nothing():
     assert finished is False and torch.equal(unfinished + 1, rows + 1) and (unfinished & ~done).max() != 0
     assert torch.equal(unfinished & torch.tensor([False]), torch.tensor([0])) and unfinished.max() == 1
     assert torch.equal(torch.ones(2, dtype=torch.long) & ~done, torch.ones(2, dtype=torch.long))
-    tokens.drafts = torch.tensor([3, 9]).numpy()
-    assert criteria(torch.tensor([[4, 5, 7, 3, 9]]), None).tolist() == [True]
-    tokens.drafts = torch.tensor([9, 3]).numpy()
-    assert not criteria(torch.tensor([[4, 5, 7, 9, 3]]), None)
+    candidates = torch.tensor([[4, 5, 7, 3, 9]])
+    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    assert criteria(candidates, None).tolist() == [True]
+    candidates = torch.tensor([[4, 5, 7, 9, 3]])
+    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    assert not criteria(candidates, None)
+
+
+def test_end_tokens_after_uncaptured_steps(pair):
+    prepared, stock = pair()
+    for seed in (1, 2):  # here uncaptured steps accept as many tokens as there are drafts, and the last is an end token
+        new = looked_up(stock, repeating(seed))[0, repeating(seed)["input_ids"].shape[1] :]
+        for end in dict.fromkeys(new.tolist()):
+            results = [looked_up(model, repeating(seed), eos_token_id=end) for model in (prepared, stock)]
+            assert torch.equal(*results)
+
+
+def test_tokens_of_other_tensors_are_copied():
+    ids, other = torch.tensor([[4, 5, 6]]), torch.tensor([[7, 8, 9]])
+    tokens = HostTokens()
+    assert tokens.of(ids).tolist() == [4, 5, 6] and tokens.last(ids) == 6 and tokens.last(other) is None
+    assert tokens.of(other).tolist() == [7, 8, 9] and tokens.last(ids) is None
+    after = torch.cat((ids, other), dim=1)
+    tokens.append(other, before=ids, after=after)
+    assert tokens.last(after) is None and tokens.of(after).tolist() == [4, 5, 6, 7, 8, 9]
+    longer = torch.cat((after, ids), dim=1)
+    tokens.append(ids, before=after, after=longer)
+    assert tokens.knows(longer) and tokens.of(longer).tolist() == [4, 5, 6, 7, 8, 9, 4, 5, 6]
+    longer[0, -1] = 1
+    assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
+    candidates = torch.cat((ids, other), dim=1)
+    tokens.draft(np.array([7, 8, 9]), candidates)
+    tokens._drafts[0] = 0  # shows whether the values on the host are returned
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
+    assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
+    assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None
+    candidates[0, -1] = 1
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[7, 8, 1]] and tokens.last(candidates) is None
+
+
+def test_an_end_token_without_dimensions(pair):
+    prepared, stock = pair()
+    end = EosTokenCriteria(looked_up(stock, repeating(1))[0, -9])
+    results = [looked_up(model, repeating(1), stopping_criteria=[end]) for model in (prepared, stock)]
+    assert torch.equal(*results)
+
+
+def test_a_replaced_criterion_is_called(pair, monkeypatch):
+    calls = Counter()
+    call = EosTokenCriteria.__call__
+    for model in pair(graphs=None):
+        monkeypatch.setattr(
+            EosTokenCriteria,
+            "__call__",
+            lambda *args, model=model, **kwargs: calls.update([model]) or call(*args, **kwargs),
+        )
+        looked_up(model, repeating(2))
+    assert len(calls) == 2 and len(set(calls.values())) == 1

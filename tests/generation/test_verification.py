@@ -265,14 +265,25 @@ def test_an_end_token_without_dimensions(pair):
     assert torch.equal(*results)
 
 
-def test_a_replaced_criterion_is_called(pair, monkeypatch):
-    calls = Counter()
+def test_a_criterion_that_is_replaced_during_a_call(pair):
     call = EosTokenCriteria.__call__
-    for model in pair(graphs=None):
-        monkeypatch.setattr(
-            EosTokenCriteria,
-            "__call__",
-            lambda *args, model=model, **kwargs: calls.update([model]) or call(*args, **kwargs),
-        )
+    lengths = []
+
+    class Replaces(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 9:
+                EosTokenCriteria.__call__ = observed
+
+    def observed(self, input_ids, *args, **kwargs):
+        lengths[-1].append(input_ids.shape[1])
+        return call(self, input_ids, *args, **kwargs)
+
+    for model in pair():
         looked_up(model, repeating(2))
-    assert len(calls) == 2 and len(set(calls.values())) == 1
+        lengths.append([])
+        try:
+            looked_up(model, repeating(2), streamer=Replaces())
+        finally:
+            EosTokenCriteria.__call__ = call
+    assert lengths[0] == lengths[1] and len(lengths[0]) > 4

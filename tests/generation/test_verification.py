@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import EosTokenCriteria, GenerationMixin, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import utils
 
 import hf_rocm
 from hf_rocm.generation import recorder, stop_criteria, verification
@@ -155,7 +156,7 @@ def test_replaced_functions_receive_tensors(pair, read, monkeypatch):
     monkeypatch.setattr(torch, "cat", lambda *args, stock=torch.cat, **kwargs: stock(*args, **kwargs))
     assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
     assert read["tokens"] == before_replacing > 0
-    assert not verification.Verification().holds()
+    assert not verification.Verification(LogitsProcessorList()).holds()
 
 
 def test_a_model_with_its_own_update_receives_tensors(pair, read):
@@ -178,12 +179,13 @@ def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
 def test_any_other_use_of_a_stand_in_computes_the_tensor():
     logits = torch.randn((1, 4, 61), generator=torch.Generator().manual_seed(0)).bfloat16()
     step = SimpleNamespace(logits=logits, tokens=logits.argmax(-1))
-    stand_in = verification.Verification().stand_in(step, None)
+    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, None)
     assert torch.equal(stand_in[:, -3:], logits[:, -3:]) and stand_in.shape == (1, 4, 61)
     scores = stand_in[:, -4:].to(dtype=torch.float32, device=logits.device)
     assert torch.equal(scores.clone().softmax(-1), logits.float().softmax(-1))
     assert torch.equal(torch.cat([scores, scores]), torch.cat([logits.float()] * 2))
     assert torch.equal(scores.to(torch.float64), logits.float().double())
+    assert torch.equal(scores == 0, logits.float() == 0) and torch.equal(scores != 0, logits.float() != 0)
     assert torch.equal(scores.argmax(-1), step.tokens) and torch.equal(scores[:, 1, :], logits.float()[:, 1])
     selected = scores.argmax(dim=-1)
     assert torch.equal(selected + 1, step.tokens + 1) and torch.equal(selected[0], step.tokens[0])
@@ -287,3 +289,45 @@ def test_a_criterion_that_is_replaced_during_a_call(pair):
         finally:
             EosTokenCriteria.__call__ = call
     assert lengths[0] == lengths[1] and len(lengths[0]) > 4
+
+
+@pytest.mark.parametrize(
+    "replaced", ["the method of the model", "the method of the class", "the generator", "its method"]
+)
+def test_generators_of_the_user_receive_tensors(replaced, pair, monkeypatch):
+    received = []
+
+    class Generator(utils.PromptLookupCandidateGenerator):
+        def update_candidate_strategy(self, input_ids, scores, num_matches):
+            received.append(scores)
+
+    def generator(*_, generation_config, **__):
+        end = torch.tensor(NEVER)
+        return Generator(end[None], num_output_tokens=4, max_length=generation_config.max_length)
+
+    models = pair(graphs=None)
+    for model in models:
+        looked_up(model, repeating())
+    if replaced == "the method of the model":
+        for model in models:
+            model._get_candidate_generator = generator
+    elif replaced == "the method of the class":
+        monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", generator)
+    elif replaced == "the generator":
+        monkeypatch.setattr(utils, "PromptLookupCandidateGenerator", Generator)
+    else:
+        kind = utils.PromptLookupCandidateGenerator
+        monkeypatch.setattr(kind, "update_candidate_strategy", Generator.update_candidate_strategy)
+    results = [looked_up(model, repeating()) for model in models]
+    assert torch.equal(*results) and len(received) > 8 and {type(scores) for scores in received} == {torch.Tensor}
+    half = len(received) // 2
+    for scores, expected in zip(received[:half], received[half:], strict=True):
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_without_torch_function(pair):
+    prepared, stock = pair()
+    for _ in range(2):
+        with torch._C.DisableTorchFunction():
+            assert torch.equal(*(looked_up(model, repeating()) for model in (prepared, stock)))
+    assert counted(prepared)[1] > 8

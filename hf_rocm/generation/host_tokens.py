@@ -48,7 +48,8 @@ class HostTokens:
 
     def draft(self, drafts: np.ndarray[Any, Any], candidates: Tensor) -> None:
         """Record the drafts of a step, [N] int64 with N > 0. candidates: the tokens and the drafts, [1, S + N]."""
-        self._drafts, self._candidates = drafts, Unchanged(candidates)
+        # a copy, because the drafts are a part of the buffer, which a nested call may write to
+        self._drafts, self._candidates = drafts.copy(), Unchanged(candidates)
         self._address = candidates[:, -len(drafts) :].data_ptr()
 
     def forget(self) -> None:

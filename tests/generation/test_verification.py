@@ -256,8 +256,13 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
     assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
     assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None
+    drafts = tokens.of(ids)[1:]
+    candidates = torch.cat((ids, ids[:, 1:]), dim=1)
+    tokens.draft(drafts, candidates)
+    tokens.of(other)  # of a nested call
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 6]]
     candidates[0, -1] = 1
-    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[7, 8, 1]] and tokens.last(candidates) is None
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 1]] and tokens.last(candidates) is None
 
 
 def test_an_end_token_without_dimensions(pair):
@@ -331,3 +336,27 @@ def test_without_torch_function(pair):
         with torch._C.DisableTorchFunction():
             assert torch.equal(*(looked_up(model, repeating()) for model in (prepared, stock)))
     assert counted(prepared)[1] > 8
+
+
+def test_nested_calls(pair):
+    prepared, stock = pair()
+
+    class Nested:
+        """Runs other prompts of the same length after every step, also with a model that is not prepared."""
+
+        ids = torch.empty((1, 0), dtype=torch.long)
+
+        def put(self, value):
+            self.ids = torch.cat((self.ids, value), dim=1)
+            other = {"input_ids": (self.ids + 1) % 61, "attention_mask": torch.ones_like(self.ids)}
+            for model in (prepared, stock):
+                looked_up(model, other, new=1)
+
+        def end(self):
+            pass
+
+    new = looked_up(stock, repeating(1))[0, -NEW:].tolist()
+    looked_up(prepared, repeating(1))
+    for end in dict.fromkeys(new[-16:]):
+        tokens = looked_up(prepared, repeating(1), eos_token_id=end, streamer=Nested())
+        assert torch.equal(tokens, looked_up(stock, repeating(1), eos_token_id=end))

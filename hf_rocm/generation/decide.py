@@ -153,6 +153,8 @@ def refuses_call(
         return "the call passes a cache, and beam search reorders its rows"
     if brought is not None and drafts:
         return "the call passes a cache, and rejected drafts are removed from it"
+    if drafts and model_kwargs.get("inputs_embeds") is not None:
+        return "the prompt consists of embeddings, and transformers counts only tokens when it verifies drafts"
     reason = None if brought is None else user_cache.refuses(brought)
     if reason is not None:
         return reason

@@ -14,50 +14,84 @@ from torch import Tensor
 
 
 class HostTokens:
-    """The tokens of one sequence. drafts: the drafts of the current step, [N] int64, or None if they are not known."""
+    """The tokens of one sequence, and the drafts of its current step.
+
+    Values are known for one tensor of tokens and one with drafts. For any other tensor, also of the same length, the
+    values are copied: the sequence may have been continued in an uncaptured step or belong to a nested call.
+    """
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.int64)
-        self._length = 0  # 0: unknown
-        self.drafts: np.ndarray[Any, Any] | None = None
+        self._length = 0
+        self._tokens: Unchanged | None = None  # the tensor with the tokens in the buffer
+        self._candidates: Unchanged | None = None  # the tensor with the tokens and the drafts
+        self._drafts = self._buffer
+        self._address = 0  # of the first draft
 
     def of(self, input_ids: Tensor) -> np.ndarray[Any, Any]:
         """Return the tokens of input_ids [1, S] as [S] int64, without a copy from the device if they are known."""
-        if self._length != input_ids.shape[1]:
+        if not self.knows(input_ids):
             self._length = 0
-            self._write(input_ids[0].cpu().numpy())
+            self._write(input_ids[0].cpu().numpy(), input_ids)
         return self._buffer[: self._length]
 
-    def append(self, tokens: Tensor, to: int) -> None:
-        """Append tokens [1, N] that are on the host to a sequence of length `to`."""
-        if self._length == to:
-            self._write(tokens[0].numpy())
+    def knows(self, input_ids: Tensor) -> bool:
+        """Whether `of` returns these tokens without a copy."""
+        return self._tokens is not None and self._tokens.matches(input_ids)
+
+    def append(self, tokens: Tensor, *, before: Tensor, after: Tensor) -> None:
+        """Append tokens [1, N] that are on the host. before, after: the tokens on the device, [1, S] and [1, S + N]."""
+        if self.knows(before):
+            self._write(tokens[0].numpy(), after)
         else:
-            self._length = 0
+            self._tokens = None
+
+    def draft(self, drafts: np.ndarray[Any, Any], candidates: Tensor) -> None:
+        """Record the drafts of a step, [N] int64 with N > 0. candidates: the tokens and the drafts, [1, S + N]."""
+        # a copy, because the drafts are a part of the buffer, which a nested call may write to
+        self._drafts, self._candidates = drafts.copy(), Unchanged(candidates)
+        self._address = candidates[:, -len(drafts) :].data_ptr()
 
     def forget(self) -> None:
         """Forget all tokens, because the ones on the device may have been changed."""
-        self._length, self.drafts = 0, None
+        self._tokens = self._candidates = None
 
-    def last(self, length: int) -> int | None:
-        """Return the last token of a sequence of this length, with or without the current drafts, or None."""
-        if 0 < self._length == length:
-            return int(self._buffer[length - 1])
-        drafts = self.drafts
-        known = self._length and drafts is not None and len(drafts) and self._length + len(drafts) == length
-        return int(drafts[-1]) if known and drafts is not None else None
+    def last(self, input_ids: Tensor) -> int | None:
+        """Return the last token of a sequence, with or without the drafts of the current step, or None."""
+        if self.knows(input_ids) and self._length:
+            return int(self._buffer[self._length - 1])
+        candidates = self._candidates
+        return int(self._drafts[-1]) if candidates is not None and candidates.matches(input_ids) else None
 
     def drafts_of(self, tokens: Tensor) -> Tensor:
         """Return the drafts of a step, [1, N], on the host. tokens: the same drafts on the device."""
-        if self.drafts is None or len(self.drafts) != tokens.shape[1]:
+        candidates = self._candidates
+        known = candidates is not None and candidates.matches(candidates.tensor)
+        if not known or tokens.shape != (1, len(self._drafts)) or tokens.data_ptr() != self._address:
             return tokens.cpu()
-        return torch.from_numpy(self.drafts)[None]
+        return torch.from_numpy(self._drafts)[None]
 
-    def _write(self, tokens: np.ndarray[Any, Any]) -> None:
+    def _write(self, tokens: np.ndarray[Any, Any], input_ids: Tensor) -> None:
         length = self._length + len(tokens)
         if length > len(self._buffer):
             grown = np.empty(2 * length, np.int64)
             grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
         self._buffer[self._length : length] = tokens
-        self._length = length
+        self._length, self._tokens = length, Unchanged(input_ids)
+
+
+class Unchanged:
+    """A tensor whose values were read. Changes in place are noticed, except those of inference tensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._version = _version(tensor)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether this is the same tensor with the same values."""
+        return tensor is self.tensor and _version(tensor) == self._version
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -61,7 +61,7 @@ def _searches(change: Change) -> Callable[..., Any]:
         if self not in ends:
             ends[self] = frozenset(() if self.eos_token_id is None else self.eos_token_id.cpu().tolist())
         tokens = _thread.tokens or HostTokens()
-        tokens.drafts = drafts = drafted(
+        drafts = drafted(
             tokens.of(input_ids),
             most=self.num_output_tokens,
             ngram=self.max_matching_ngram_size,
@@ -71,7 +71,9 @@ def _searches(change: Change) -> Callable[..., Any]:
         if not len(drafts):
             return input_ids, None
         on_device = torch.from_numpy(drafts)[None].to(input_ids.device, input_ids.dtype)
-        return torch.cat((input_ids, on_device), dim=1), None
+        candidates = torch.cat((input_ids, on_device), dim=1)
+        tokens.draft(drafts, candidates)
+        return candidates, None
 
     return get_candidates
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_rocm import features
-from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.host_tokens import HostTokens, Unchanged
 from hf_rocm.generation.token_choice import FEATURE, StandIn
 from hf_rocm.overlay.dependencies import of_method
 from hf_rocm.overlay.replacements import Watch
@@ -42,7 +42,8 @@ class _Criteria(StoppingCriteriaList):
         super().__init__(stock)
         self._stock = stock
         self._tokens = tokens
-        self._ends: tuple[Any, frozenset[int]] = None, frozenset()  # the end tokens, also as a set
+        self._ends: Unchanged | None = None  # the end tokens
+        self._set: frozenset[int] = frozenset()  # the same as a set
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         acting = [criterion for criterion in self._stock if _acts(criterion, input_ids.shape[1])]
@@ -52,21 +53,22 @@ class _Criteria(StoppingCriteriaList):
             return self._stock(input_ids, scores, **kwargs)
         if not _skipped().holds():
             return self._stock(input_ids, scores, **kwargs)
-        if acting and not self._goes_on(acting[0], input_ids.shape[1]):
+        if acting and not self._goes_on(acting[0], input_ids):
             return acting[0](input_ids, scores, **kwargs)
         if self._none is None:
             none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
             self._none = none if self._tokens is None else _NotDone(none)
         return self._none
 
-    def _goes_on(self, criterion: EosTokenCriteria, length: int) -> bool:
+    def _goes_on(self, criterion: EosTokenCriteria, input_ids: Tensor) -> bool:
         """Whether the last token is known on the host and is not an end token."""
-        last = None if self._tokens is None else self._tokens.last(length)
+        last = None if self._tokens is None else self._tokens.last(input_ids)
         if last is None:
             return False
-        if self._ends[0] is not criterion.eos_token_id:
-            self._ends = criterion.eos_token_id, frozenset(criterion.eos_token_id.tolist())
-        return last not in self._ends[1]
+        if self._ends is None or not self._ends.matches(criterion.eos_token_id):
+            self._ends = Unchanged(criterion.eos_token_id)
+            self._set = frozenset(criterion.eos_token_id.flatten().tolist())
+        return last not in self._set
 
 
 class _NotDone(StandIn):
@@ -136,5 +138,5 @@ def _acts(criterion: Any, length: int) -> bool:
 @cache
 def _skipped() -> Watch:
     """The functions that are skipped, with all that they call."""
-    kinds = (StoppingCriteriaList, MaxLengthCriteria)
+    kinds = (StoppingCriteriaList, MaxLengthCriteria, EosTokenCriteria)
     return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])

@@ -166,6 +166,8 @@ class StandIn:
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
 
+    __hash__ = object.__hash__  # a class that is given __eq__ keeps it
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_real(args), **{name: _real(value) for name, value in (kwargs or {}).items()})
@@ -182,8 +184,9 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks these methods up on the class, where `__getattr__` is not called.
 for _name in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "mod", "neg", "abs", "matmul"),
-    *("lt", "le", "gt", "ge", "and", "or", "xor", "invert", "bool", "int", "float", "index", "len", "iter", "setitem"),
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
+    *("invert", "bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem"),
 ):
     setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
 

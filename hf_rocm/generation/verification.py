@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation import utils
 
 from hf_rocm import features
 from hf_rocm.generation.host_tokens import HostTokens
@@ -31,15 +33,16 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
 
-    tokens: the tokens of the call.
+    processors: the call's list of logits processors, which is empty. tokens: the tokens of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        self._processors = processors
         self.tokens = HostTokens()
 
     def holds(self) -> bool:
-        """Whether no function that receives a stand-in was replaced."""
-        return _receiving().holds()
+        """Whether no function that receives a stand-in was replaced, and no logits processor was added."""
+        return not self._processors and _receiving().holds()
 
     def stand_in(self, step: RecordedStep, _: Any) -> Any:
         """The stand-in for the logits of all replays of a step."""
@@ -51,33 +54,43 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
 
     arguments: the keyword arguments of `_assisted_decoding`.
     """
-    from transformers import GenerationMixin, LogitsProcessorList
-
     config, processors = arguments["generation_config"], arguments.get("logits_processor")
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    overridden = own(type(model), UPDATE, GenerationMixin) or UPDATE in model.__dict__
+    overridden = any(own(type(model), name, GenerationMixin) or name in model.__dict__ for name in (UPDATE, _GENERATOR))
     mixed = getattr(config, "assistant_ensemble_weight", None) is not None
     if config.do_sample or returned or overridden or mixed or arguments.get("synced_gpus"):
         return None
     if type(processors) is not LogitsProcessorList or processors or features.refuses("speculation") is not None:
         return None
-    result = Verification()
+    if not torch.overrides.has_torch_function((StandIn(),)):
+        return None
+    result = Verification(processors)
     return result if result.holds() else None
 
 
 @cache
 def _receiving() -> Watch:
     """The functions that receive a stand-in."""
-    from transformers import GenerationMixin
-
-    names = ("__eq__", "to", "cpu")
+    kinds = [Reference(vars(utils), name) for name in _GENERATORS]
     return Watch(
         [
             Reference(GenerationMixin, UPDATE),
+            Reference(GenerationMixin, _GENERATOR),
+            *kinds,
+            *(Reference(kind.beneath(), "update_candidate_strategy") for kind in kinds),
             Reference(vars(torch), "cat"),
-            *(Reference(Tensor, name) for name in names),
+            *(Reference(Tensor, name) for name in ("__eq__", "to", "cpu")),
         ]
     )
+
+
+_GENERATOR = "_get_candidate_generator"  # the generator of candidates receives the stand-in for the logits
+_GENERATORS = (
+    "AssistedCandidateGenerator",
+    "AssistedCandidateGeneratorDifferentTokenizers",
+    "PromptLookupCandidateGenerator",
+    "UniversalSpeculativeDecodingGenerator",
+)
 
 
 class _Logits(StandIn):
@@ -161,7 +174,7 @@ class _Accepted(_Compared):
         result = super().__torch_function__(function, types, args, kwargs)
         if function is torch.cat and kwargs == {"dim": -1} and type(args[0][-1]) is cls and len(args[0]) == 2:
             before, accepted = args[0]
-            accepted._known.append(accepted._on_host, before.shape[1])
+            accepted._known.append(accepted._on_host, before=before, after=result)
         return result
 
     @property

@@ -319,3 +319,16 @@ def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
         inputs = repeating(seed, length=20)
         assert alike_greedy(looked_up(prepared, inputs, tokens=15), stock, inputs)
     assert counted(prepared)[1] > 0
+
+
+def test_a_prompt_of_embeddings(pair):
+    prepared, stock = pair(graphs=None)
+    inputs = repeating(1)
+    embeddings = stock.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    inputs["inputs_embeds"] = embeddings
+    prompts = [{**inputs, "input_ids": repeating(1)["input_ids"]}]
+    if not before("5.14"):  # stock fails without tokens before
+        prompts.append(inputs)
+    for given in prompts:
+        assert torch.equal(*(looked_up(model, given) for model in (prepared, stock)))
+    assert sum(count for why, count in known(prepared).turned_away.items() if "embeddings" in why) == len(prompts)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from transformers import EosTokenCriteria, GenerationMixin, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import utils
 
 import hf_rocm
 from hf_rocm.generation import recorder, stop_criteria, verification
@@ -79,7 +81,7 @@ def searched(monkeypatch):
     of = HostTokens.of
 
     def checked(self, input_ids):
-        copies.append(self._length != input_ids.shape[1])
+        copies.append(not self.knows(input_ids))
         tokens = of(self, input_ids)
         assert tokens.tolist() == input_ids[0].tolist()
         return tokens
@@ -154,7 +156,7 @@ def test_replaced_functions_receive_tensors(pair, read, monkeypatch):
     monkeypatch.setattr(torch, "cat", lambda *args, stock=torch.cat, **kwargs: stock(*args, **kwargs))
     assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
     assert read["tokens"] == before_replacing > 0
-    assert not verification.Verification().holds()
+    assert not verification.Verification(LogitsProcessorList()).holds()
 
 
 def test_a_model_with_its_own_update_receives_tensors(pair, read):
@@ -177,12 +179,13 @@ def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
 def test_any_other_use_of_a_stand_in_computes_the_tensor():
     logits = torch.randn((1, 4, 61), generator=torch.Generator().manual_seed(0)).bfloat16()
     step = SimpleNamespace(logits=logits, tokens=logits.argmax(-1))
-    stand_in = verification.Verification().stand_in(step, None)
+    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, None)
     assert torch.equal(stand_in[:, -3:], logits[:, -3:]) and stand_in.shape == (1, 4, 61)
     scores = stand_in[:, -4:].to(dtype=torch.float32, device=logits.device)
     assert torch.equal(scores.clone().softmax(-1), logits.float().softmax(-1))
     assert torch.equal(torch.cat([scores, scores]), torch.cat([logits.float()] * 2))
     assert torch.equal(scores.to(torch.float64), logits.float().double())
+    assert torch.equal(scores == 0, logits.float() == 0) and torch.equal(scores != 0, logits.float() != 0)
     assert torch.equal(scores.argmax(-1), step.tokens) and torch.equal(scores[:, 1, :], logits.float()[:, 1])
     selected = scores.argmax(dim=-1)
     assert torch.equal(selected + 1, step.tokens + 1) and torch.equal(selected[0], step.tokens[0])
@@ -217,7 +220,143 @@ def test_the_result_of_criteria_that_stop_nothing():
     assert finished is False and torch.equal(unfinished + 1, rows + 1) and (unfinished & ~done).max() != 0
     assert torch.equal(unfinished & torch.tensor([False]), torch.tensor([0])) and unfinished.max() == 1
     assert torch.equal(torch.ones(2, dtype=torch.long) & ~done, torch.ones(2, dtype=torch.long))
-    tokens.drafts = torch.tensor([3, 9]).numpy()
-    assert criteria(torch.tensor([[4, 5, 7, 3, 9]]), None).tolist() == [True]
-    tokens.drafts = torch.tensor([9, 3]).numpy()
-    assert not criteria(torch.tensor([[4, 5, 7, 9, 3]]), None)
+    candidates = torch.tensor([[4, 5, 7, 3, 9]])
+    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    assert criteria(candidates, None).tolist() == [True]
+    candidates = torch.tensor([[4, 5, 7, 9, 3]])
+    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    assert not criteria(candidates, None)
+
+
+def test_end_tokens_after_uncaptured_steps(pair):
+    prepared, stock = pair()
+    for seed in (1, 2):  # here uncaptured steps accept as many tokens as there are drafts, and the last is an end token
+        new = looked_up(stock, repeating(seed))[0, repeating(seed)["input_ids"].shape[1] :]
+        for end in dict.fromkeys(new.tolist()):
+            results = [looked_up(model, repeating(seed), eos_token_id=end) for model in (prepared, stock)]
+            assert torch.equal(*results)
+
+
+def test_tokens_of_other_tensors_are_copied():
+    ids, other = torch.tensor([[4, 5, 6]]), torch.tensor([[7, 8, 9]])
+    tokens = HostTokens()
+    assert tokens.of(ids).tolist() == [4, 5, 6] and tokens.last(ids) == 6 and tokens.last(other) is None
+    assert tokens.of(other).tolist() == [7, 8, 9] and tokens.last(ids) is None
+    after = torch.cat((ids, other), dim=1)
+    tokens.append(other, before=ids, after=after)
+    assert tokens.last(after) is None and tokens.of(after).tolist() == [4, 5, 6, 7, 8, 9]
+    longer = torch.cat((after, ids), dim=1)
+    tokens.append(ids, before=after, after=longer)
+    assert tokens.knows(longer) and tokens.of(longer).tolist() == [4, 5, 6, 7, 8, 9, 4, 5, 6]
+    longer[0, -1] = 1
+    assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
+    candidates = torch.cat((ids, other), dim=1)
+    tokens.draft(np.array([7, 8, 9]), candidates)
+    tokens._drafts[0] = 0  # shows whether the values on the host are returned
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
+    assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
+    assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None
+    drafts = tokens.of(ids)[1:]
+    candidates = torch.cat((ids, ids[:, 1:]), dim=1)
+    tokens.draft(drafts, candidates)
+    tokens.of(other)  # of a nested call
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 6]]
+    candidates[0, -1] = 1
+    assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 1]] and tokens.last(candidates) is None
+
+
+def test_an_end_token_without_dimensions(pair):
+    prepared, stock = pair()
+    end = EosTokenCriteria(looked_up(stock, repeating(1))[0, -9])
+    results = [looked_up(model, repeating(1), stopping_criteria=[end]) for model in (prepared, stock)]
+    assert torch.equal(*results)
+
+
+def test_a_criterion_that_is_replaced_during_a_call(pair):
+    call = EosTokenCriteria.__call__
+    lengths = []
+
+    class Replaces(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 9:
+                EosTokenCriteria.__call__ = observed
+
+    def observed(self, input_ids, *args, **kwargs):
+        lengths[-1].append(input_ids.shape[1])
+        return call(self, input_ids, *args, **kwargs)
+
+    for model in pair():
+        looked_up(model, repeating(2))
+        lengths.append([])
+        try:
+            looked_up(model, repeating(2), streamer=Replaces())
+        finally:
+            EosTokenCriteria.__call__ = call
+    assert lengths[0] == lengths[1] and len(lengths[0]) > 4
+
+
+@pytest.mark.parametrize(
+    "replaced", ["the method of the model", "the method of the class", "the generator", "its method"]
+)
+def test_generators_of_the_user_receive_tensors(replaced, pair, monkeypatch):
+    received = []
+
+    class Generator(utils.PromptLookupCandidateGenerator):
+        def update_candidate_strategy(self, input_ids, scores, num_matches):
+            received.append(scores)
+
+    def generator(*_, generation_config, **__):
+        end = torch.tensor(NEVER)
+        return Generator(end[None], num_output_tokens=4, max_length=generation_config.max_length)
+
+    models = pair(graphs=None)
+    for model in models:
+        looked_up(model, repeating())
+    if replaced == "the method of the model":
+        for model in models:
+            model._get_candidate_generator = generator
+    elif replaced == "the method of the class":
+        monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", generator)
+    elif replaced == "the generator":
+        monkeypatch.setattr(utils, "PromptLookupCandidateGenerator", Generator)
+    else:
+        kind = utils.PromptLookupCandidateGenerator
+        monkeypatch.setattr(kind, "update_candidate_strategy", Generator.update_candidate_strategy)
+    results = [looked_up(model, repeating()) for model in models]
+    assert torch.equal(*results) and len(received) > 8 and {type(scores) for scores in received} == {torch.Tensor}
+    half = len(received) // 2
+    for scores, expected in zip(received[:half], received[half:], strict=True):
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_without_torch_function(pair):
+    prepared, stock = pair()
+    for _ in range(2):
+        with torch._C.DisableTorchFunction():
+            assert torch.equal(*(looked_up(model, repeating()) for model in (prepared, stock)))
+    assert counted(prepared)[1] > 8
+
+
+def test_nested_calls(pair):
+    prepared, stock = pair()
+
+    class Nested:
+        """Runs other prompts of the same length after every step, also with a model that is not prepared."""
+
+        ids = torch.empty((1, 0), dtype=torch.long)
+
+        def put(self, value):
+            self.ids = torch.cat((self.ids, value), dim=1)
+            other = {"input_ids": (self.ids + 1) % 61, "attention_mask": torch.ones_like(self.ids)}
+            for model in (prepared, stock):
+                looked_up(model, other, new=1)
+
+        def end(self):
+            pass
+
+    new = looked_up(stock, repeating(1))[0, -NEW:].tolist()
+    looked_up(prepared, repeating(1))
+    for end in dict.fromkeys(new[-16:]):
+        tokens = looked_up(prepared, repeating(1), eos_token_id=end, streamer=Nested())
+        assert torch.equal(tokens, looked_up(stock, repeating(1), eos_token_id=end))

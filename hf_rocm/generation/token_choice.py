@@ -154,7 +154,25 @@ class _Step(NamedTuple):
     draw: Draw
 
 
-class StandIn:
+def _computed(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def operator(self: StandIn, *args: Any) -> Any:
+        return function(self.tensor(), *map(_real, args))
+
+    return operator
+
+
+# Python looks these methods up on the class, where `__getattr__` is not called.
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
+    *("invert", "bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem"),
+)
+_Operators: Any = type("_Operators", (), {f"__{name}__": _computed(f"__{name}__") for name in _OPERATORS})
+
+
+class StandIn(_Operators):
     """Represents a tensor that the loop passes on without reading it. Any other use computes the tensor."""
 
     def tensor(self) -> Tensor:
@@ -171,24 +189,6 @@ class StandIn:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*_real(args), **{name: _real(value) for name, value in (kwargs or {}).items()})
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(Tensor, name)
-
-    def computed(self: StandIn, *args: Any) -> Any:
-        return function(self.tensor(), *map(_real, args))
-
-    return computed
-
-
-# Python looks these methods up on the class, where `__getattr__` is not called.
-for _name in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
-    *("invert", "bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem"),
-):
-    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _real(value: Any) -> Any:

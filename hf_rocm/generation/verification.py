@@ -12,14 +12,12 @@ This applies only to greedy decoding in the unchanged loop, without logits proce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessorList
-from transformers.generation import utils
 
 from hf_rocm import features
 from hf_rocm.generation.host_tokens import HostTokens
@@ -36,7 +34,7 @@ class Verification:
     processors: the call's list of logits processors, which is empty. tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
+    def __init__(self, processors: Sequence[Any]) -> None:
         self._processors = processors
         self.tokens = HostTokens()
 
@@ -54,6 +52,8 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
 
     arguments: the keyword arguments of `_assisted_decoding`.
     """
+    from transformers import GenerationMixin, LogitsProcessorList
+
     config, processors = arguments["generation_config"], arguments.get("logits_processor")
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     overridden = any(own(type(model), name, GenerationMixin) or name in model.__dict__ for name in (UPDATE, _GENERATOR))
@@ -71,6 +71,9 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
 @cache
 def _receiving() -> Watch:
     """The functions that receive a stand-in."""
+    from transformers import GenerationMixin
+    from transformers.generation import utils
+
     kinds = [Reference(vars(utils), name) for name in _GENERATORS]
     return Watch(
         [

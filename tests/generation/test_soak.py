@@ -40,6 +40,6 @@ def test_memory_does_not_grow():
 
 def memory_of_tensors():
     """The number of bytes of all tensors that Python's garbage collector tracks."""
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -35,7 +35,7 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
     original, calls = getattr(owner, attribute), []
 
     def replacement(*args, **kwargs):
-        calls.append(not any(isinstance(value, token_choice._StandIn) for value in args))
+        calls.append(not any(isinstance(value, token_choice.StandIn) for value in args))
         return original(*args, **kwargs)
 
     class Replaces(Streamer):

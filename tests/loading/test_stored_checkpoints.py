@@ -180,6 +180,8 @@ def left_to_stock(path, caplog, reason):
 def outcome(call):
     try:
         model = call()
+    except LoadError as error:  # names the checkpoint, and has stock's error as its cause
+        return type(error.__cause__)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return type(error)
     return {type(module) for module in model.modules()}

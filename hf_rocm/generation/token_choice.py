@@ -169,7 +169,7 @@ _OPERATORS = (
     *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
     *("invert", "bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem"),
 )
-_Operators: Any = type("_Operators", (), {f"__{name}__": _computed(f"__{name}__") for name in _OPERATORS})
+_Operators: Any = type("Operators", (), {f"__{name}__": _computed(f"__{name}__") for name in _OPERATORS})
 
 
 class StandIn(_Operators):

@@ -44,7 +44,7 @@ def test_settings_that_are_not_strings_are_refused(settings, allocator) -> None:
     assert "expandable_segments:True" in caught.value.facts["allowed"]
 
 
-def test_the_allocators_setting_is_written_to_the_variables_of_all_releases(settings) -> None:
+def test_the_allocators_setting_is_written_to_the_variable_that_all_releases_read(settings) -> None:
     text, result = settings(allocator="expandable_segments:True")
     assert result == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert text == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]

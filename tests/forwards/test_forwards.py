@@ -155,7 +155,7 @@ def test_repeated_outputs_and_inputs_keep_their_identity(pair):
 
 
 @pytest.mark.usefixtures("exact_lengths")
-def test_with_a_limit_of_one_only_the_last_shape_stays_recorded(pair, monkeypatch):
+def test_only_the_shapes_used_last_stay_recorded(pair, monkeypatch):
     monkeypatch.setattr(state, "MOST", 3)
     prepared, stock = pair()
     for length in (3, 4, 5, 6, 7, 3):

@@ -77,7 +77,7 @@ def test_beam_search_of_encoder_decoder_models_equals_stock(kind, couple):  # no
     assert counted(prepared)[1] > NEW
 
 
-def test_searches_and_sampling_share_a_recording(pair):
+def test_beam_searches_and_greedy_calls_share_a_recording(pair):
     prepared, stock = pair()
     for seed, beams in enumerate((3, 1, 2, 3, 1)):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)

@@ -53,7 +53,7 @@ def test_required_graphs_raise_with_the_reason(pair, monkeypatch):
         generate(prepared)
 
 
-def test_the_environment_variable_switches_graphs(recorded_on_cpu):
+def test_the_option_switches_graphs(recorded_on_cpu):
     for switch, replays in ((options.Switch.OFF, False), (options.Switch.AUTO, True), (options.Switch.REQUIRED, True)):
         with options.override(graphs=switch):
             prepared = hf_rocm.prepare(make("llama"), force=True)

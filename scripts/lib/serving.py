@@ -93,7 +93,8 @@ def table(outcome: Outcome) -> str:
     for side in (outcome.stock, outcome.prepared):
         lines.append(f"{side.name:<10}{side.rate:>10.0f}{side.seconds:>10.2f}{side.gap:>10.4f}  {side.how}")
     ratio = outcome.prepared.rate / outcome.stock.rate
-    lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} of the tokens come before the first different token of their request")
+    before = "of the tokens come before the first different token of their request"
+    lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} {before}")
     if outcome.wrong:
         lines.append(
             f"WRONG: tokens are {outcome.prepared.gap:.3g} below the largest logit (spread {outcome.spread:.3g})"

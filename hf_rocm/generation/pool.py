@@ -1,4 +1,4 @@
-"""Idle caches with their recordings, so that the next call of the same size needs no new recording.
+"""Keep idle caches with their recordings, so that the next call of the same size needs no new recording.
 
 A cache belongs to one call at a time, in any thread: streaming usually starts a thread for every call.
 """

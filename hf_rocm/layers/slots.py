@@ -1,4 +1,4 @@
-"""The rows of a static cache for a call's keys and values, so that the kernel that rotates the keys also writes both.
+"""Find the rows of a static cache for a call's keys and values, so that the kernel that rotates the keys writes both.
 
 This replaces `update` for caches whose `update` is known to do nothing else: transformers' static layers, checked by
 the digests of their definitions, and the cache of recorded decode steps.

@@ -23,7 +23,7 @@ def one_by_one(
     norm: Callable[..., Tensor] = rms_norm,
     gate: Callable[..., Tensor] = act_and_mul,
 ) -> Callable[[QuantizedCall], Tensor]:
-    """Return a function that runs the norm, this GEMM, the gate and the sum, one after another."""
+    """Return a function that runs the norm, the GEMM (`multiply`), the gate and the sum, one after another."""
 
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:

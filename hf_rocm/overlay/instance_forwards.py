@@ -13,7 +13,7 @@ def adopt(module: Any) -> None:
     """Replace the stock forward with the dispatcher wherever another library stores it on this instance.
 
     accelerate's hooks, tensor parallelism and the collection of outputs in transformers store the forward that is
-    current at that time. In a model that was loaded before its overlay was bound, this is the stock function.
+    current when they are set up. In a model that was loaded before its overlay was bound, this is the stock function.
     """
     binding = bind.binding_of(module)
     if binding is not None:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# One word per page; see pagemap.rst in the kernel's documentation. If the file is absent (not Linux, or a sandbox), no
-# tensor counts as mapped.
+# A file with one word per page; see pagemap.rst in the kernel's documentation. Where it can't be read (not Linux, or a
+# sandbox), no tensor counts as mapped.
 _PAGEMAP = "/proc/self/pagemap"
 _WORD = 8  # bytes
 _OF_A_FILE, _SWAPPED, _PRESENT = 1 << 61, 1 << 62, -(1 << 63)

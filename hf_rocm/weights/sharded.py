@@ -108,7 +108,7 @@ class Shards(BlockGroup):
 def _movable(parameter: Any) -> Tensor:
     """Return this rank's part, moved to the start of its storage.
 
-    A DTensor keeps its initial offset, and compilers compare the two.
+    A DTensor keeps its initial storage offset, and compilers compare it with the offset of the local tensor.
     """
     own = local(parameter)
     if own is parameter or not parameter.storage_offset():

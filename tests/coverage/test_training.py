@@ -31,7 +31,7 @@ def gradients(case, model):
 
 
 def rounded_once(case, exact, *, times=4):
-    """Yield gradients in float64 of models whose weights are perturbed by as much as rounding to fp32 would."""
+    """Yield gradients in float64 of models whose weights are perturbed by up to the rounding error of fp32."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(times):
         model = copy.deepcopy(exact)

@@ -152,7 +152,7 @@ def packed_specification(
     softcap: bool = False,
     grad: bool = False,
 ) -> VarlenSpec:
-    """The specification of a padded batch once it is packed; packed sequences have no sinks."""
+    """The specification of a padded batch once it is packed; calls with sinks are not packed."""
     return VarlenSpec(
         dtype=dtype,
         device=device,

@@ -34,7 +34,10 @@ _passed: set[str] = set()
 
 
 def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable[[], str] | None = None) -> Probe:
-    """The probe of an implementation, in a child process. version: the release of the package, for the key on disk."""
+    """The probe of an implementation, in a child process.
+
+    version: a function that returns the release of the package, which is part of the key on disk.
+    """
 
     def probe(spec: Any, device: Device) -> str | None:
         kind = probe_cases.kind(operation, spec)

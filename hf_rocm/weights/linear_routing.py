@@ -111,8 +111,8 @@ def route_linear(
     skip, given as names (`lm_head`), patterns of whole names (`model.layers.0.*`), classes (all layers inside their
     instances) or modules. force: as in `prepare`.
 
-    Returns a `Routed`, whose `undo()` or `with` block reverts it, as `hf_rocm.restore` does. Raises `OptionError` or
-    `TierUnavailable`, without changing anything, if the backend is not available.
+    Returns a `Routed`, whose `undo()` or `with` block reverts the routing, as `hf_rocm.restore` does. Raises
+    `OptionError` or `TierUnavailable`, without changing anything, if the backend is not available.
     """
     require_module(model, "route_linear")
     excluded = tuple(_checked(entry) for entry in exclude)
@@ -153,8 +153,8 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     """Route every plain `nn.Linear` of the process within the block, as `route_linear` does for a model.
 
     linear_backend, force: as in `route_linear`. The forward of the class `nn.Linear` is replaced, and restored at the
-    end. Blocks may be nested. If other code has replaced it in the meantime, that replacement stays and the `hf_rocm`
-    logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
+    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement stays and the
+    `hf_rocm` logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
     """
     if not _wanted(linear_backend, force, "nn.Linear"):
         yield

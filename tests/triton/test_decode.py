@@ -52,7 +52,7 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape
-        for units, more in ((0, 256), (8, 2048)):  # one split, as in the first comparison, or several
+        for units, more in ((0, 256), (8, 2048)):  # one split, or several
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "_units", lambda device, units=units: units)
                 decode._work.cache_clear()

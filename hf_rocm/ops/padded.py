@@ -81,7 +81,7 @@ class Packed:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Like `CacheRows.attend`, but sinks must be None: packed sequences don't have them."""
+        """Like `CacheRows.attend`, but sinks must be None."""
         b, h, s_q, _ = query.shape
         output = varlen_attention(
             query.transpose(1, 2).flatten(0, 1)[self.queries],

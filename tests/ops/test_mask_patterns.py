@@ -101,7 +101,7 @@ def test_an_additive_mask_that_only_hides_keys_is_recognised(hidden):
     check(mask, 9, 9)
 
 
-def test_sinks_have_no_packed_form(monkeypatch):
+def test_a_call_with_sinks_is_not_packed(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(registry, "kernel_serves", lambda *_: True)
     assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9), sinks=True) is None
@@ -117,7 +117,7 @@ def altered():
     future = causal_mask(PADDING["none"], 9)
     future[0, 0, 2, 5] = True
     return {
-        "one key less": window,
+        "one key fewer": window,
         "one element of one row": other_row,
         "one future key": future,
         "right padding, whose queries see keys": causal_mask(PADDING["right"], 9),

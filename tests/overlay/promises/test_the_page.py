@@ -1,4 +1,4 @@
-"""docs/promises.md and the list of mutations name every promise, and the names exist."""
+"""docs/promises.md and the list of mutations cover every promise, and the tests that they name exist."""
 
 from __future__ import annotations
 

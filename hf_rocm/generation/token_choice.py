@@ -184,7 +184,7 @@ class StandIn(_Operators):
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
 
-    __hash__ = object.__hash__  # a class that is given __eq__ keeps it
+    __hash__ = object.__hash__  # Python sets it to None in a class that defines __eq__, such as _Operators
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

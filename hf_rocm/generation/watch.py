@@ -49,7 +49,7 @@ class Watches(NamedTuple):
 
 
 def watches_of(model: nn.Module) -> Watches:
-    """The functions that this model's classes call now. Returns the same object while nothing was replaced."""
+    """The functions that this model's classes call now. Returns the same object as long as nothing is replaced."""
     key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
@@ -106,7 +106,7 @@ def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) 
 
 
 def _chosen(table: Registry, settings: frozenset[tuple[str, str]]) -> list[str]:
-    """The keys that the model's config may look up in this table."""
+    """The keys of this table that may be looked up with values of the model's config."""
     return sorted(table.keys() & {value for name, value in settings if table.chosen_by in name})
 
 

@@ -99,7 +99,7 @@ def _specification(
     mask: torch.dtype | None,
     weights: bool,
 ) -> tuple[object, ...]:
-    """The fields of an `AttentionSpec`, as a plain tuple for the router."""
+    """The fields of an `AttentionSpec`, as a plain tuple with which the implementation is selected."""
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, device = query.dtype, query.device
     _, heads, s_q, head_dim = query.shape

@@ -64,7 +64,7 @@ def gated_delta_step(
 
 
 def specification(call: DeltaCall) -> tuple[object, ...]:
-    """The fields of a `DeltaSpec`, as a plain tuple for the router."""
+    """The fields of a `DeltaSpec`, as a plain tuple with which the implementation is selected."""
     dtype, device = call.query.dtype, call.query.device
     weight_dtype, state_dtype = call.conv_weight.dtype, call.state.dtype
     key_dim, taps = call.query.shape[2], call.conv_state.shape[2]

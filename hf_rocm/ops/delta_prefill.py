@@ -58,7 +58,7 @@ def gated_delta_prefill(
 
 
 def specification(call: PrefillCall) -> tuple[object, ...]:
-    """The fields of a `DeltaSpec`, as a plain tuple for the router."""
+    """The fields of a `DeltaSpec`, as a plain tuple with which the implementation is selected."""
     dtype, weight_dtype, device = call.query.dtype, call.conv_weight.dtype, call.query.device
     state_dtype = _wide(call) if call.state is None else call.state.dtype
     group, value_dim = call.value.shape[3:]

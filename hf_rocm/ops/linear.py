@@ -67,7 +67,7 @@ def linear_by_aiter(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 def specification(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.device, int, int, torch.dtype | None, bool, bool, int]:
-    """The fields of a `LinearSpec`, as a plain tuple for the router."""
+    """The fields of a `LinearSpec`, as a plain tuple with which the implementation is selected."""
     grad = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )

@@ -67,7 +67,7 @@ def mxfp4_experts(
 
 
 def specification(call: Mxfp4Call) -> tuple[object, ...]:
-    """The fields of an `ExpertsSpec`, as a plain tuple for the router."""
+    """The fields of an `ExpertsSpec`, as a plain tuple with which the implementation is selected."""
     x, gate_up, down, ids = call.x, call.gate_up, call.down, call.ids
     floating = (x, call.weights, call.gate_up_bias, call.down_bias)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floating)

@@ -91,7 +91,10 @@ def specification_for(
 
 
 def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tuple[object, ...]:
-    """The fields of a `RoutingSpec`, as a plain tuple for the router. wide: the logits will be in fp32."""
+    """The fields of a `RoutingSpec`, as a plain tuple with which the implementation is selected.
+
+    wide: the logits will be in fp32.
+    """
     logits, bias, top, scores, groups, chosen_groups, best, normalise, _, _, weight_dtype = call
     grad = torch.is_grad_enabled() and (logits.requires_grad or (bias is not None and bias.requires_grad))
     dtype, device, biased = torch.float32 if wide else logits.dtype, logits.device, bias is not None

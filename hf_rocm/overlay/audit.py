@@ -1,7 +1,7 @@
 """Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
-pip and uv check nothing after installing. A changed file that is hard-linked was written in place (as `cp -r` does), so
-the same bytes are in the package manager's cache and in every environment that shares it.
+pip and uv check nothing after installing. A changed file that is hard-linked was written in place (for instance, by
+`cp -r`), so the same bytes are in the package manager's cache and in every environment that shares it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hf_rocm.overlay.locate import read_record, recorded_hex
 
 
 def check_delivered(overlays: Path) -> None:
-    """Raise `OverlayError` for the first file below `overlays` that is missing, added or differs from the record."""
+    """Raise `OverlayError` for the first file below `overlays` that is missing or added, or differs from the record."""
     site = overlays.parent.parent
     records = [file for file in site.glob("hf_rocm-*.dist-info/RECORD") if read_record(file)]
     if not records:

@@ -147,7 +147,7 @@ class _Watched:
                     if kept.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
-                        break  # no register differed, so there is nothing to fill
+                        break  # no register differed that had not differed in an earlier launch
         return True
 
     def _steps(self) -> Iterator[Any]:

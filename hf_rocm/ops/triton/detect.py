@@ -51,7 +51,7 @@ def checked(operation: str, name: str) -> Probe:
 
 
 def release() -> Release:
-    """The imported Triton. Call it only after `unavailable` has returned None."""
+    """Return the imported Triton. Call this function only after `unavailable` has returned None."""
     loaded = load()
     assert isinstance(loaded, Release)
     return loaded

@@ -28,7 +28,7 @@ class Recorder:
     """Record the points of one run by layer and name: the compared positions as [N, D], on the CPU.
 
     Names are paths relative to the layer. keeps: [B, S] masks for the current call, one for each length that its
-    tensors may have. inside: the layers whose inner points are recorded; of other layers, only the output is recorded.
+    tensors may have. inside: the layers whose inner points are recorded; for other layers, only the output is recorded.
     forced: layer → the input that replaces the computed one.
     """
 

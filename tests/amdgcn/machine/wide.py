@@ -76,7 +76,7 @@ def _multiply_add(c: Compiling) -> Step | None:
         product = first(state).astype(dtype) * second(state).astype(dtype)
         extra = addend(state)
         total = product + extra
-        # the sign of a 65-bit signed sum, or the carry of an unsigned one
+        # the carry out of bit 63
         over = (product & extra | (product | extra) & ~total) < 0 if signed else total < product
         write(state, np.broadcast_to(over, state.x.shape))
         state.put_pair(register, np.ascontiguousarray(np.broadcast_to(total, state.x.shape)))

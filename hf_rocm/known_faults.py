@@ -97,7 +97,9 @@ def mapped_copy_fault(kernel: str, gpus: tuple[str, ...]) -> MappedCopyFault | N
             what = f"with Linux {release} the driver stalls for up to a second in such a copy"
             return MappedCopyFault("stalls", what, link)
     if all(gfx in KNOWN and KNOWN[gfx].integrated for gfx in gpus):
-        what = f"{' and '.join(dict.fromkeys(gpus))} shares the host's memory, which such copies fill twice"
+        names = list(dict.fromkeys(gpus))
+        verb = "shares" if len(names) == 1 else "share"
+        what = f"{' and '.join(names)} {verb} the host's memory, which such copies fill twice"
         return MappedCopyFault("twice", what, SHARED_MEMORY_LINK)
     return None
 

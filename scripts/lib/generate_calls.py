@@ -84,11 +84,6 @@ _SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 _TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "vocab_size": 64,
     "d_model": 64,
     "d_ff": 96,

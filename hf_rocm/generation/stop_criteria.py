@@ -115,8 +115,11 @@ class _Unfinished(StandIn):
         return self._rows.max(*args, **kwargs) if args or kwargs else _One(self._rows)
 
 
-class _One(_Unfinished):
+class _One(StandIn):
     """The largest element of the unfinished rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
 
     def tensor(self) -> Tensor:
         return self._rows.max()

@@ -29,6 +29,7 @@ from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
 FEATURE = "token_choice"
+UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
 
 # Processors that read nothing but the scores and their own plain attributes, and never wait for the device.
 RECORDED = (
@@ -84,20 +85,31 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
 
     arguments: the keyword arguments of `_sample`.
     """
-    config, processors = arguments["generation_config"], arguments.get("logits_processor")
-    returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    overridden = own(type(model), UPDATE, GenerationMixin) or UPDATE in model.__dict__
-    if returned or overridden or arguments.get("synced_gpus") or type(processors) is not LogitsProcessorList:
+    if not may_stand_in(model, arguments, feature=FEATURE):
         return None
-    if features.refuses(FEATURE) is not None or not torch.overrides.has_torch_function((StandIn(),)):
-        return None
-    sampled = bool(config.do_sample)
+    processors = arguments["logits_processor"]
+    sampled = bool(arguments["generation_config"].do_sample)
     if not all(map(_recordable, processors)) or (processors and not sampled):
         return None
     choice = Choice(processors, sampled=sampled)
     if not choice.holds() or (sampled and not draws_like_multinomial(model.device)):
         return None
     return choice
+
+
+def may_stand_in(model: Any, arguments: Mapping[str, Any], *, feature: str, methods: Sequence[str] = (UPDATE,)) -> bool:
+    """Return whether a loop of `generate` may handle stand-ins: it is known, and only it reads scores and logits.
+
+    arguments: the keyword arguments of the loop. methods: the methods of the model that receive a stand-in.
+    """
+    config = arguments["generation_config"]
+    returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    overridden = any(own(type(model), name, GenerationMixin) or name in model.__dict__ for name in methods)
+    if returned or overridden or arguments.get("synced_gpus"):
+        return False
+    if type(arguments.get("logits_processor")) is not LogitsProcessorList or features.refuses(feature) is not None:
+        return False
+    return torch.overrides.has_torch_function((StandIn(),))
 
 
 def _recordable(processor: Any) -> bool:
@@ -130,9 +142,6 @@ def _skipped(kinds: tuple[type, ...]) -> Watch:
     for kind in (LogitsProcessorList, *kinds):
         references += of_method(kind, "__call__", called=Tensor)
     return Watch(references)
-
-
-UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
 
 
 class _Processors(LogitsProcessorList):

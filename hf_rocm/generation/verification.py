@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm import features
 from hf_rocm.generation.host_tokens import HostTokens
-from hf_rocm.generation.methods import own
 from hf_rocm.generation.recorded_step import RecordedStep
-from hf_rocm.generation.token_choice import UPDATE, StandIn
+from hf_rocm.generation.token_choice import UPDATE, StandIn, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 
@@ -52,20 +50,14 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
 
     arguments: the keyword arguments of `_assisted_decoding`.
     """
-    from transformers import GenerationMixin, LogitsProcessorList
-
-    config, processors = arguments["generation_config"], arguments.get("logits_processor")
-    returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    overridden = any(own(type(model), name, GenerationMixin) or name in model.__dict__ for name in (UPDATE, _GENERATOR))
+    config = arguments["generation_config"]
     mixed = getattr(config, "assistant_ensemble_weight", None) is not None
-    if config.do_sample or returned or overridden or mixed or arguments.get("synced_gpus"):
+    if config.do_sample or mixed:
         return None
-    if type(processors) is not LogitsProcessorList or processors or features.refuses("speculation") is not None:
+    if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
-    if not torch.overrides.has_torch_function((StandIn(),)):
-        return None
-    result = Verification(processors)
-    return result if result.holds() else None
+    result = Verification(arguments["logits_processor"])
+    return result if result.holds() else None  # it does not hold if there are processors
 
 
 @cache

@@ -16,7 +16,15 @@ from hf_rocm.generation.state import state_of
 
 @contextmanager
 def switching(model: Any, stock: Callable[[], Any]) -> Iterator[None]:
-    """Replaces `_optimize_model_for_decode`: increments `State.switches` before and after both changes."""
+    """Replaces `_optimize_model_for_decode`: increments `State.switches` before and after both changes.
+
+    A model without experts, or with `experts_implementation="eager"`, is never switched and not counted: from transformers
+    5.0 on, `generate` enters this for every model, in some releases once a step.
+    """
+    if implementation(model) in (None, "eager"):
+        with stock():
+            yield
+        return
     state = state_of(model)
     state.switches += 1
     try:

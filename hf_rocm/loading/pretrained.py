@@ -43,8 +43,8 @@ _SOURCE = (
 # hf_rocm's own arguments, which are not passed to transformers.
 _OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
 
-# Parts of a RuntimeError's message: torch's for a damaged archive, and transformers' for weights with other shapes.
-_UNUSABLE_WEIGHTS = ("PytorchStreamReader", "ignore_mismatched_sizes", "size mismatch")
+# Parts of the messages for damaged files, by torch and safetensors, and for weights with other shapes, by transformers.
+_UNUSABLE_WEIGHTS = ("PytorchStreamReader", "deserializing", "ignore_mismatched_sizes", "size mismatch")
 
 
 def from_pretrained(
@@ -133,7 +133,7 @@ def _load(
             hint=f"remove or rename it; hf_rocm's own arguments are {', '.join(_OWN)}",
         ) from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(text in str(error) for text in _UNUSABLE_WEIGHTS):
+        if not isinstance(error, EOFError | UnpicklingError) and not any(text in str(error) for text in _UNUSABLE_WEIGHTS):
             raise
         raise LoadError(
             f"the weights of {str(model_id)!r} can't be loaded",

@@ -63,6 +63,22 @@ def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
     assert len(made) == 2 and counted(prepared)[0] == 1 and known(prepared).disabled is None
 
 
+def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_threads(pair, monkeypatch):
+    """`generate` enters the same context for every model, in transformers 5.0 once a step."""
+    prepared, stock = pair()
+    made = []
+
+    class Step(RecordedStep):
+        def __init__(self, *given):
+            with prepared._optimize_model_for_decode():
+                made.append(self)
+                super().__init__(*given)
+
+    monkeypatch.setattr(runner, "RecordedStep", Step)
+    assert torch.equal(generate(prepared), generate(stock))
+    assert len(made) == 1 and counted(prepared)[0] == 1 and known(prepared).switches == 0
+
+
 @in_the_newest  # in transformers 5.0, `generate` sets the implementation before every step
 def test_every_implementation_has_its_recording(pair):
     prepared, stock = pair("mixtral")

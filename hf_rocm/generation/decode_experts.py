@@ -18,8 +18,8 @@ from hf_rocm.generation.state import state_of
 def switching(model: Any, stock: Callable[[], Any]) -> Iterator[None]:
     """Replaces `_optimize_model_for_decode`: increments `State.switches` before and after both changes.
 
-    A model without experts, or with `experts_implementation="eager"`, is never switched and not counted: from transformers
-    5.0 on, `generate` enters this for every model, in some releases once a step.
+    A model without experts, or with `experts_implementation="eager"`, is never switched, so nothing is counted: from
+    transformers 5.0 on, `generate` enters this context for every model, in some releases in every step.
     """
     if implementation(model) in (None, "eager"):
         with stock():

@@ -133,7 +133,8 @@ def _load(
             hint=f"remove or rename it; hf_rocm's own arguments are {', '.join(_OWN)}",
         ) from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-        if not isinstance(error, EOFError | UnpicklingError) and not any(text in str(error) for text in _UNUSABLE_WEIGHTS):
+        damaged = isinstance(error, UnpicklingError | EOFError)
+        if not damaged and not any(text in str(error) for text in _UNUSABLE_WEIGHTS):
             raise
         raise LoadError(
             f"the weights of {str(model_id)!r} can't be loaded",

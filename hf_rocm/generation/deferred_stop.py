@@ -6,7 +6,7 @@ all rows end early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does it only on `mps`. In earlier releases its loop calls
 `_has_unfinished_sequences`, which `hooks` replaces. The check is deferred only if the extra step has no visible
-effect: only with processors and criteria of transformers and hf_rocm. If the extra step draws random numbers, the
+effect: only with processors and criteria of transformers. If the extra step draws random numbers, the
 generator's state from before the step is restored, unless another thread has drawn from the generator in the meantime.
 """
 
@@ -146,8 +146,8 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if call.get("streamer") is not None and (call["generation_config"].do_sample or not _stock_check()):
         return False  # before 5.17 a streamer waits for every token anyway; streamers may draw random numbers
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
-    # a user's processor may count its calls; transformers' processors and the clock of `hf-rocm bench` don't
-    return all(type(piece).__module__.split(".")[0] in ("transformers", "hf_rocm") for piece in pieces)
+    # a user's processor may count its calls; those of transformers don't
+    return all(type(piece).__module__.split(".")[0] == "transformers" for piece in pieces)
 
 
 def _stock_check() -> Any:

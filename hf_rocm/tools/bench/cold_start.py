@@ -24,7 +24,7 @@ from hf_rocm.tools.bench import inputs
 from hf_rocm.tools.bench import rates as machine_rates
 from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.clock import now
-from hf_rocm.tools.bench.generating import generate
+from hf_rocm.tools.bench.generating import generate_once
 from hf_rocm.tools.bench.machine import commit, machine
 from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.record import Segment
@@ -112,7 +112,7 @@ def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
     ready = now(device)
     ids = inputs.tokens(model, case.batch, case.prompt)
     with torch.no_grad(), side.turn():
-        first, _, later = (generate(side, ids, case) for _ in range(3))
+        first, _, later = (generate_once(side, ids, case) for _ in range(3))
     return {
         "model": describe(subject, model),
         "prepared": ready - began,

@@ -1,4 +1,8 @@
-"""A timed `generate` that adds no GPU work, and one that returns its logits for the parity check."""
+"""Timed calls of `generate`, and one that returns its logits for the parity check.
+
+The timed calls of `generate` have no processor or streamer of the benchmark: with one, transformers and hf_rocm choose
+tokens and check for the end of a call in a different way from a user's call.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.tools.bench.cases import Case
-from hf_rocm.tools.bench.clock import now
+from hf_rocm.tools.bench.clock import now, timed
 from hf_rocm.tools.bench.variants import Side
 
 
@@ -47,10 +51,23 @@ class _FirstFewLogits:
 
 
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
-    """Generate exactly `case.new` tokens greedily. Times run from an idle device to an idle device."""
+    """Generate exactly `case.new` tokens greedily, and then the first token alone with the same maximum length.
+
+    Times run from an idle device to an idle device. The time per later token is the difference of the two calls.
+    """
+    device = ids.device
+    whole = timed(lambda: call(side, ids, case.new), device)
+    first = timed(lambda: call(side, ids, case.new, stopping_criteria=[_stop]), device)
+    # if a pause of the machine made the short call the longer one, the average includes the first token
+    later = (whole - first) / max(case.new - 1, 1) if first < whole else whole / case.new
+    return Generated(first, later, whole)
+
+
+def generate_once(side: Side, ids: Tensor, case: Case) -> Generated:
+    """`generate` in a single call, for the first call of a process. Its logits processor changes the later steps."""
     clock = _FirstLogits(ids.device)
     began = now(ids.device)
-    run_with(side, ids, case.new, clock)
+    call(side, ids, case.new, logits_processor=[clock])
     ended = now(ids.device)
     assert clock.at is not None
     return Generated(clock.at - began, (ended - clock.at) / max(case.new - 1, 1), ended - began)
@@ -59,20 +76,28 @@ def generate(side: Side, ids: Tensor, case: Case) -> Generated:
 def generate_logits(side: Side, ids: Tensor, new: int, *, judged: int) -> tuple[Tensor, Tensor]:
     """Return the sequence [B, S + new], and the logits of its first `judged` new tokens, [B, J, V] in fp32."""
     keeper = _FirstFewLogits(min(new, judged))
-    sequence = run_with(side, ids, new, keeper)
+    sequence = call(side, ids, new, logits_processor=[keeper])
     return sequence, torch.stack(keeper.kept, dim=1)
 
 
-def run_with(side: Side, ids: Tensor, new: int, processor: Any) -> Tensor:
-    """Generate greedily with one logits processor, and return the whole sequence."""
-    from transformers import LogitsProcessorList
+def call(side: Side, ids: Tensor, new: int, **arguments: Any) -> Tensor:
+    """Generate greedily with these further arguments, and return the whole sequence."""
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
+    for name, kind in (("logits_processor", LogitsProcessorList), ("stopping_criteria", StoppingCriteriaList)):
+        if name in arguments:
+            arguments[name] = kind(arguments[name])
     result: Tensor = side.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new,
         do_sample=False,
-        logits_processor=LogitsProcessorList([processor]),
+        **arguments,
         **side.arguments,
     )
     return result
+
+
+def _stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    """A stopping criterion that ends a call after its first token. input_ids: [B, S]. Returns [B]."""
+    return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_rocm.tools.bench import inputs
 from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.clock import synchronize
-from hf_rocm.tools.bench.generating import run_with
+from hf_rocm.tools.bench.generating import call
 from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.run import Subject, sides_of
 from hf_rocm.tools.bench.variants import PREPARED, Side
@@ -106,30 +106,34 @@ class _Nothing:
     def stop(self) -> None: ...
 
 
-class _StartAtFirst:
-    """A logits processor that starts the profiler after the prompt, so that only decode steps are recorded."""
+class _OfSteps:
+    """A streamer that profiles `STEPS` steps, from the third token on. Tokens may arrive one step late."""
 
     def __init__(self, recorder: Any, device: torch.device) -> None:
-        self.recorder, self.device, self.started = recorder, device, False
+        self.recorder, self.device, self.received = recorder, device, 0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not self.started:
+    def put(self, value: Tensor) -> None:
+        self.received += 1  # the first value is the prompt
+        if self.received in (_FROM, _FROM + STEPS):
             synchronize(self.device)
-            self.recorder.start()
-            self.started = True
-        return scores
+            (self.recorder.start if self.received == _FROM else self.recorder.stop)()
+
+    def end(self) -> None: ...
+
+
+_FROM = 4
 
 
 def _once(side: Side, case: Case, recorder: Any) -> None:
     device = side.model.device
     if case.kind == "decode":
         ids = inputs.tokens(side.model, case.batch, case.prompt)
-        run_with(side, ids, STEPS + 1, _StartAtFirst(recorder, device))
-    else:
-        arguments = inputs.forward_inputs(side.model, case)
-        recorder.start()
-        for _ in range(STEPS):
-            side(**arguments)
+        call(side, ids, _FROM + STEPS + 1, streamer=_OfSteps(recorder, device))
+        return
+    arguments = inputs.forward_inputs(side.model, case)
+    recorder.start()
+    for _ in range(STEPS):
+        side(**arguments)
     synchronize(device)
     recorder.stop()
 

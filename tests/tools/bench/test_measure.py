@@ -8,7 +8,7 @@ import torch
 import hf_rocm
 from hf_rocm.errors import OptionError
 from hf_rocm.generation import recorder
-from hf_rocm.tools.bench import inputs, measure, run, variants
+from hf_rocm.tools.bench import generating, inputs, measure, run, variants
 from hf_rocm.tools.bench.cases import Case, grid
 from hf_rocm.tools.bench.clock import device_time, spread
 from hf_rocm.tools.bench.generating import generate_logits
@@ -52,6 +52,27 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
     for timing in done.timings:
         assert 0 < timing.unit.low <= timing.unit.median <= timing.unit.high and timing.first.median > 0
         assert len(timing.rounds) == 2 and timing.peak is None
+
+
+def test_timed_calls_have_no_processor_or_streamer(model, monkeypatch):
+    """With one, tokens would be chosen in a different way from a user's call."""
+    generate, calls = type(model).generate, []
+    monkeypatch.setattr(
+        type(model), "generate", lambda self, **given: calls.append(given.keys()) or generate(self, **given)
+    )
+    whole, first = {"input_ids", "attention_mask", "max_new_tokens", "do_sample"}, {"stopping_criteria"}
+    side = measurement(model, ["stock"]).sides[0]
+    taken = generating.generate(side, inputs.tokens(model, 2, 8), DECODE)
+    assert calls == [whole, whole | first] and 0 < taken.later < taken.whole
+
+
+def test_the_first_token_is_timed_in_a_call_that_ends_after_it(model, monkeypatch):
+    lengths, call = [], generating.call
+    monkeypatch.setattr(
+        generating, "call", lambda *given, **named: lengths.append(call(*given, **named).shape[1]) or None
+    )
+    generating.generate(measurement(model, ["stock"]).sides[0], inputs.tokens(model, 2, 8), DECODE)
+    assert lengths == [8 + 3, 8 + 1]
 
 
 def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):

@@ -22,7 +22,8 @@ from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_step import RecordedStep, digest, largest, tensors_of
 from hf_rocm.generation.resident_inputs import Residents
 from hf_rocm.generation.schedule import BACK
-from hf_rocm.generation.step import Inputs, bits
+from hf_rocm.generation.step import Inputs
+from hf_rocm.ops.bits import bits
 from hf_rocm.ops.captured import as_captured
 from hf_rocm.weights.shuffled_copy import counters_watched
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.static_buffers import settle
-from hf_rocm.generation.step import bits
+from hf_rocm.ops.bits import bits
 
 # Models whose decoders were compared with stock → the attribute of their config with the number of layers.
 LAYERS: Mapping[str, str] = {

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hf_rocm.generation.random_state import default_generator
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.step import Inputs, bits
+from hf_rocm.generation.step import Inputs
+from hf_rocm.ops.bits import bits
 
 Processors = Sequence[Callable[[Any, Tensor], Tensor]]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_rocm import ops
 from hf_rocm.generation import graph_teardown
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.schedule import BACK, Schedule
 from hf_rocm.generation.static_buffers import resident
-from hf_rocm.generation.step import ROWS, Inputs, Unrecordable, rows, sum_of_bits
+from hf_rocm.generation.step import Inputs, Unrecordable
+from hf_rocm.ops.bits import rows, sum_of_bits
+from hf_rocm.ops.finish_step import argmax
 
 
 class Recorded:
@@ -40,22 +42,23 @@ class Recorded:
             places = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
             self.tensors = [torch.empty_like(tensor) for tensor in like]
             self.alarm = Alarm((*places, *like)[0].device)
-
-        def step() -> None:
-            for place, tensor in zip(self.tensors, run(places), strict=True):
-                place.copy_(tensor)
-            self._finish()
-            if self.alarms:
-                self.alarm.watch(self.tensors)
+            self._warm_up(like)
 
         self._inputs = places
         self._changing = [index for index, place in enumerate(places) if place is not inputs.tensors[index]]
         self.schedule = Schedule()
         self._recording: Recording
-        self._recording, _ = recorder.record(step)
+        self._recording, _ = recorder.record(lambda: self._write(run(places)))
 
-    def _finish(self) -> None:
-        """Called within the recorded work, after the outputs are written."""
+    def _warm_up(self, like: Sequence[Tensor]) -> None:
+        """Called before the recording, with the outputs of an uncaptured run."""
+
+    def _write(self, outputs: Sequence[Tensor]) -> None:
+        """Copy the outputs to their memory and check them. Called within the recorded work."""
+        for place, tensor in zip(self.tensors, outputs, strict=True):
+            place.copy_(tensor)
+        if self.alarms:
+            self.alarm.watch(self.tensors)
 
     @property
     def proved(self) -> bool:
@@ -112,10 +115,23 @@ class RecordedStep(Recorded):
         self._fields = {name: None if value is cache else value for name, value in like.items()}
         self._fields |= zip(self._names, self.tensors, strict=True)
 
-    def _finish(self) -> None:
-        if self.tokens is not None:
-            self.tokens.copy_(_argmax(self.logits))
-        self.digests.copy_(torch.cat((self.digests[1:], digest(self.tensors, self.tokens))))
+    def _warm_up(self, like: Sequence[Tensor]) -> None:
+        self._write(like)  # selects and compiles kernels
+        self.digests.zero_()
+        self.alarm.number.zero_()
+
+    def _write(self, outputs: Sequence[Tensor]) -> None:
+        if self.tokens is None:
+            super()._write(outputs)
+            self.digests.copy_(torch.cat((self.digests[1:], sum_of_bits(outputs))))
+            return
+        index = self._names.index("logits")
+        further = [*outputs[:index], *outputs[index + 1 :]]
+        for place, tensor in zip([*self.tensors[:index], *self.tensors[index + 1 :]], further, strict=True):
+            place.copy_(tensor)
+        self.alarm.watch(further)
+        digest = sum_of_bits(further) if further else None
+        ops.finish_step(outputs[index], self.tensors[index], self.tokens, self.digests, self.alarm.number, digest)
 
     @property
     def logits(self) -> Tensor:
@@ -153,14 +169,14 @@ class Alarm:
 
     def __init__(self, device: torch.device) -> None:
         self.ignored = False  # True if the model's own logits are not finite
-        self._number = torch.zeros((), device=device)
+        self.number = torch.zeros((), device=device)
         self._sent = torch.zeros((), pin_memory=device.type == "cuda")
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Check the outputs [..., V] that have a floating-point dtype. Runs within the recorded step."""
         for output in outputs:
             if output.is_floating_point():
-                self._number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
+                self.number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
 
     def rings(self, replays: int) -> bool:
         """Whether a replay up to the previous copy raised the alarm; False between copies. Does not wait.
@@ -170,18 +186,18 @@ class Alarm:
         if self.ignored or replays % self.EVERY:
             return False
         rang = bool(self._sent != 0)
-        self._sent.copy_(self._number, non_blocking=True)
+        self._sent.copy_(self.number, non_blocking=True)
         return rang
 
     def rang(self) -> bool:
         """Return whether any replay so far raised the alarm. Waits for the device."""
-        return not self.ignored and bool(self._number != 0)
+        return not self.ignored and bool(self.number != 0)
 
 
 def largest(outputs: Mapping[str, Any]) -> Tensor | None:
     """The tokens with the largest logits of a step, [B, N] int64, as transformers chooses them, or None."""
     logits = _logits(outputs)
-    return None if logits is None else _argmax(logits)
+    return None if logits is None else argmax(logits)
 
 
 def _logits(outputs: Mapping[str, Any]) -> Tensor | None:
@@ -192,17 +208,6 @@ def _logits(outputs: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.dtype == torch.float64:
         return None
     return logits
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """`logits.argmax(-1)`, in two stages. On a GPU one stage takes several times as long, since it uses few cores."""
-    count = logits.shape[-1]
-    parts = math.gcd(count, ROWS)
-    if parts == 1:
-        return logits.argmax(-1)
-    values, places = logits.unflatten(-1, (parts, count // parts)).max(-1)
-    part = values.argmax(-1, keepdim=True)  # the first of several equal values, as in one stage
-    return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
 
 
 def digest(tensors: Sequence[Tensor], tokens: Tensor | None) -> Tensor:

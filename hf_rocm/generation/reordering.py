@@ -15,7 +15,8 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.recorded_step import Recorded
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.step import Inputs, bits
+from hf_rocm.generation.step import Inputs
+from hf_rocm.ops.bits import bits
 
 # The largest number of recordings of one cache, one for every rounded number of rows.
 MOST = 16

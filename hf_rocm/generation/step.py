@@ -7,7 +7,6 @@ that a mask selects) is part of the recording's key.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -83,42 +82,3 @@ def _rebuilt(value: Any, rest: list[Tensor], ignored: Sequence[object]) -> Any:
     if type(value) is dict:
         return {name: _rebuilt(item, rest, ignored) for name, item in value.items()}
     return value
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that NaN compares equal to itself."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
-
-
-def sum_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """A digest of these tensors, [1] int64: the sum of their bits, as 64-bit integers if the sizes permit."""
-    sums = [_sums(_words(tensor)) for tensor in tensors]
-    return (sums[0] if len(sums) == 1 else torch.cat(sums)).sum(0, keepdim=True)
-
-
-def _sums(words: Tensor) -> Tensor:
-    """Reduce integers to at most 128 int64 numbers with the same sum."""
-    if words.ndim == 1 and words.dtype == torch.int64 and len(words) <= ROWS:
-        return words
-    return rows(words).sum(-1, dtype=torch.int64)
-
-
-def rows(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as [R, N / R], with R up to 128. Adding up each row, then the sums, takes two kernels.
-
-    One kernel that adds up the logits of a token takes several times as long, since PyTorch runs it on few cores.
-    """
-    count = math.gcd(tensor.numel(), ROWS)
-    return tensor.reshape(count, tensor.numel() // count)
-
-
-ROWS = 128
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """`bits` with several elements per integer if possible, so that a GPU adds fewer numbers."""
-    whole = (
-        tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.element_size() % 8 == 0
-    )
-    return tensor.view(-1).view(torch.int64) if whole else bits(tensor)

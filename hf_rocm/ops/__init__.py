@@ -8,6 +8,7 @@ from hf_rocm.ops.attention import attention
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.delta_prefill import gated_delta_prefill
+from hf_rocm.ops.finish_step import finish_step
 from hf_rocm.ops.layer_norm import add_layer_norm
 from hf_rocm.ops.linear import fused_linear, linear, rides_along
 from hf_rocm.ops.moe import experts
@@ -36,6 +37,7 @@ __all__ = [
     "choose_experts",
     "decode_attention",
     "experts",
+    "finish_step",
     "fused_linear",
     "gated_delta_prefill",
     "gated_delta_step",

@@ -134,6 +134,12 @@ CALLS = {  # a call, and the shapes that it records, which are not always those 
         ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 5, 8)),
     ),
     "attention": (lambda: ops.attention(*HEADS, scale=0.3), ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 1, 6))),
+    "finish_step": (
+        lambda: ops.finish_step(
+            ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())
+        ),
+        ((2, 1, 8),),
+    ),
     "choose_experts": (lambda: ops.choose_experts(ONES(3, 4), top=2), ((3, 4),)),
     "experts": (
         lambda: ops.experts(ONES(3, 4), ONES(5, 12, 4), ONES(5, 4, 6), torch.tensor([[0, 1]] * 3), ONES(3, 2)),

@@ -24,6 +24,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "choose_experts": "routing.specification",
     "decode_attention": "decode.decode_attention",
     "experts": "moe.specification",
+    "finish_step": "finish_step._specification",
     "fused_linear": "linear.fused_linear",
     "gated_delta_prefill": "delta_prefill.specification",
     "gated_delta_step": "delta.specification",

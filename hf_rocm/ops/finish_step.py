@@ -1,0 +1,146 @@
+"""finish_step: what a recorded decode step derives from its logits, in one operation.
+
+These are a copy of the logits, the tokens with the largest ones, a digest with which replays are compared, and a check
+for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small that they
+take longer to launch than to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.bits import ROWS, rows, sum_of_words
+from hf_rocm.ops.bits import words as words_of
+from hf_rocm.ops.probe_cases import LENGTH, Draw
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.step import FinishStepSpec
+from hf_rocm.ops.triton import finish as triton
+from hf_rocm.ops.triton.detect import checked as checked_triton
+
+
+def finish_step(
+    logits: Tensor, out: Tensor, tokens: Tensor, digests: Tensor, doubt: Tensor, further: Tensor | None = None
+) -> None:
+    """Write to out, tokens, digests and doubt what a recorded step derives from its logits.
+
+    logits: [B, N, V] floating, but not fp64; out: the same, receives a copy. tokens: [B, N] int64, receives
+    `logits.argmax(-1)`. digests: [K] int64; the first one is dropped, and that of this step is appended: the sum of the
+    bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1] int64. doubt: [] fp32, to which 0 is
+    added, or NaN if a logit is not finite.
+    """
+    words = words_of(logits)
+    spec = _specification(logits, words, out, tokens, digests, doubt, further)
+    try:
+        serve = _operation.calls[spec]
+    except TierUnavailable:  # the user named a tier for `linear`, whose options apply
+        serve = torch_finish_step
+    serve(logits, words, out, tokens, digests, doubt, further)
+
+
+def _specification(
+    logits: Tensor,
+    words: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None,
+) -> tuple[object, ...]:
+    tensors = logits, words, out, tokens, digests
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    grad = torch.is_grad_enabled() and logits.requires_grad
+    dtype, words_dtype, device = logits.dtype, words.dtype, logits.device
+    count, dim, kept = tokens.numel(), logits.shape[-1], len(digests)
+    return (dtype, words_dtype, device, count, dim, kept, further is not None, contiguous, grad)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, in two stages. On a GPU one stage takes several times as long, since it uses few cores."""
+    count = logits.shape[-1]
+    parts = math.gcd(count, ROWS)
+    if parts == 1:
+        return logits.argmax(-1)
+    values, places = logits.unflatten(-1, (parts, count // parts)).max(-1)
+    part = values.argmax(-1, keepdim=True)  # the first of several equal values, as in one stage
+    return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
+
+
+def torch_finish_step(
+    logits: Tensor,
+    words: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """PyTorch's operations. Returns the tensors that were written to."""
+    return _finish(logits, words, out, tokens, digests, doubt, further, argmax(logits))
+
+
+def eager_finish_step(
+    logits: Tensor,
+    words: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The oracle, with PyTorch's own argmax."""
+    return _finish(logits, words, out, tokens, digests, doubt, further, logits.argmax(-1))
+
+
+def _finish(
+    logits: Tensor,
+    words: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None,
+    largest: Tensor,
+) -> tuple[Tensor, ...]:
+    out.copy_(logits)
+    tokens.copy_(largest)
+    digest = sum_of_words([words, largest, *([] if further is None else [further])])
+    digests.copy_(torch.cat((digests[1:], digest)))
+    doubt.add_(rows(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
+    return out, tokens, digests, doubt
+
+
+def _cases(spec: FinishStepSpec) -> Iterator[Case]:
+    """Two of the largest logits of every row are equal, so that the first one must be chosen."""
+    draw = Draw(spec.dtype, spec.device)
+    count, dim = min(spec.count, LENGTH), spec.dim
+    logits = draw(count, 1, dim)
+    first = (torch.arange(count, device=spec.device) * 7919 + dim // 3) % dim
+    for place in (first, (first + dim // 2) % dim):
+        logits.scatter_(-1, place[:, None, None], 50.0)
+    integers = {"dtype": torch.int64, "device": spec.device}
+    yield Case(
+        (
+            logits,
+            words_of(logits),
+            torch.zeros_like(logits),
+            torch.zeros(count, 1, **integers),
+            torch.arange(spec.kept, **integers),
+            torch.zeros((), device=spec.device),
+            torch.tensor([12345], **integers) if spec.further else None,
+        )
+    )
+
+
+_operation = Operation("finish_step", FinishStepSpec, _cases, family="linear", recorded=(0,))
+_operation.register(
+    Implementation(
+        "triton", triton.NAME, triton.refuses, triton.finish_step, checked_triton("finish_step", triton.NAME)
+    )
+)
+_operation.register(Implementation("torch", "argmax, sums", refuses_nothing, torch_finish_step))
+_operation.register(Implementation("eager", "argmax, sums", refuses_nothing, eager_finish_step))

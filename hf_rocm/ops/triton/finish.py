@@ -1,0 +1,77 @@
+"""finish_step through hf_rocm's kernels: the programs of the first one read the logits, and the second one combines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.custom_op import on_its_device
+from hf_rocm.ops.triton import detect
+from hf_rocm.ops.triton.launch import launch, power_of_two, warps
+
+if TYPE_CHECKING:
+    from hf_rocm.device import Device
+    from hf_rocm.ops.specs.step import FinishStepSpec
+
+NAME = "logits_kernel"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = 256  # the largest number of rows
+PROGRAMS = 512  # of the first kernel; the second one reads the result of each
+BLOCK = 1024
+
+
+def refuses(spec: FinishStepSpec, device: Device) -> str | None:
+    """Why the kernels can't serve this step, or None."""
+    if spec.grad:
+        return "our kernel for logits has no gradient"
+    if spec.dtype not in DTYPES:
+        return f"our kernel for logits supports fp32, bf16 and fp16, not {spec.dtype}"
+    if not spec.contiguous:
+        return "our kernel for logits needs contiguous tensors"
+    if not 0 < spec.count <= MOST:
+        return f"our kernel for logits takes at most {MOST} rows, got {spec.count}"
+    return detect.unavailable(device)
+
+
+def parts(count: int, dim: int) -> int:
+    """The number of programs for a row: a power of two, with at least one block of logits for each of them."""
+    most = min(PROGRAMS // power_of_two(count), power_of_two(-(-dim // BLOCK)), 128)
+    return max(1, most)
+
+
+def _finish_step(
+    logits: Tensor,
+    words: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to."""
+    from hf_rocm.ops.triton.kernels.finish import finish_kernel, logits_kernel
+
+    count, dim = tokens.numel(), logits.shape[-1]
+    pieces = parts(count, dim)
+    largest = tokens.new_empty((2, count * pieces))
+    wrong = tokens.new_empty(count * pieces, dtype=torch.int32)
+    launch(
+        logits_kernel,
+        (pieces, count),
+        (logits, words, out, largest[0], largest[1], wrong, dim, words.numel()),
+        {"PARTS": pieces, "BLOCK": BLOCK},
+        num_warps=warps(256, logits.device),
+    )
+    launch(
+        finish_kernel,
+        (1,),
+        (largest[0], largest[1], wrong, further, tokens, digests, doubt, count),
+        {"PARTS": pieces, "ROWS": power_of_two(count), "KEPT": len(digests), "SLOTS": power_of_two(len(digests))},
+        num_warps=warps(256, logits.device),
+    )
+    return out, tokens, digests, doubt
+
+
+finish_step = on_its_device(_finish_step)

@@ -1,0 +1,134 @@
+"""The end of a decode step: the largest logits, a copy and a digest of them, and a check for values that aren't finite.
+
+A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
+descending column. So one maximum returns the first of the largest logits, in two stages.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+
+
+@triton.jit
+def logits_kernel(
+    logits,  # [R, V]
+    words,  # the same bits as W integers
+    out,  # [R, V]
+    largest,  # [R, PARTS] int64, packed
+    sums,  # [R, PARTS] int64
+    wrong,  # [R, PARTS] int32, the number of logits that are not finite
+    dim,  # V
+    count,  # W
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One of PARTS pieces of a row, and an equal share of the words."""
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    logits += row * dim
+    out += row * dim
+    size = tl.cdiv(dim, PARTS)
+    best = tl.full([BLOCK], _LEAST, tl.int64)
+    bad = tl.zeros([BLOCK], tl.int32)
+    for at in tl.range(0, size, BLOCK):
+        column = part * size + at + lane
+        there = (at + lane < size) & (column < dim)
+        value = tl.load(logits + column, mask=there, other=0.0)
+        tl.store(out + column, value, mask=there)
+        best = tl.maximum(best, tl.where(there, _packed(value.to(tl.float32), column), _LEAST))
+        bad += (tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1
+    index = row * PARTS + part
+    share = tl.cdiv(count, PARTS * tl.num_programs(1))
+    total = tl.zeros([BLOCK], tl.int64)
+    for at in tl.range(0, share, BLOCK):
+        place = index * share + at + lane
+        there = (at + lane < share) & (place < count)
+        total += tl.load(words + place, mask=there, other=0).to(tl.int64)
+    tl.store(largest + index, tl.max(best, 0))
+    tl.store(sums + index, tl.sum(total, 0))
+    tl.store(wrong + index, tl.sum(bad, 0))
+
+
+@triton.jit
+def finish_kernel(
+    largest,  # this and the following ones as in `logits_kernel`
+    sums,
+    wrong,
+    further,  # [1] int64, added to the digest, or None
+    tokens,  # [R] int64
+    digests,  # [KEPT] int64
+    doubt,  # [] fp32
+    count,  # R
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """One program for all rows."""
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    there = (row < count)[:, None]
+    column = _column(tl.max(tl.load(largest + at, mask=there, other=_LEAST), 1))
+    tl.store(tokens + row, column, mask=row < count)
+    digest = tl.sum(tl.sum(tl.load(sums + at, mask=there, other=0), 1) + tl.where(row < count, column, 0), 0)
+    if further is not None:
+        digest += tl.load(further)
+    bad = tl.sum(tl.sum(tl.load(wrong + at, mask=there, other=0), 1), 0)
+    tl.store(doubt, tl.load(doubt) + tl.where(bad > 0, float("nan"), 0.0))
+    slot = tl.arange(0, SLOTS)
+    earlier = tl.load(digests + slot + 1, mask=slot < KEPT - 1, other=0)
+    tl.debug_barrier()  # all are loaded before any is overwritten
+    tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
+
+
+_LEAST = tl.constexpr(-(2**63))  # below every packed logit
+
+
+@triton.jit
+def _packed(value, column):
+    """Pack logits and columns into integers in the order of torch.argmax: NaN is largest, and -0 equals 0."""
+    value = tl.where(value == 0.0, 0.0, value)
+    bits = value.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(value == value, ordered, 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
+
+
+@triton.jit
+def _column(packed):
+    return 0x7FFFFFFF - (packed & 0xFFFFFFFF)
+
+
+def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64") -> Build:
+    tensors = {"logits": dtype, "words": words, "out": dtype, "largest": "i64", "sums": "i64", "wrong": "i32"}
+    return Build(
+        logits_kernel,
+        {**{name: f"*{kind}" for name, kind in tensors.items()}, "dim": "i32", "count": "i32"},
+        {"PARTS": parts, "BLOCK": 1024},
+        threads=256,
+        divisible=("dim", "count"),
+    )
+
+
+def _finish_build(parts: int, rows: int, *, further: bool = False) -> Build:
+    names = ("largest", "sums", *(["further"] if further else []), "tokens", "digests")
+    return Build(
+        finish_kernel,
+        {**dict.fromkeys(names, "*i64"), "wrong": "*i32", "doubt": "*fp32", "count": "i32"},
+        {**({} if further else {"further": None}), "PARTS": parts, "ROWS": rows, "KEPT": 5, "SLOTS": 8},
+        threads=256,
+    )
+
+
+BUILDS = (
+    _logits_build(128),
+    _logits_build(16, dtype="fp16"),
+    _logits_build(64, dtype="fp32"),
+    _logits_build(128, words="i16"),
+    _finish_build(128, 1),
+    _finish_build(16, 32, further=True),
+)

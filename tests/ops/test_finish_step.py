@@ -1,0 +1,31 @@
+"""The end of a decode step in PyTorch's tiers: both give the same tokens, digests and doubts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops, options
+from hf_rocm.ops.bits import sum_of_bits
+
+
+@pytest.mark.parametrize("tier", ["torch", "eager", "triton"])
+@pytest.mark.parametrize("further", [None, torch.tensor([-5])], ids=["alone", "further"])
+@pytest.mark.parametrize("shape", [(1, 1, 256), (2, 3, 63), (1, 1, 7)], ids=str)
+def test_finish_step(shape, further, tier):
+    """A requested tier that can't serve it, such as triton on a CPU, leaves the operation to PyTorch."""
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    logits[..., 5] = logits[..., 2] = 9
+    out, tokens = torch.zeros_like(logits), torch.full(shape[:2], -1)
+    digests, doubt = torch.arange(5), torch.zeros(())
+    with options.override(tier=tier):
+        ops.finish_step(logits, out, tokens, digests, doubt, further)
+    assert torch.equal(out, logits) and torch.equal(tokens, torch.full(shape[:2], 2)) and doubt == 0
+    digest = sum_of_bits([logits, tokens, *([] if further is None else [further])])
+    assert digests.tolist() == [1, 2, 3, 4, int(digest)]
+    for value in (torch.inf, torch.nan):
+        logits[-1, -1, 1] = value
+        with options.override(tier=tier):
+            ops.finish_step(logits, out, tokens, digests, doubt, further)
+        assert doubt.isnan() and tokens[-1, -1] == 1
+        doubt.zero_()

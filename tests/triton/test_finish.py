@@ -1,0 +1,102 @@
+"""The end of a decode step in the Triton kernels, compared with PyTorch's own argmax and sums of bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rocm import ops
+from hf_rocm.ops.bits import sum_of_bits
+from hf_rocm.ops.triton import finish
+from tests.triton.routed import random, routed
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+BEFORE = (3, -1, 2**62, -(2**63), 5)
+
+
+def finished(logits, further=None, run=routed):
+    """(copy, tokens, digests, doubt)"""
+    out = torch.full_like(logits, 7)
+    tokens = torch.full(logits.shape[:2], -1)
+    digests, doubt = torch.tensor(BEFORE), torch.zeros(())
+    run("finish_step", logits, out, tokens, digests, doubt, further)
+    return out, tokens, digests, doubt
+
+
+def check(logits, further=None):
+    out, tokens, digests, doubt = finished(logits, further)
+    assert torch.equal(out.view(torch.uint8), logits.view(torch.uint8))
+    assert torch.equal(tokens, logits.argmax(-1))
+    digest = sum_of_bits([logits, tokens, *([] if further is None else [further])])
+    assert digests.tolist() == [*BEFORE[1:], int(digest)]
+    assert bool(doubt == 0) == bool(logits.isfinite().all())
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 1, 1024), (3, 1, 63), (1, 6, 3001), (2, 3, 5000)], ids=str)
+def test_finish_step(shape, dtype):
+    logits = random(*shape, dtype=dtype)
+    check(logits)
+    check(logits, further=torch.tensor([2**61 + 3]))
+    check(-logits.abs() - 1)  # no logit is as large as the numbers beside the row
+
+
+@each_dtype
+def test_the_first_of_equal_logits_is_chosen(dtype):
+    logits = random(4, 1, 3000, dtype=dtype).clamp(max=2)
+    for places in ((2999, 0), (1023, 1024), (700, 2900), (5, 1025)):
+        equal = logits.clone()
+        equal[..., list(places)] = 3
+        check(equal)
+    check(torch.zeros(2, 1, 2100, dtype=dtype))
+    zeros = torch.full((1, 1, 2100), -1.0, dtype=dtype)
+    zeros[..., 40], zeros[..., 41] = -0.0, 0.0
+    check(zeros)
+
+
+@each_dtype
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")], ids=str)
+def test_values_that_are_not_finite_leave_a_doubt(value, dtype):
+    for place in (0, 1023, 1024, 2099):
+        logits = random(2, 1, 2100, dtype=dtype)
+        logits[1, 0, place] = value
+        check(logits)
+    logits[1, 0, 7], logits[1, 0, 2000], logits[1, 0, 2050] = float("inf"), float("nan"), float("nan")
+    check(logits)
+    assert finished(logits)[1][1, 0] == 2000
+
+
+def test_a_doubt_stays():
+    logits, doubt = random(1, 1, 64, dtype=torch.bfloat16), torch.tensor(float("nan"))
+    given = torch.empty_like(logits), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    routed("finish_step", logits, *given, doubt)
+    assert doubt.isnan()
+
+
+@pytest.mark.parametrize(("count", "dim"), [(1, 128256), (1, 32000), (8, 151936), (33, 1000), (256, 262144), (1, 7)])
+def test_rows_are_divided_into_few_programs(count, dim):
+    pieces = finish.parts(count, dim)
+    assert pieces & (pieces - 1) == 0 and 1 <= pieces <= 128 and pieces * count <= 2 * finish.PROGRAMS
+
+
+@pytest.mark.parametrize(
+    ("logits", "word"),
+    [
+        (torch.ones(1, 1, 8, requires_grad=True), "gradient"),
+        (torch.ones(1, 8, 4).transpose(1, 2)[:, :1], "contiguous"),
+        (torch.ones(257, 1, 8), "at most 256"),
+    ],
+    ids=["grad", "strided", "rows"],
+)
+def test_unsupported_steps_use_pytorch(logits, word):
+    from hf_rocm.device import describe
+    from hf_rocm.ops.finish_step import _specification
+    from hf_rocm.ops.specs.step import FinishStepSpec
+
+    out, tokens = logits.detach().clone(), torch.zeros(logits.shape[:2], dtype=torch.int64)
+    digests, doubt = torch.zeros(5, dtype=torch.int64), torch.zeros(())
+    words = logits.detach().view(torch.int32)
+    spec = FinishStepSpec(*_specification(logits, words, out, tokens, digests, doubt, None))
+    assert word in finish.refuses(spec, describe(logits.device))
+    ops.finish_step(logits.detach(), out, tokens, digests, doubt)
+    assert torch.equal(tokens, logits.argmax(-1))

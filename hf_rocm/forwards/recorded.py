@@ -89,7 +89,10 @@ class RecordedForward(Recorded):
         return self._build(tensors, inputs)
 
     def compare(self, run: Run, inputs: Inputs) -> Compared:
-        """Replay the forward and run it uncaptured along the same path; if the two differ, up to `RUNS` times."""
+        """Replay the forward and compare it with an uncaptured run along the same path.
+
+        If the two differ, the uncaptured run is repeated, up to `RUNS` runs in total.
+        """
         replayed = self.copies(inputs.tensors)
         runs: list[list[Tensor]] = []
         output: Any = None

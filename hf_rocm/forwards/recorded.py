@@ -1,4 +1,4 @@
-"""Recorded forwards: they follow the path of uncaptured forwards, with which their replays are compared."""
+"""Recorded forwards. A recording takes the path of an uncaptured forward, with which its replays are compared."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def gfx_of_version(text: str) -> str | None:
 
 
 def gfx_of_target(number: int) -> str | None:
-    """Convert the driver's `gfx_target_version` (90402 is gfx942, 110501 is gfx1151); return None for 0, a CPU."""
+    """Convert the driver's `gfx_target_version` (90402 is gfx942, 110501 is gfx1151); return None for a CPU (0)."""
     if number <= 0:
         return None
     return gfx_of_version(f"{number // 10000}.{number // 100 % 100}.{number % 100}")

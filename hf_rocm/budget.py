@@ -16,9 +16,9 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
     """Return the budget in bytes.
 
-    budget: an integer is a number of bytes, a float from 0 to 1 is a share of the weights; a string may be either
-    (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights in bytes. source: the name of
-    the setting in the error message. Raises `OptionError` for anything else.
+    budget: an integer is a number of bytes, a float from 0 to 1 is a share of `weights`; a string may be either
+    (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights, or another total, in bytes. source: the
+    name of the setting in the error message. Raises `OptionError` for anything else.
     """
     if isinstance(budget, str):
         return _of_text(budget.strip(), weights, source)

@@ -96,10 +96,11 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free memory of a GPU in bytes; if it shares the host's memory, at most what is free on the host.
+    """Return the free memory of a GPU in bytes.
 
-    For such a GPU, HIP does not subtract the memory of the host's processes, so the free memory that it
-    reports may exceed the total.
+    For a GPU that shares the host's memory, HIP does not subtract the memory of the host's processes, and may report
+    more than the total. The result is then limited to the available memory of the host plus the part that the firmware
+    reserved, and to the total.
     """
     free, _ = torch.cuda.mem_get_info(device)
     if not describe(device).integrated:
@@ -108,7 +109,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def available() -> int:
-    """Return Linux's estimate of how many bytes of the host's memory can be used without swapping."""
+    """Return Linux's estimate of how many bytes of the host's memory can be used without swapping.
+
+    Returns the size of the host's memory if Linux gives no estimate.
+    """
     match = re.search(r"^MemAvailable:\s+(\d+) kB", system_file("/proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else _host_memory()
 

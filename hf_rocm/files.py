@@ -62,9 +62,10 @@ def write_output(path: Path, content: str | bytes) -> None:
 def output(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file; its content is written to `path` if the block ends without an error.
 
-    A regular file is replaced atomically and keeps its permissions, owner and group; the umask
-    determines the permissions of a new file. For a symbolic link, the target is replaced and the link stays. The
-    content is written directly to a character device, a FIFO or a standard stream. Raises `OSError` for anything else.
+    A regular file is replaced atomically and keeps its permissions and, as far as this user is allowed to set them, its
+    owner and group; the umask determines the permissions of a new file. For a symbolic link, the target is replaced and
+    the link stays. The content is written directly to a character device, a FIFO or a standard stream. Raises `OSError`
+    for anything else.
     """
     check_output(path)
     if _is_stream(path):
@@ -161,7 +162,7 @@ def is_file(path: Path) -> bool:
 
 
 def lock(descriptor: int) -> bool:
-    """Lock an open file exclusively. Returns False if another process holds the lock.
+    """Lock an open file exclusively. Returns False if the lock is held through another descriptor.
 
     The system releases the lock when the descriptor is closed or the process ends, so a lock is never stale. Raises
     `OSError` where the file system does not support locks.
@@ -182,7 +183,7 @@ def poll(
 ) -> T | None:
     """Call `attempt` until it returns a value other than None. Returns None after `timeout` seconds.
 
-    It is called at least once. waiting: called after every failed attempt with the seconds since the first one.
+    It is called at least once. waiting: called before every pause with the seconds since the first attempt.
     """
     began = time.monotonic()
     while (result := attempt()) is None:

@@ -70,7 +70,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build() -> typer.Typer:
-    """Build the application: every function in `COMMANDS` becomes a command with its name."""
+    """Build the application: every function in `COMMANDS` becomes a command, and `bench` and `tune` are groups."""
     app = typer.Typer(
         cls=StartPage,
         pretty_exceptions_enable=False,

@@ -53,7 +53,7 @@ def check_files(save: Path | None, chart: Path | None = None, profile: Path | No
 
 
 def draw(segment: Segment, file: Path) -> None:
-    """Write the chart of a segment, and print its path."""
+    """Write the chart of a segment, and print the path of every file."""
     from hf_rocm.tools.bench import chart as charts
 
     for written in charts.save([segment], file):

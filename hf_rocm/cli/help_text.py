@@ -12,8 +12,8 @@ import typer
 
 from hf_rocm.tools.wrapping import width, wrapped
 
-_WIDEST = 120  # columns of a help page
-_COLUMN = 30  # if the first column is wider, its text starts on the next line
+_WIDEST = 120  # the largest width of a help page, in columns
+_COLUMN = 30  # the largest width of the first column; after a longer name, the text starts on the next line
 
 
 class HelpText:

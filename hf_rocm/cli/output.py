@@ -21,7 +21,7 @@ from hf_rocm.tools.wrapping import width, wrapped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHORT = 20  # cells of at most this many characters are not wrapped
+_SHORT = 20  # cells of at most this many characters are not wrapped, except in the first column
 
 THEME = {
     "good": "green", "attention": "yellow", "wrong": "red", "error": "bold red",
@@ -95,7 +95,7 @@ def print_states(
 ) -> None:
     """Print the files that need attention, one per line, then how many overlays are installed and match.
 
-    named: print all files, one per line. everything: also print the files without a problem, by group.
+    named: print all files, one per line, and no counts. everything: also print the files without a problem, by group.
     """
     single = [state for state in states if named or not _usual(state)]
     if not named and not everything and len(single) > LISTED:
@@ -177,7 +177,7 @@ def _what_is_wrong(state: FileState) -> str:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns. If they don't fit, the cells of the widest columns are wrapped between words.
 
-    Paths and short cells are not wrapped.
+    Words, such as paths, and short cells outside the first column are not wrapped.
     """
     from rich.table import Table
     from rich.text import Text
@@ -221,7 +221,7 @@ def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
 
 
 def print_report(text: str) -> None:
-    """Print lines that are already aligned. A line that is too long continues below its last column."""
+    """Print lines that are already aligned. Long lines continue below their last column, if there is room."""
     for line in _fitted(text):
         print(line)
 

@@ -19,7 +19,7 @@ def _known_models() -> list[str]:
 
 
 def _folder(context: typer.Context, model: str | None) -> str | None:
-    """Check the path of a model before torch is imported, which takes seconds."""
+    """Check the path of a model before torch is imported, because the import takes seconds."""
     if model is not None and not context.resilient_parsing:
         require_folder(model)
         if not Path(model).exists():

@@ -1,4 +1,4 @@
-"""`hf-rocm verify`: compare hf_rocm with stock on this machine; exit with 1 if an error is too large."""
+"""`hf-rocm verify`: compare hf_rocm with stock on this machine; exit with 1 if a check fails."""
 
 from __future__ import annotations
 

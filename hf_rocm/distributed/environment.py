@@ -56,7 +56,7 @@ def process_group() -> Any | None:
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
     """Return the ranks, including this one, that load one model together if `from_pretrained` gets these arguments.
 
-    Returns an empty list if every rank loads its own model, so that no rank may wait for another.
+    Returns an empty list if this rank loads a model alone. It must then not wait for other ranks.
     """
     mesh = arguments.get("device_mesh")
     if mesh is not None:

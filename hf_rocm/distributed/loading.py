@@ -32,7 +32,7 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
 
     arguments: those of hf_rocm and transformers, as the user gave them. config: returns the model's config, or None
     if it has none. served: False if the model stays stock; the ranks are then not compared. Raises the same
-    `RankError` on every rank that joined.
+    `RankError` on every rank that joined. A rank that can't reach the store raises another one.
     """
     here = place()
     if here is None:

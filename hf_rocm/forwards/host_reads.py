@@ -110,7 +110,7 @@ class Reads(_BasicOperators):
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made: set[int] = set()  # storages that the forward created
         self._written: set[int] = set()
-        self._strangers: list[weakref.ref[Tensor]] = []  # tensors on the device that no operator returned
+        self._strangers: list[weakref.ref[Tensor]] = []  # small tensors of unknown origin; see `finish`
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
@@ -243,7 +243,7 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Return whether a tensor is an activation, whose operator is not stored, rather than a mask, ids or positions."""
+    """Return whether a tensor is probably an activation and not a mask. Its operator is then not stored."""
     return tensor.is_floating_point() and tensor.nbytes > 2**20
 
 

@@ -34,8 +34,8 @@ _TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 _FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
 
 # The largest difference between a padded and an unpadded forward, as a root mean square, in rounding steps of the
-# outputs' magnitude, for a model with one layer. It grows with the square root of the number of layers, because their
-# rounding errors add up like independent errors.
+# outputs' magnitude (at least 1), for a model with one layer. It grows with the square root of the number of layers,
+# because their rounding errors add up like independent errors.
 _ROUNDINGS = 4
 
 
@@ -115,8 +115,9 @@ def refuses_model(model: Any) -> str | None:
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
     """Return the padded form of a call, or None if it can't be padded.
 
-    A call is not padded if its length is that of a bucket, if it would be too large, or if it has arguments other than
-    `input_ids`, those in `_TOKENS` with the shapes listed there, and those in `_FLAGS`.
+    A call is not padded if its length is that of a bucket, if the padded call would exceed `pad_tokens` or the model's
+    positions, or if it has arguments other than `input_ids`, those in `_TOKENS` with the shapes listed there, and those
+    in `_FLAGS`.
     """
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}

@@ -1,4 +1,4 @@
-"""Recorded forwards: they follow the path of uncaptured forwards, with which their replays are compared."""
+"""Recorded forwards. A recording takes the path of an uncaptured forward, with which its replays are compared."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ class RecordedForward(Recorded):
         return self._build(tensors, inputs)
 
     def compare(self, run: Run, inputs: Inputs) -> Compared:
-        """Replay the forward and run it uncaptured along the same path; if the two differ, up to `RUNS` times."""
+        """Replay the forward and compare it with an uncaptured run along the same path.
+
+        If the two differ, the uncaptured run is repeated, up to `RUNS` runs in total.
+        """
         replayed = self.copies(inputs.tensors)
         runs: list[list[Tensor]] = []
         output: Any = None

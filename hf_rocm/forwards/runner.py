@@ -3,8 +3,8 @@
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first to be
 replayed. Calls of encoders that differ only in length are padded and share a recording; see `padding`.
 `generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a replay are
-queued before the model's state is compared, so that the comparison costs no time. A replay writes only to the memory of
-its recording, and its results are dropped if the state differs.
+queued before the model's state is compared, so that the host compares it while the device computes. A replay writes
+only to memory of recordings, and its results are dropped if the state differs.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
 
 
 def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
-    """Find the recording of a call's padded form. Returns None unless calls of several lengths share that form."""
+    """Find the recording of a call's padded form, or return None if the call is not padded.
+
+    It is padded only if calls of several lengths share that form.
+    """
     if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None
     padded = padding.pad(model, given.stock, given.positional, given.named)
@@ -202,7 +205,7 @@ def _inputs(arguments: Mapping[str, Any], device: torch.device) -> tuple[Inputs,
 
 
 def _begin(model: Any, state: State) -> Snapshot:
-    """Use the model's current state for new recordings."""
+    """Return a snapshot of the model's current state, an earlier one or a new one, and make it the current one."""
     earlier = state.switch(model)
     if earlier is not None:
         return earlier
@@ -316,7 +319,7 @@ def _is_timed(device: torch.device) -> bool:
 def _against_unpadded(device: torch.device, recording: RecordedForward, call: _Call) -> tuple[Any, bool]:
     """Return the output of the unpadded call, and whether the replay of its padded form takes longer.
 
-    On a GPU that is busy with the unpadded call longer than the host needs to launch it, padding only adds work.
+    If a GPU needs longer for the unpadded call than the host needs to launch it, padding only adds work.
     """
     output, unpadded = _timed(device, lambda: call.given())
     replays = [_timed(device, lambda: recording.copies(call.inputs.tensors, call.padded))[1] for _ in range(2)]
@@ -324,7 +327,7 @@ def _against_unpadded(device: torch.device, recording: RecordedForward, call: _C
 
 
 def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
-    """Return what `run` returns, and its duration on the host and the device in seconds."""
+    """Return the result of `run`, and its duration on the host and the device in seconds."""
     _wait(device)
     began = time.perf_counter()
     result = run()

@@ -47,7 +47,7 @@ class Branch:
 
     ways: a value → the branch for the next value that the forward reads, or the recording if it reads no other.
     latest, repeated: used only for the first value. latest: the recording of the last call, or None. repeated: whether
-    the previous call used the same recording, and all values are booleans.
+    the last two calls used the same recording, and all values are booleans.
     """
 
     def __init__(self, program: Program) -> None:
@@ -58,7 +58,7 @@ class Branch:
 
 
 class State:
-    """The state of one model, shared by the threads that call it. `lock` guards everything in it."""
+    """The state of one model, shared by the threads that call it. `lock` guards its snapshots and recordings."""
 
     def __init__(self, model: Any) -> None:
         self.name = type(model).__name__
@@ -67,12 +67,12 @@ class State:
         self.lock = threading.RLock()
         self.disabled: str | None = None  # why recording has stopped
         self.recorded = 0
-        self.replayed = 0  # the number of replays, without the first comparison of every recording
+        self.replayed = 0  # the number of replays, except those before a recording's first comparison passed
         self.compared = 0  # the number of these replays that were compared
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls that ran uncaptured
         self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
         self.unpadded: str | None = None  # why padding has stopped
-        self.slower: Counter[int] = Counter()  # length → the number of forms of calls that take longer if padded
+        self.slower: Counter[int] = Counter()  # length → the number of forms of calls that take longer if padded to it
         self.snapshots: list[Snapshot] = []  # the last one is the current one
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
@@ -138,7 +138,10 @@ class State:
         return self._recorder
 
     def new_snapshot(self, model: Any) -> Snapshot:
-        """Take a snapshot of the model and make it the current one. Drop recordings for other weights."""
+        """Take a snapshot of the model and make it the current one.
+
+        Drop the recordings for other weights, and those of all but the last `_SNAPSHOTS` states.
+        """
         snapshot = Snapshot(model, next(self._numbers))
         if model.device != self.device:
             self.device, self._recorder = model.device, None

@@ -1,9 +1,9 @@
 """The cache that decode steps are recorded over: buffers at fixed addresses, with lengths that are known on the host.
 
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
-as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, every
-step writes to rows whose indices the device reads from `places`, so that a recording of the step stays valid. Changes
-that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
+as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, a step
+of up to `longest_step` tokens writes to rows whose indices the device reads from `places`, so that its recording stays
+valid. Changes that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class DecodeCache(Cache):
         self.attending: list[Layer] = self.layers  # the layers with keys and values
         self.target = capacity
         self.limit = limit
-        self.drafts: int | None = None  # the number of drafts that may be written with the prompt, or None
+        self.drafts: int | None = None  # the number of drafts that may be written with the prompt; None without drafts
         self.ahead = 0  # the number of rows after the prompt that are written before a window may move
         self.uses = 0  # the number of earlier calls that this cache has served
         self.tokens = 1  # the number of tokens that the step writes
-        self.recordings: dict[Any, Any] = {}  # the recorded steps over these buffers, and their recorder; see runner.py
+        self.recordings: dict[Any, Any] = {}  # recorded steps and reorderings, and their recorder; see runner.py
         self.recording = False
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
-        self._is_user_defined = False  # read by transformers' stop check, which then drops its extra step
+        self._is_user_defined = False  # if True, transformers' loop drops the extra step of the late stop check
         self._loaded = 0  # the number of tokens that were copied from the user's cache
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
-        self._spare = 0  # the number of tokens that fit before a layer's buffer must grow
+        self._spare = 0  # the number of tokens that fit before a buffer must grow or a window must move
         self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
@@ -67,7 +67,7 @@ class DecodeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that fit before a buffer grows."""
+        """The number of rows of the largest buffer."""
         return max(layer.capacity for layer in self.attending)
 
     @property
@@ -90,7 +90,7 @@ class DecodeCache(Cache):
         return 1 if self.drafts is None else LONGEST_STEP
 
     def aim(self, tokens: int = 1) -> None:
-        """Make room for a step's tokens, and write their rows' indices to the device. A second call does nothing."""
+        """Make room for a step's tokens, and write their rows' indices to the device, once per step."""
         if self._placed == (self.length, tokens):
             return
         if self.recording:
@@ -132,7 +132,7 @@ class DecodeCache(Cache):
         return self.length - self._settled
 
     def back(self, steps: int) -> None:
-        """Forget `steps` more tokens (at most `steady`) after `aim`. Call `aim` again before the next step."""
+        """Forget the `steps` tokens (at most `steady`) before the current step. Call `aim` again before a step runs."""
         for layer in self.attending:
             layer.rows -= steps
         self._placed = -1, 1
@@ -176,7 +176,7 @@ class DecodeCache(Cache):
         ]
 
     def extents(self) -> tuple[int, ...]:
-        """The number of written rows for each window, rounded up."""
+        """The number of written rows for each window, rounded up to at most the capacity."""
         return tuple(min(bucket(layer.rows), layer.capacity) for _, layer in self._places.values())
 
     def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -315,7 +315,7 @@ class DecodeCache(Cache):
         return max(self.target, self._sized(layer_idx).capacity)
 
     def _sized(self, layer_idx: int) -> Layer:
-        """The layer with this index, or the first one with keys if there is none or it has no keys."""
+        """The layer with this index. If it does not exist or has no keys: the first layer with keys."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer if isinstance(layer, Layer) else self.attending[0]
 

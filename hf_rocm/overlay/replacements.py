@@ -24,7 +24,7 @@ class Watch:
     """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
 
     strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
-    transformers or torch is present. hf_rocm's own changes are ignored.
+    a package in `OWN` is present. hf_rocm's own changes are ignored.
     """
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
@@ -69,7 +69,7 @@ def constant_in_traces(function: Answer) -> Answer:
 def unchanged(code: Any) -> bool:
     """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    False for a class of a package that is not in `OWN`.
+    False for a dependency that was already replaced then, and for a class of a package that is not in `OWN`.
     """
     watch = watches.get(code)
     if watch is None:

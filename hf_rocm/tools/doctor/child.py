@@ -1,7 +1,7 @@
 """Checks of torch, aiter and other packages in a child process, since they may crash, hang or write to the terminal.
 
-The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file after every stage, so
-that the stage in which it was killed is known.
+The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file before and after
+every stage, so that the stage in which it was killed is known.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 def _product(torch: Any, index: int) -> None:
     left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
     right = left.t().contiguous()
-    # GEMMs of small integers are exact in bf16 with fp32 accumulation, so the results must be equal
+    # with fp32 accumulation, a GEMM of small integers is exact until it is rounded, so the results must be equal
     actual = (left.bfloat16() @ right.bfloat16()).float().cpu()
     expected = (left.cpu() @ right.cpu()).bfloat16().float()
     if not torch.equal(actual, expected):

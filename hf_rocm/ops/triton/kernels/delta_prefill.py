@@ -12,7 +12,7 @@ chunked form of https://arxiv.org/abs/2406.06484 with the decays of https://arxi
 `chunk_kernel` computes (I + A)⁻¹ · diag(beta) and Q · Kᵀ ⊙ D of all chunks, neither of which depends on S.
 `recurrence_kernel` keeps some columns of S in registers and runs over the chunks.
 
-States are fp32, so all products are computed with the precision of fp32 (see `kernels/parts.py`).
+States are fp32, so all products have the precision of fp32 (see `kernels/parts.py`). Shapes: see `ops.delta_prefill`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
     """Whether an implementation of the user, aiter or triton tier serves this specification."""
     try:
         return operation.choose(spec).implementation.tier not in ("torch", "eager")
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with the reasons
         return False
 
 

@@ -79,7 +79,7 @@ def one_kernel(
     once: bool = False,
     norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
-    """Whether one kernel computes `rope_into_cache`, so that it is faster than several calls."""
+    """Whether one kernel computes `rope_into_cache`. It is then faster than several calls."""
     current = options.current()
     if current.aiter["rope"] is Switch.REQUIRED:
         return False

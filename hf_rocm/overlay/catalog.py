@@ -90,7 +90,7 @@ class Directory:
         return f"{self.manifest.transformers},{limit.transformers}" if limit else self.manifest.transformers
 
     def covers(self, release: str, model: str | None = None) -> bool:
-        """Whether the release is in this directory's range and in the model's own range."""
+        """Whether the release is in this directory's range and, if a model is given, in the model's own range."""
         return _within(release, self.requires(model) if model else self.manifest.transformers)
 
 

@@ -48,7 +48,7 @@ class _Candidate(NamedTuple):
 
 @torch.inference_mode()
 def compare_all(cases: Sequence[OpCase], rates: Rates, device: torch.device, progress: Progress) -> Iterator[Line]:
-    """Time every candidate in every case. The line of a candidate that was not timed contains the reason."""
+    """Time every candidate in every case, and yield a line for each. A line without a time contains the reason."""
     for case in cases:
         progress(f"{case.operation}: {case.title}")
         operation = operations()[case.operation]

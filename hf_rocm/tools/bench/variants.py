@@ -1,7 +1,7 @@
 """The sides of a comparison: copies of one model that share its weights but run in different ways.
 
 Because the weights are shared, two sides differ only in the code that runs, they take the memory of one model, and no
-side needs a new warm-up because another side moved the weights.
+side needs a new warm-up after another one has run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The executor of changes in memory: the only code that sets and restores attributes of other packages.
+"""The executor of changes in memory: the only code that replaces and restores functions of other packages.
 
 A `Change` is a record: an owner (a class, a module, a registry), a name, the original (or `ABSENT`) and the
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user

@@ -108,7 +108,10 @@ def render(manifest: Manifest) -> str:
 
 
 def dependencies(overlay_text: str) -> list[str]:
-    """Return the names that an overlay imports from transformers, as `module:name`, sorted. Raises `SyntaxError`."""
+    """Return the names that an overlay imports from transformers or passes to `binds_first`, as `module:name`, sorted.
+
+    Raises `SyntaxError`.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(overlay_text)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "transformers":

@@ -164,7 +164,7 @@ def _sentence(reference: Reference, value: Any) -> str:
 def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callable[[], bool]:
     """Compile all comparisons into one function, because a loop would take three times as long.
 
-    Values are compared by identity only, because a wrapper may be equal to the value that it wraps.
+    Values are compared by identity, because a wrapper may be equal to the value that it wraps.
     """
     space: dict[str, Any] = {}
     terms = []
@@ -190,5 +190,5 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
     return constant_in_traces(space["check"])
 
 
-# Watches by class or function. The keys belong to transformers or torch and are never collected.
+# Watches by class or function. The keys, most of which belong to transformers or torch, are never collected.
 watches: dict[Any, Watch] = {}

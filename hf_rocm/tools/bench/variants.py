@@ -40,7 +40,7 @@ DEFAULT = (STOCK, COMPILE, PREPARED)
 # prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
-# The reason why such a side is left out of other cases, and the wordings of this reason in older records.
+# The reason why such a side is left out of a case, and the wordings of this reason in older records.
 NOT_DECODING = "it differs from another side only in decoding"
 EARLIER_NOT_DECODING = ("it differs in decoding only", "it differs from another side in decoding only")
 

@@ -20,7 +20,8 @@ from typing import Any
 from hf_rocm.tools.doctor import kernels
 
 MIB = 2**20
-# Functions of aiter that hf_rocm calls. All releases since 0.1.5 have them, unless a hidden import error removed some.
+# Some of the functions of aiter that hf_rocm calls. All releases since 0.1.5 have them, unless a hidden import error
+# removed one.
 AITER_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "rms_norm", "silu_and_mul")
 FLAGS = (
     "backends.cuda.matmul.allow_tf32",

@@ -1,4 +1,4 @@
-"""Parsers of option values. Every function reads a variable from a mapping, or raises `OptionError`."""
+"""Parsers of option values. Every function reads a variable from a mapping. An invalid value raises `OptionError`."""
 
 from __future__ import annotations
 

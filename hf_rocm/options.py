@@ -1,7 +1,7 @@
 """All options. No other module reads the environment.
 
-An option is an environment variable and, where that makes sense, also an argument; arguments take precedence. Where no
-overlay is active, options are ignored. The table in the README is generated from `VARIABLES`.
+An option is an environment variable and, where that makes sense, also an argument; arguments take precedence. Models
+that hf_rocm does not serve ignore the options. The table in the README is generated from `VARIABLES`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The executor of changes in memory: the only code that sets and restores attributes of other packages.
+"""The executor of changes in memory: the only code that replaces and restores functions of other packages.
 
 A `Change` is a record: an owner (a class, a module, a registry), a name, the original (or `ABSENT`) and the
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user
@@ -8,8 +8,8 @@ If other code has wrapped or replaced our replacement in the meantime, that code
 longer `live`, and a replacement that is not live only calls the original. If our replacement becomes the current value
 again, the next operation undoes it.
 
-Garbage collection can run while PyTorch compiles or iterates over a table of hooks. It therefore only records that a
-user was collected; the next operation undoes its changes.
+Garbage collection can run while PyTorch compiles or iterates over a table of hooks. So the callback for a collected
+user only records the user, and the next operation undoes the user's changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The only numerical tolerance, derived from the error of the eager run in the same dtype."""
+"""The numerical tolerance of checks, derived from the error of the eager run in the same dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The implementations of `quantized_linear` in PyTorch.
 
-The torch tier is the BLAS library: 8-bit GEMMs, for which the rows of x are rounded to 8 bits on every call, or the
-GEMM with a dequantised weight. The eager tier multiplies the dequantised numbers.
+The torch tier calls the BLAS library: either an 8-bit GEMM, for which the rows of x are rounded to 8 bits on every
+call, or a GEMM with a dequantised weight. The eager tier computes in at least fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def one_by_one(
     norm: Callable[..., Tensor] = rms_norm,
     gate: Callable[..., Tensor] = act_and_mul,
 ) -> Callable[[QuantizedCall], Tensor]:
-    """Return a function that runs the norm, the GEMM (`multiply`), the gate and the sum, one after another."""
+    """Return a function that applies the norm, the GEMM (`multiply`), the gate and the residual, one after another."""
 
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:
@@ -37,7 +37,7 @@ def one_by_one(
 
 
 def eager_linear(call: QuantizedCall) -> Tensor:
-    """The oracle: the dequantised numbers, multiplied in at least fp32 and rounded once."""
+    """The oracle: multiply in at least fp32, and round the result once."""
     x, bias = call.x, call.bias
     wide = torch.promote_types(x.dtype, torch.float32)
     if call.round_input:

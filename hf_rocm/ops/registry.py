@@ -1,8 +1,8 @@
-"""The router: chooses an implementation once for each specification and records why the others were not chosen.
+"""The router: chooses an implementation once for each specification and records why it skipped those before it.
 
 The predicate of an implementation returns a sentence with the reason why it refuses a specification, or None. The first
 implementation that does not refuse and passes its probe is used, in the order user, aiter, triton, torch, eager. If the
-user named a tier that can't serve the call, the call raises an error.
+user named a tier or required aiter, and that tier can't serve the call, the call raises an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Choice(Generic[SpecT]):
-    """The implementation that serves a specification, and why no faster candidate does."""
+    """The implementation that serves a specification, and the reasons why the candidates before it do not."""
 
     spec: SpecT
     implementation: Implementation[SpecT]
@@ -184,10 +184,10 @@ class Operation(Generic[SpecT]):
 
 
 def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
-    """Whether an implementation faster than plain PyTorch serves this specification."""
+    """Whether an implementation of the user, aiter or triton tier serves this specification."""
     try:
         return operation.choose(spec).implementation.tier not in ("torch", "eager")
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
+    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with the reasons
         return False
 
 
@@ -275,7 +275,7 @@ def _recorded(operation: Operation[Any], implementation: Implementation[Any]) ->
 
 
 def _specialised(spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Specialise symbolic sizes to numbers, with a guard, because the choice depends on them."""
+    """Specialise symbolic sizes and bools to constants, with guards, because the choice depends on them."""
     # branching on a symbolic bool turns it into a constant
     truths = [(True if value else False) if isinstance(value, bool) else value for value in spec]  # noqa: SIM210
     return tuple(int(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in truths)

@@ -79,7 +79,7 @@ def one_kernel(
     once: bool = False,
     norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
-    """Whether one kernel computes `rope_into_cache`, so that it is faster than several calls."""
+    """Whether one kernel computes `rope_into_cache`. It is then faster than several calls."""
     current = options.current()
     if current.aiter["rope"] is Switch.REQUIRED:
         return False
@@ -180,7 +180,7 @@ def _twice(angle: Tensor, interleaved: bool) -> Tensor:
 
 
 def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
-    """Writes after three rows that are in the cache; all other rows must stay unchanged."""
+    """Yield a call that writes to the caches from row 3 on. All other rows must stay unchanged."""
     b, s = (1, 1) if spec.one else (2, LENGTH)
     draw = Draw(spec.dtype, spec.device)
     heads = (draw(b, s, h, d).transpose(1, 2) for h, d in ((4, spec.head_dim), (2, spec.head_dim), (2, spec.value_dim)))

@@ -47,8 +47,8 @@ def choose_experts(
     largest scores. normalise: divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: the
     dtype of the weights, by default that of the logits.
     Among experts with equal scores, the one with the lower index is chosen, as by `torch.topk` on a GPU. On a CPU, the
-    torch tier chooses as `torch.topk` does there. Returns (weights [T, top], ids [T, top] int64), the largest score
-    first; with groups or a bias, the torch tier's order is not defined. Raises `OptionError` for any other `scores`.
+    torch tier chooses as `torch.topk` does there. Returns (weights [T, top], ids [T, top] int64), in
+    descending order of the scores with the bias. Raises `OptionError` for any other `scores`.
     """
     if scores not in SCORES:
         raise OptionError(f"choose_experts does not support scores={scores!r}", facts={"known": ", ".join(SCORES)})
@@ -115,7 +115,7 @@ def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tup
 
 
 def _cases(spec: RoutingSpec) -> Iterator[Case]:
-    """Logits on a grid that every dtype represents, so that rounding changes no choice. Every token has a tie."""
+    """Logits on a coarse grid, so that rounding changes no choice. Every token has ties."""
     draw = Draw(torch.float32, spec.device)
     for tokens in (1, LENGTH):
         order = draw(tokens, spec.experts).argsort(-1)

@@ -40,7 +40,7 @@ class Shuffled:
 def shuffle(weight: Tensor) -> Shuffled:
     """Copy a weight [N, K] of a 16-bit dtype into aiter's order.
 
-    Raises `OptionError` unless N is a multiple of 16 and K is a multiple of 32.
+    Raises `OptionError` unless the dtype has 16 bits, N is a multiple of 16 and K is a multiple of 32.
     """
     n, k = weight.shape
     if weight.element_size() != 2 or n % ROWS or k % COLUMNS:
@@ -85,7 +85,7 @@ def torch_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
 
 
 def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    """The oracle: one GEMM with the unshuffled weight, and one sum."""
+    """The oracle: a GEMM with the unshuffled weight, then the addition of the bias."""
     product = torch.matmul(x, unshuffle(data).t())
     return product if bias is None else product + bias
 

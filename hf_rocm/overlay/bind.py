@@ -100,8 +100,9 @@ def wanted(module_name: str) -> bool:
     """Whether the overlay text that is being imported as `module_name` should bind its classes.
 
     True when activated in memory. An installed block binds under ROCm or with `HF_ROCM_FORCE=1`, if this release of
-    hf-rocm wrote it. Reads `torch.version.hip` and the environment, touches no device, and never raises: an installed
-    block must not break the import of a stock module.
+    hf-rocm wrote it. With `HF_ROCM_AUTO=1`, such a block also switches on `auto_prepare`. Reads
+    `torch.version.hip` and the environment, touches no device, and never raises: an installed block must not break the
+    import of a stock module.
     """
     from hf_rocm import options
 

@@ -90,7 +90,7 @@ class Directory:
         return f"{self.manifest.transformers},{limit.transformers}" if limit else self.manifest.transformers
 
     def covers(self, release: str, model: str | None = None) -> bool:
-        """Whether the release is in this directory's range and in the model's own range."""
+        """Whether the release is in this directory's range and, if a model is given, in the model's own range."""
         return _within(release, self.requires(model) if model else self.manifest.transformers)
 
 
@@ -154,7 +154,8 @@ class Catalog:
 def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
     """Load the overlays of the imported hf_rocm: its package data, or a checkout's `overlays/`.
 
-    checked: raise `OverlayError` if the files differ from the ones in hf-rocm's package. Uninstalling does not check.
+    checked: raise `OverlayError` if the files differ from the ones in hf-rocm's package. Uninstalling and
+    deactivating do not check.
     """
     if root is not None:
         return Catalog(root)

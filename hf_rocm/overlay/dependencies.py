@@ -65,7 +65,7 @@ class Registry(NamedTuple):
     default: tuple[Reference, ...]  # the references that are called if the registry is not used or has no such entry
 
     def keys(self) -> set[str]:
-        """The existing keys and the keys that may be added."""
+        """The existing keys and, for an interface of transformers, `eager`, which may be added."""
         return {*self.mapping, "eager"} if hasattr(self.mapping, "get_interface") else set(self.mapping)
 
     @property

@@ -27,8 +27,8 @@ def explain_difference(state: FileState) -> str:
 def explain_change(state: FileState, reference: Path) -> str:
     """Return every changed definition as a diff against another release's text.
 
-    reference: a wheel of transformers, the package's folder or its parent folder. Raises `OverlayError` if it lacks a
-    file.
+    reference: a wheel of transformers, the package's folder or its parent folder. Raises `OverlayError` if the
+    reference lacks a file.
     """
     parts = []
     for difference in state.differences:

@@ -9,7 +9,7 @@ from hf_rocm.overlay.scan import read_file
 
 
 class Disk:
-    """The real file system. Every method is one operation."""
+    """The real file system."""
 
     def read(self, path: Path) -> bytes | None:
         return read_file(path)

@@ -48,7 +48,7 @@ def _check(file: Path, expected: str) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield every file and every link, except compiled bytecode."""
+    """Yield every file and every link, except those in `__pycache__`."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         linked = [name for name in folders if (Path(place) / name).is_symlink()]

@@ -1,7 +1,8 @@
 """Locate transformers without importing it, and check whether it may be patched.
 
 Any installation may be read. `check_writable` refuses to patch a checkout or a symbolic link. Unless the user gave its
-path, the package must also belong to the active environment, and must be the only transformers on `sys.path`.
+path, the package must also be the only transformers on `sys.path`, and must belong to the active virtual environment,
+if there is one.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _version(root: Path, metadata: Path | None) -> str:
             facts={"file": root / "__init__.py", "expected": '__version__ = "…"', "found": "no such line"},
             hint="reinstall transformers",
         )
-    # A local build may tag only one of the two, as in 5.4.0 and 5.4.0+rocm1.
+    # A local build may tag only one of the two versions, as in 5.4.0 and 5.4.0+rocm1.
     if recorded is not None and recorded.split("+")[0] != match[1].split("+")[0]:
         raise OverlayError(
             "transformers' files and its package record are of different releases",

@@ -35,7 +35,7 @@ def exclusive(root: Path, *, timeout: float = 60.0) -> Iterator[list[str]]:
 
 
 def _uv_lock(root: Path) -> Path | None:
-    """Return the `.lock` file of the virtual environment that contains `root`, if uv manages it."""
+    """Return the `.lock` file of the virtual environment that contains `root`, if uv made one of them."""
     for folder in root.parents:
         settings = folder / "pyvenv.cfg"
         if settings.is_file():
@@ -52,7 +52,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        # such as another user's lock file; the lock on the folder still excludes other installers
+        # for example, another user owns the lock file; the lock on the folder still excludes other installers
         notices.append(f"{path} can't be locked ({error.strerror}); do not run uv on this environment meanwhile")
         yield
         return

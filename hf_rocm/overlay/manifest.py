@@ -14,8 +14,9 @@
     reason = "why this model excludes releases of the directory's range"
 
 The names are the imports from transformers in the overlay's source: its import list is its dependency list. `A|B` is
-the first of the names passed to `overlay.binds_first` that exists in a release. A span refers to the list of releases
-at the top. Ranges and reasons are written manually. scripts/refresh-digests writes everything else.
+the first of the names passed to `overlay.binds_first` that exists in a release. A span such as `5.4.0 to 5.7.1` refers
+to the list of releases at the top. Ranges and reasons are written manually. scripts/refresh-digests writes everything
+else.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ def render(manifest: Manifest) -> str:
 
 
 def dependencies(overlay_text: str) -> list[str]:
-    """Return the names that an overlay imports from transformers, as `module:name`, sorted. Raises `SyntaxError`."""
+    """Return the names that an overlay imports from transformers or passes to `binds_first`, as `module:name`, sorted.
+
+    Raises `SyntaxError`.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(overlay_text)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "transformers":

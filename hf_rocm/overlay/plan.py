@@ -1,6 +1,7 @@
 """The plan of a command as data, shared by the dry run, the JSON output and the real run.
 
-Pure functions. Installing and removing are inverse by construction: the `before` of one is the `after` of the other.
+Nothing is written here. Installing and removing are inverse by construction: the `before` of one is the `after` of
+the other.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Watch:
     """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
 
     strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
-    transformers or torch is present. hf_rocm's own changes are ignored.
+    a package in `OWN` is present. hf_rocm's own changes are ignored.
     """
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
@@ -69,7 +69,7 @@ def constant_in_traces(function: Answer) -> Answer:
 def unchanged(code: Any) -> bool:
     """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    False for a class of a package that is not in `OWN`.
+    False for a dependency that was already replaced then, and for a class of a package that is not in `OWN`.
     """
     watch = watches.get(code)
     if watch is None:
@@ -164,7 +164,7 @@ def _sentence(reference: Reference, value: Any) -> str:
 def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callable[[], bool]:
     """Compile all comparisons into one function, because a loop would take three times as long.
 
-    Values are compared by identity only, because a wrapper may be equal to the value that it wraps.
+    Values are compared by identity, because a wrapper may be equal to the value that it wraps.
     """
     space: dict[str, Any] = {}
     terms = []
@@ -190,5 +190,5 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
     return constant_in_traces(space["check"])
 
 
-# Watches by class or function. The keys belong to transformers or torch and are never collected.
+# Watches by class or function. The keys, most of which belong to transformers or torch, are never collected.
 watches: dict[Any, Watch] = {}

@@ -118,7 +118,7 @@ def _patched(installation: Installation) -> set[str]:
 
 
 def no_overlay(installation: Installation, catalog: Catalog, model: str | None = None) -> OverlayError:
-    """Return the error for a release without an overlay (of this model), with the releases that have one."""
+    """Return the error for a release without an overlay (of this model), or for a model that has no overlay at all."""
     release = installation.version
     if model is None or model in catalog.models():
         facts = {

@@ -1,6 +1,6 @@
 """The state of a stock file on two axes: whether the block is installed, and whether the overlay matches the file.
 
-Pure functions: the caller passes the bytes. `survey` reads them from disk.
+Nothing here accesses the disk: `scan.state_of` passes the bytes, and the functions that read other files.
 """
 
 from __future__ import annotations

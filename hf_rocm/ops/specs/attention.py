@@ -1,4 +1,4 @@
-"""The specifications of attention, and its keyword arguments besides query, key and value.
+"""The specifications of attention, and the keyword arguments of its implementations.
 
 Every implementation receives all of these arguments. Their meaning is documented with the operations: `attention`,
 `varlen_attention`, `decode_attention`, `paged_attention`.

@@ -11,7 +11,7 @@ from torch import Tensor
 class DeltaSpec(NamedTuple):
     """The specification of `gated_delta_step` and `gated_delta_prefill`.
 
-    group: how many value heads share a key head. taps: the size of the convolution's kernel.
+    group: the number of value heads that share a key head. taps: the size of the convolution's kernel.
     """
 
     dtype: torch.dtype

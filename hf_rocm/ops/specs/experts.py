@@ -24,7 +24,7 @@ class ExpertsSpec(NamedTuple):
     interleaved: bool
     weigh_input: bool
     contiguous: bool  # whether both weights are contiguous
-    pairs: int  # pairs of a token and an expert, rounded up to the next of `moe.BOUNDS`; `moe.MANY` above the largest
+    pairs: int  # token-expert pairs, rounded up to the next bound of the operation; `moe.MANY` above the largest bound
     traced: bool
     grad: bool
 

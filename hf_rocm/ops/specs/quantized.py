@@ -11,10 +11,10 @@ from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, qua
 from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.specs.linear import MANY
 
-# The step in rows for dequantising a weight piece by piece: no piece ends within the 128 rows of a block, or within 256
-# scales that share a factor.
+# A weight is dequantised in pieces. Their number of rows is a multiple of this, so that no piece ends within the 128
+# rows of a block, or within 256 scales that share a factor.
 _STEP = 256
-_AT_ONCE = 2**24  # numbers that are dequantised at once: 64 MiB in fp32
+_AT_ONCE = 2**24  # numbers in a piece, at least one step of rows: 64 MiB in fp32
 
 
 class QuantizedSpec(NamedTuple):

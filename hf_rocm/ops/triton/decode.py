@@ -208,7 +208,7 @@ def _forward(
 class _Work(NamedTuple):
     """The launch arguments that are cached for all calls with the same sizes and options.
 
-    room: the number of fp32 partial results.
+    room: the number of fp32 elements in the partial results of all programs; 0 if there is one split.
     """
 
     grid: tuple[int, int, int]

@@ -162,7 +162,7 @@ def block_key(key_dim: int, device: torch.device) -> int:
 
 
 def block_value(key_dim: int, value_dim: int) -> int:
-    """The number of columns of the state in a program: fewer for wide keys, because they are kept in registers."""
+    """The number of columns of the state in a program: fewer for wide keys, because registers contain the columns."""
     return max(16, min(32 if key_dim <= 128 else 16, power_of_two(value_dim)))
 
 

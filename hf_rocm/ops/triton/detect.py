@@ -59,7 +59,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import triton, once. Returns the reason, in a sentence, if that fails."""
+    """Import triton, once. Returns the reason, in a sentence, if that fails or the release is too old."""
     try:
         triton = importlib.import_module("triton")
         backends = importlib.import_module("triton.backends").backends

@@ -31,7 +31,7 @@ WIDEST = 2**16  # columns; the second dimension of a grid is limited to 16 bits
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:
-    """Why the kernels are not used for these experts, or None. They must support the call and be known to be faster."""
+    """Why the kernels can't serve these experts or are not known to be faster, or None."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NAME = "chosen_experts"
 
-# The largest T · k for which kernels that read the weights of each pair come before dequantising: four times that of
-# bf16, because a weight takes a quarter of the bytes.
+# The largest number of token-expert pairs for which the kernels that read the weights of every pair are preferred to
+# dequantising: four times as many as in bf16, because a weight takes about a quarter of the bytes.
 PAIRS = 256
 
 ARGUMENTS = (

@@ -187,7 +187,7 @@ def _launch(
 def _two_strides(x: Tensor) -> tuple[int, int, int] | None:
     """(outer stride, inner rows, inner stride) of the rows of x, or None if two strides can't describe them.
 
-    The heads of a fused projection are such rows, so the norm of queries and keys needs no copy.
+    Two strides describe the heads of a fused projection, so the norm of queries and keys needs no copy.
     """
     if x.is_contiguous():
         return x.shape[-1], 1, 0

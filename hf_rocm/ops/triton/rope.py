@@ -129,7 +129,7 @@ def _launch(
     norms: Norms = NO_NORMS,
     once: bool = False,
 ) -> bool:
-    """Launch the kernel. Returns whether the kernel itself advances a scalar position."""
+    """Launch the kernel. Returns whether the kernel itself advances the position, if that is a scalar."""
     from hf_rocm.ops.triton.kernels.rope import rope_kernel
 
     b, h, s, d = query.shape

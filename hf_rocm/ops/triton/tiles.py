@@ -1,4 +1,4 @@
-"""The tiles of the kernels, which divide their work into programs, for the wrappers and for ahead-of-time builds.
+"""The tiles into which the kernels divide their work, for the wrappers and for ahead-of-time builds.
 
 This module does not import triton, so that both can import it.
 """

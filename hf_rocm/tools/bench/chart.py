@@ -37,7 +37,7 @@ FLOOR = "#2f855a"
 
 class Bar(NamedTuple):
     """One side of a panel. value: the median. low, high: the first and third quartiles, or the median and the 95th
-    percentile."""
+    percentile. All three are equal if there is only one value."""
 
     side: str
     label: str

@@ -1,8 +1,8 @@
 """A dummy checkpoint of a named shape, whose matrices take no space on disk and get random values after loading.
 
 Ranks that share a model load it from a checkpoint, because transformers shards a model while loading it. The matrices
-of this checkpoint are a hole in a sparse file: they are zero until each rank fills its own part. So even a large
-checkpoint is created instantly.
+of this checkpoint are a hole in a sparse file, so even a large checkpoint is created instantly. They are read as zeros,
+and each rank then fills its own part in memory.
 """
 
 from __future__ import annotations

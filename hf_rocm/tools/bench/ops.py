@@ -48,7 +48,7 @@ class _Candidate(NamedTuple):
 
 @torch.inference_mode()
 def compare_all(cases: Sequence[OpCase], rates: Rates, device: torch.device, progress: Progress) -> Iterator[Line]:
-    """Time every candidate in every case. A candidate that refuses, fails or is wrong is returned with the reason."""
+    """Time every candidate in every case, and yield a line for each. A line without a time contains the reason."""
     for case in cases:
         progress(f"{case.operation}: {case.title}")
         operation = operations()[case.operation]
@@ -134,7 +134,7 @@ def _candidates(operation: Operation[Any]) -> Iterator[_Candidate]:
 
 
 def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
-    """Yield the libraries or backends that PyTorch can use for the operation."""
+    """Yield the BLAS libraries that PyTorch can use for `linear`, or all backends of its attention."""
     if operation == "linear":
         for name in blas_backend.LIBRARIES:
             try:

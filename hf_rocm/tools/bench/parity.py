@@ -1,4 +1,4 @@
-"""Compare every side with an exact reference before anything is timed.
+"""Compare every side with a more precise reference before anything is timed.
 
 The tolerance is derived: a side may have at most twice the error of the eager model in the same dtype, plus one
 rounding step of the largest value. The reference is the eager model with its weights converted to fp32 (fp64 for fp32
@@ -23,7 +23,7 @@ from hf_rocm.tools.bench.variants import Side, twin
 
 TOKENS = 32768  # the largest number of prompt tokens in a batch, so that the reference takes only seconds
 _FEW = 32  # the smallest number of values on which the error of eager is measured
-JUDGED = 16  # number of new tokens that are compared; includes recorded steps, which follow a few uncaptured ones
+JUDGED = 16  # the most new tokens that are compared; includes recorded steps, which follow a few uncaptured ones
 
 
 class Parity(NamedTuple):
@@ -43,7 +43,7 @@ class Parity(NamedTuple):
 
 class Trial(NamedTuple):
     """The output of one side, and the arguments for the reference. same: whether the inputs are those of the timed
-    case. tokens: the whole sequence, [B, S + new]; for a forward pass, the next token."""
+    case. tokens: the whole sequence, [B, S + new]; for a forward pass, the largest index at the last position."""
 
     arguments: dict[str, Any]
     actual: Tensor
@@ -52,9 +52,9 @@ class Trial(NamedTuple):
 
 
 def trial(side: Side, case: Case, *, most: int | None = None) -> Trial:
-    """Run one side on the inputs of a case, or on a shorter prompt if the reference would not fit in memory.
+    """Run one side on the inputs of a case, or on a shorter prompt if the reference would take too much memory or time.
 
-    most: the longest prompt to use; by default, the longest that fits in memory.
+    most: the longest prompt to use; see `_length` for the default.
     """
     length = _length(side.model, case) if most is None else min(case.prompt, most)
     smaller = case._replace(prompt=length)
@@ -169,7 +169,7 @@ def _largest(actual: Tensor, exact: Tensor) -> float:
 
 
 def _length(model: Any, case: Case) -> int:
-    """Return the prompt length, limited so that the scores of eager attention fit in memory."""
+    """Return the prompt length, limited by `TOKENS`, and so that the scores of eager attention fit in memory."""
     if not case.prompt:
         return 0  # images have no prompt
     most = 2**24
@@ -195,7 +195,7 @@ def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _plainly(model: Any) -> Any:
-    """Select eager attention and experts in all configs of the model. Other models have separate configs."""
+    """Select eager attention and experts in all configs of the model, which no other model shares."""
     for config, name in _implementations(model):
         setattr(config, name, "eager")
     return model

@@ -1,4 +1,4 @@
-"""One rank of `hf-rocm bench --tp N`. It loads its part of the model as transformers shards it, stock and prepared.
+"""One rank of `hf-rocm bench --tp N`. It loads its part of each model (stock and prepared), as transformers shards it.
 
 All ranks must make the same decisions, or they wait for each other forever. So no decision here depends on the clock or
 the free memory of a single rank, and a side that fails ends the run.

@@ -1,7 +1,7 @@
-"""`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return what rank 0 recorded.
+"""`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return the segment of rank 0.
 
 The ranks are plain processes with their own store. So a failure of one rank is detected at once, even while the others
-wait for it, and its exception or signal is reported. Then all ranks are stopped, and nothing is written.
+wait for it, and its exception or signal is reported. Then all ranks are stopped, and no result is written.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_rocm.tools.bench.clock import device_time
 
-LARGE = 2**30  # bytes of a copied buffer on a GPU, several times the size of its largest cache
+LARGE = 2**30  # bytes of a copied buffer on a GPU, several times the size of the largest cache
 
 
 class Rates(NamedTuple):

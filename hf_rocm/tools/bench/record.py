@@ -1,6 +1,6 @@
 """Segments: the results of single runs with the facts that they depend on, stored in a JSON file.
 
-A file of segments contains a whole matrix of runs. Every segment has its own baseline and can be repeated alone.
+A file of segments can contain a whole matrix of runs. Every segment has its own baseline and can be repeated alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The roofline: the time that the necessary bytes and operations take at the rates measured on this machine.
 
-A decode step reads all weights that it uses, and all cached keys and values, once. A prefill multiplies every token by
-the weights that the token uses. Embedding tables do not count, since only a few rows are read. With several ranks, the
-bytes and operations are those of one rank, and the time to send its messages is added.
+A decode step reads the weights that it uses, and the keys and values that it attends to, once. A prefill multiplies
+every token by the weights that the token uses. Embedding tables do not count, since only a few rows are read. With
+several ranks, the bytes and operations are those of one rank, and the time to send its messages is added.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Return the bytes and FLOPs of a forward pass over the prompt. A causal head runs on one position per row."""
+    """Return bytes and FLOPs of a forward pass over the prompt or image. A causal head runs on one position per row."""
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"
     weights = Weights.of(model)
@@ -126,7 +126,7 @@ def _seen(context: int, window: int | None) -> int:
 
 
 def _pairs(length: int, window: int | None, *, causal: bool) -> float:
-    """Return the number of (query, key) pairs in which the query attends to the key."""
+    """Return the number of pairs of a query and a key that it attends to. The window applies only if causal."""
     if not causal:
         return length * length
     width = _seen(length, window)
@@ -156,7 +156,7 @@ def _expert_share(model: Any) -> float:
 
 
 def _positions(model: Any) -> int:
-    """Return the number of tokens in an image."""
+    """Return the number of patches in an image."""
     config = model.config
     return int((config.image_size // config.patch_size) ** 2)
 

@@ -2,7 +2,7 @@
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
 MLP's down projection. A message is [B, S, hidden]. At batch 1 it has a few kilobytes and is too small to saturate a
-link, so what matters is the latency of an all-reduce and the part of a step that can be divided.
+link, so the speed-up depends on the latency of an all-reduce and on the part of a step that can be divided.
 """
 
 from __future__ import annotations

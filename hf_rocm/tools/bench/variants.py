@@ -1,7 +1,7 @@
 """The sides of a comparison: copies of one model that share its weights but run in different ways.
 
 Because the weights are shared, two sides differ only in the code that runs, they take the memory of one model, and no
-side needs a new warm-up because another side moved the weights.
+side needs a new warm-up after another one has run.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ LABELS = {
 # `default` unless the label names another one.
 DEFAULT = (STOCK, COMPILE, PREPARED)
 
-# Sides that differ from another side only in decoding and in encoders: neither transformers nor hf_rocm compiles or
-# records a prefill.
+# Sides that run a prefill in the same way as another side: neither transformers nor hf_rocm compiles or records a
+# prefill.
 DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
 
-# The reason why such a side is left out elsewhere, and its wordings in older records.
+# The reason why such a side is left out of a case, and the wordings of this reason in older records.
 NOT_DECODING = "it differs from another side only in decoding"
 EARLIER_NOT_DECODING = ("it differs in decoding only", "it differs from another side in decoding only")
 
 
 @dataclass
 class Side:
-    """One side. arguments: additional arguments of `generate`. turn: a context manager for the time that it runs."""
+    """One side. arguments: additional arguments of `generate`. turn: a context manager that is active while it runs."""
 
     name: str
     model: Any
@@ -77,7 +77,7 @@ class Side:
         return _replay_alone(self.model) if self.name == PREPARED else None
 
     def forget(self) -> None:
-        """Also release compiled code, so that the next shape isn't compiled with dynamic sizes."""
+        """Like `release`, but also drop compiled code, so that the next shape isn't compiled with dynamic sizes."""
         self.release()
         if self.name in (COMPILE, OVERHEAD):
             self.model.__dict__.pop("_compiled_call", None)
@@ -130,7 +130,7 @@ def _replay_alone(model: Any) -> float | None:
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:
     """Return the sides with these names over one stock model, and the reasons why others are unavailable.
 
-    `model` itself becomes the hf_rocm side if that is requested. Raises `OptionError` on an unknown name.
+    `model` itself becomes the model of the sides with hf_rocm, if any. Raises `OptionError` on an unknown name.
     """
     unknown = [name for name in names if name not in LABELS]
     if unknown:
@@ -154,7 +154,7 @@ def twin(model: Any) -> Any:
     """Return a copy of a stock model with the same parameter and buffer objects, so that it takes hardly any memory.
 
     If weights are fused in the model later, the copy uses the fused weights too. A prepared model can't be copied,
-    because restoring it takes the shared parameters out of the fused blocks.
+    because restoring the copy would take the shared parameters out of the fused blocks.
     """
     from hf_rocm.loading.prepare import REPORT, restore
 

@@ -1,7 +1,7 @@
 """Checks of torch, aiter and other packages in a child process, since they may crash, hang or write to the terminal.
 
-The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file after every stage, so
-that the stage in which it was killed is known.
+The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file before and after
+every stage, so that the stage in which it was killed is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from hf_rocm.tools.doctor import kernels
 
 MIB = 2**20
-# Functions of aiter that hf_rocm calls. All releases since 0.1.5 have them, unless a hidden import error removed some.
+# Some of the functions of aiter that hf_rocm calls. All releases since 0.1.5 have them, unless a hidden import error
+# removed one.
 AITER_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "rms_norm", "silu_and_mul")
 FLAGS = (
     "backends.cuda.matmul.allow_tf32",
@@ -159,7 +160,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 def _product(torch: Any, index: int) -> None:
     left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
     right = left.t().contiguous()
-    # GEMMs of small integers are exact in bf16 with fp32 accumulation, so the results must be equal
+    # with fp32 accumulation, a GEMM of small integers is exact until it is rounded, so the results must be equal
     actual = (left.bfloat16() @ right.bfloat16()).float().cpu()
     expected = (left.cpu() @ right.cpu()).bfloat16().float()
     if not torch.equal(actual, expected):

@@ -12,7 +12,8 @@ from hf_rocm.tools.doctor.report import Report
 def doctor(model: str | None = None, *, machine: Machine | None = None, progress: Progress | None = None) -> Report:
     """Examine this machine (or `machine`), and check whether `model`, a folder or a name on the Hub, fits on it.
 
-    This process imports neither torch nor transformers nor aiter; child processes do, and may crash. Raises nothing.
+    This process imports neither torch nor transformers nor aiter; child processes import torch, aiter and bitsandbytes,
+    and may crash. Raises nothing.
     """
     return report(collect(machine or ThisMachine(), model=model, progress=progress))
 

@@ -74,9 +74,9 @@ class Aiter:
 
 @dataclass(frozen=True)
 class Host:
-    """Settings of the host that matter with several GPUs. numa_balancing, iommu: None if unreadable. locked: bytes
-    that a process may lock, None for no limit. interfaces: network interfaces. networks: InfiniBand and RoCE devices.
-    resolves: whether the host name resolves to an address of this host."""
+    """Settings of the host that matter with several GPUs. numa_balancing, iommu: None if unknown. locked: bytes
+    that a process may lock, None if unlimited or unknown. interfaces: network interfaces. networks: InfiniBand and
+    RoCE devices. resolves: whether the host name resolves to an address of this host."""
 
     numa_balancing: bool | None = None
     iommu: str | None = None

@@ -15,7 +15,7 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     """Test bitsandbytes' NF4 weights on a device. Returns a description of the numerical error, or None.
 
     The unpacked weights are compared with the original ones. GEMMs with 1 row and with 8 rows, which use different
-    kernels, are compared with exact GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
+    kernels, are compared with fp64 GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
     bf16 GEMM, plus a rounding step.
     """
     from hf_rocm.tolerance import allowed_error  # imports torch, whose failure the child reports in another stage

@@ -1,8 +1,8 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
 A decoding step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the
-keys of each piece are split into blocks, which are distributed over several programs. The number of keys is read on the
-device: every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
+keys of each piece are split into blocks, which are distributed over several programs. `lengths` is read on the device:
+every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def decode_kernel(
     ALONE: tl.constexpr,  # one split
     CAUSAL: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page, or None
-    HIDDEN: tl.constexpr,  # an additive mask hides a key by a value up to this one; None: the mask is bool
+    HIDDEN: tl.constexpr,  # an additive mask hides a key by a value up to this one; None: the mask is bool or absent
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,7 +143,7 @@ def decode_kernel(
         scores = tl.where(seen, scores, -float("inf"))
 
         higher = tl.maximum(peak, tl.max(scores, 1))
-        level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far
+        level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
         shares = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)
         total = total * fade + tl.sum(shares, 1)
@@ -191,7 +191,7 @@ def gather_kernel(
     parts = tl.num_programs(0).to(tl.int64) * splits
     peaks = sums + parts * VALUE_DIM
     peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
-    used = peak > -float("inf")  # the other splits have written no partial results
+    used = peak > -float("inf")  # the other splits have no keys, or only hidden ones
     total = tl.load(peaks + parts + place, mask=used, other=0.0)
     highest = tl.max(peak, 0)
     if sinks is not None:

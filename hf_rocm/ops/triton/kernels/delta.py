@@ -1,7 +1,7 @@
 """One token of the gated delta rule: the convolution of every channel, then the step of every value head in registers.
 
 There are two kernels because all value heads that share a key head need its convolution, but only one program may
-update the state of that convolution. Everything is computed in fp32 and rounded once, at the end.
+update the convolution's state. Everything is computed in fp32 and rounded once. `ops.delta` defines the shapes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ chunked form of https://arxiv.org/abs/2406.06484 with the decays of https://arxi
 `chunk_kernel` computes (I + A)⁻¹ · diag(beta) and Q · Kᵀ ⊙ D of all chunks, neither of which depends on S.
 `recurrence_kernel` keeps some columns of S in registers and runs over the chunks.
 
-States are fp32, so all products are computed with the precision of fp32 (see `kernels/parts.py`).
+States are fp32, so all products have the precision of fp32 (see `kernels/parts.py`). Shapes: see `ops.delta_prefill`.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _build_chunk(groups: int, shared: int, dim: int, dtype: str, lanes: int) -> 
 
 
 def _build_recurrence(groups: int, shared: int, dim: int, dtype: str) -> Build:
-    # a head of 128 spills registers: on RDNA 3 about 20 in bf16, on RDNA 3 and 4 more in fp16
+    # with a head dim of 128, RDNA 3 spills about 20 registers in bf16, and RDNA 3 and 4 spill more in fp16
     spills = () if dim < 128 else GFX11 if dtype == "bf16" else _RDNA
     return Build(
         recurrence_kernel,

@@ -97,8 +97,8 @@ def mxfp4_down(
         if bias is not None:
             product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
         weight = tl.broadcast_to(tl.load(weights + pairs).to(tl.float32)[:, None], product.shape)
-        # Rounded before the sum: the compiler would fuse a multiplication with it, and lanes that add the same
-        # experts in a different order would then differ in the last bit.
+        # The product is rounded before the sum. Otherwise, the compiler would fuse the two, and lanes that add the
+        # same experts in a different order would differ in the last bit.
         total += tl.sum(tl.fma(rounded(product, dtype), weight, tl.zeros_like(product)), 0)
     tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
 

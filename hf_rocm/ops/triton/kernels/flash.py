@@ -204,7 +204,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Attend to the keys from `begin` to `end` for one tile. MASKED: whether some rows don't see all of them."""
+    """Attend to the keys from `begin` to `end` for one tile. MASKED: whether rows may see only some of them."""
     n = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
@@ -234,7 +234,7 @@ def _attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = higher
         if MASKED:
-            level = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far
+            level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
         shares = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)
         total = total * fade + tl.sum(shares, 1)

@@ -12,7 +12,7 @@ from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
 @triton.jit
 def four_bit_rows(
     x,  # [M, K]
-    weight,  # this and the following ones as in `four_bit_vector`
+    weight,  # this and the following arguments are as in `four_bit_vector`
     scale,
     zeros,
     code,  # as in `four_bit_vector`, but a table has the dtype of x

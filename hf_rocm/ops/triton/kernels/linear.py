@@ -28,7 +28,7 @@ def matrix_vector(
     k_size,
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
-    GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: each row has one
+    GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -71,7 +71,7 @@ def matrix_vector(
 @triton.jit
 def few_rows(
     x,  # [M, K]
-    weight,  # this and the following ones as in `matrix_vector`
+    weight,  # this and the following arguments are as in `matrix_vector`
     scale,
     bias,
     residual,

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of rows, with or without a residual sum before them: each value is read and written once."""
+"""RMSNorm of rows, with or without a residual sum before it, and LayerNorm of a residual sum, each in one pass."""
 
 from __future__ import annotations
 

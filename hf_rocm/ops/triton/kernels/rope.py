@@ -1,7 +1,7 @@
 """Rotary embeddings of queries and keys in one launch, optionally writing keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
-layers, and the compiler may not contract it with the sum that follows, so that the results are bitwise equal.
+layers, and the compiler may not contract it with the sum that follows, so that rotations are bitwise equal to theirs.
 """
 
 from __future__ import annotations

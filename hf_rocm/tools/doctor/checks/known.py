@@ -181,7 +181,7 @@ def _conv3d(facts: Facts) -> Iterator[Finding]:
 
 
 def _backward(facts: Facts) -> Iterator[Finding]:
-    """Check for ROCm 10, in which AOTriton's backward kernel is slower."""
+    """Check for ROCm 10 on gfx950, where AOTriton's backward kernel is slower."""
     release = version(facts.rocm_release)
     if "gfx950" not in facts.gpus or release is None or release.major != 10:
         return

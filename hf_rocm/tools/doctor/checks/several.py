@@ -1,7 +1,7 @@
-"""Several GPUs: peer access between them, torch's RCCL, and the ranks' variables.
+"""Several GPUs: peer access between them, torch's RCCL, the host's settings, and the ranks' variables.
 
-The checks are based on RCCL's warnings at startup, which it logs only with NCCL_DEBUG=WARN, and on the
-recommendations for the variables in RCCL's and NCCL's documentation.
+The checks are based on RCCL's warnings at startup, which RCCL logs only with NCCL_DEBUG=WARN or a more
+detailed level, and on the recommendations for the variables in RCCL's and NCCL's documentation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton, which is installed with torch and which hf_rocm's kernels, torch.compile and parts of aiter need."""
+"""Triton: it is installed with torch, and hf_rocm's kernels, torch.compile and parts of aiter need it."""
 
 from __future__ import annotations
 

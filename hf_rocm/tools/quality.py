@@ -283,7 +283,8 @@ def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quan
             facts={"transformers error": " ".join(str(error).split())},
             hint=hint,
         ) from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:  # T5's empty one has a token besides special ones
+    # an empty tokenizer of T5 has one token besides the special ones
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:
         raise LoadError(
             f"there is no tokenizer in {str(model)!r}",
             facts={

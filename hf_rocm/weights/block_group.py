@@ -37,7 +37,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def pending(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """For eligible layers that the first call is to join: return the reason why it would not join them, or None."""
+        """Return the reason why the first call would not join these eligible layers, or None."""
         return SHARED if cls.shares(module, names) else None
 
     @classmethod
@@ -151,8 +151,9 @@ class BlockGroup(WeightGroup):
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory, since one would keep the whole block alive.
+        """Move parameters that are still in this group to their own memory.
 
+        A single parameter that stays would keep the whole block alive.
         shared: also move parameters whose memory is shared with another tensor.
         """
         if capturing():

@@ -200,7 +200,10 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
 
 
 def _is_shuffled(module: nn.Module, names: tuple[str, ...], wanted: Settings) -> bool:
-    """Whether the weight is shuffled with these settings. A stale copy is updated, since `.data` may have changed."""
+    """Whether the weight is shuffled with these settings. A stale copy is updated.
+
+    The values are compared, because version counters miss writes through `.data`.
+    """
     group = _group_in(module)
     if wanted.threshold == 0:
         kind = ShuffledGroup if names else ShuffledLinear

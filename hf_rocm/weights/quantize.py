@@ -165,7 +165,10 @@ def kinds() -> list[str]:
 
 
 def check_options(kind: str, keep: str | None = None, force: bool | None = None) -> None:
-    """Raise `OptionError` on arguments that are invalid for every model, before a model is loaded."""
+    """Raise `OptionError`, before a model is loaded, on arguments that are invalid for every model.
+
+    Raises it too if the ROCm path is disabled.
+    """
     require_switches(force=force)
     if kind not in kinds():
         raise OptionError(f"quantize has no kind {kind!r}", facts={"known": ", ".join(kinds())})

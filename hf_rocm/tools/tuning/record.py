@@ -49,7 +49,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
     """Build the model in this folder or with this name, without allocating memory. It is valid only in the block.
 
     dtype: the name of a dtype, such as bfloat16; by default the checkpoint's dtype. Raises `LoadError` if there is no
-    config.
+    config, and `TuningError` if there is no such dtype, the checkpoint is quantised, or the model can't be traced.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -47,7 +47,7 @@ class Verification:
         return svg(picture(self.model, self.machine, self.layers, _verdict(self), passed=self.passed))
 
     def details(self) -> str:
-        """Return every check, layer and result, wrapped to the width of the terminal."""
+        """Return all checks, end results and kernels, and at most 12 layers, wrapped to the width of the terminal."""
         return _text(self, width(), everything=True)
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """explain: hf_rocm's changes to a model, the parts that stay stock with the reasons, and the kernel of each operation.
 
-Everything is read from the current state of the model, including changes that were made after it was prepared.
+It reads the current state of the model, including changes that were made after it was prepared. Some reasons are from
+the report of `prepare`.
 """
 
 from __future__ import annotations

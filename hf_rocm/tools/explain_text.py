@@ -71,7 +71,7 @@ class Explanation:
     quantized: str | None = None  # which layers are quantised, and their error
     not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that stay unquantised
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
-    forwards: tuple[str, ...] = ()  # whether encoders' forwards are recorded and replayed, and if not, the reasons
+    forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
     replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `nn.Module.forward`
 

@@ -1,7 +1,7 @@
-"""Groups whose weights are in one allocation: the common base of fused, sharded and stacked layers.
+"""Groups whose weights are joined in one or several allocations: the base of fused, sharded and stacked layers.
 
-Every parameter keeps its identity and has its own storage over its part of the allocation. The kinds of groups differ
-in the layers that are eligible and in the allocation that they form.
+Every parameter keeps its identity and has its own storage over its part of an allocation. The kinds of groups differ
+in the layers that are eligible and in the allocations that they form.
 """
 
 from __future__ import annotations

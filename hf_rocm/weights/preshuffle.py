@@ -1,8 +1,8 @@
 """Shuffle the weights of a whole model for aiter, as copies or in place, and undo it.
 
-A copy costs memory, so copies are made only within the user's budget, for GEMMs with many rows. With a threshold of 0
-rows the shuffled weight replaces the original and needs no additional memory, except for a temporary copy of one
-layer's weights.
+A copy costs memory, so copies are made only within the user's budget. Copies of linear layers serve GEMMs with many
+rows, and copies of experts serve any number of tokens. With a threshold of 0 rows, the shuffled weight of a linear
+layer replaces the original and needs no additional memory, except for a temporary copy of one group's weights.
 """
 
 from __future__ import annotations

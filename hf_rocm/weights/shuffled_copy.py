@@ -146,7 +146,7 @@ class ShuffledCopy(WeightGroup):
 
 @contextmanager
 def counters_watched() -> Iterator[None]:
-    """Allow captures to use copies within the block, because a prefill compares the counters before every replay."""
+    """Allow captures to use copies within the block. A prefill compares the counters before steps are replayed."""
     _watched.counters = True
     try:
         yield

@@ -34,7 +34,7 @@ class Unsupported(HfRocmError):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint, without its values."""
+    """The dtype and the shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

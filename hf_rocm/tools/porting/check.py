@@ -128,7 +128,7 @@ def _check_inside(file: Path, top: Path) -> None:
 
 
 class _Silenced:
-    """The lines of a file on which a comment suppresses findings. Every line is read only once."""
+    """The lines of a file on which a comment suppresses findings. No line is read twice."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()

@@ -106,7 +106,7 @@ def _named(dtype: str) -> torch.dtype:
 
 
 class _Answers(TorchDispatchMode):
-    """Return True for every bool that is read from a fake tensor: the masks with which generate starts are all ones."""
+    """Return True for every bool that is read from a fake tensor. The masks are all ones, as when `generate` starts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ class Fault:
 
     layer: the path of the layer, or another place such as `step 3` or `loss`. It is empty if every layer alone is
     within its bound, and only the end result exceeds its bound. operation: a point inside the layer, or a description.
-    error, allowed: relative errors, except for logits, losses and weights.
+    error, allowed: relative errors; for logits and losses, absolute errors; for weights and saved files, the number of
+    tensors that differ, and 0.
     """
 
     layer: str

@@ -17,7 +17,7 @@ from hf_rocm.tools.wrapping import width, wrapped
 
 VERSION = 1  # the version of the JSON format
 
-_LAYERS = 12  # the number of layers to list, those whose errors are closest to the bound or exceed it most
+_LAYERS = 12  # the maximum number of listed layers: those whose errors are closest to the bound or exceed it most
 
 
 @dataclass(frozen=True)

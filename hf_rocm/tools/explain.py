@@ -1,6 +1,7 @@
 """explain: hf_rocm's changes to a model, the parts that stay stock with the reasons, and the kernel of each operation.
 
-Everything is read from the current state of the model, including changes that were made after it was prepared.
+It reads the current state of the model, including changes that were made after it was prepared. Some reasons are from
+the report of `prepare`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _stock(
 
 
 def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
-    """Return this release's overlay of each of these model families, which are not bound; None if it has none."""
+    """Map model families without a bound overlay to their overlay for this release of transformers, or to None."""
     if not missing:
         return {}
     import transformers
@@ -141,7 +142,10 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 
 
 def _name(cls: type) -> str:
-    """Return a unique name for a class, if others have the same: `lora.Linear`. PyTorch's classes keep their names."""
+    """Return a name that distinguishes a class from others of the same name, such as `lora.Linear`.
+
+    PyTorch's classes keep their names.
+    """
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
     parts = cls.__module__.split(".")

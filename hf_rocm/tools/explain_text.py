@@ -67,12 +67,12 @@ class Explanation:
     without_overlay: dict[str, str]
     kernels: tuple[Kernel, ...]
     tuning: Tuning | None = None
-    linears: tuple[str, ...] = ()  # sentences about shuffled weights and routes, with reasons if there are none
+    linears: tuple[str, ...] = ()  # sentences about shuffled weights, routes and patch embeddings
     quantized: str | None = None  # which layers are quantised, and their error
     not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that stay unquantised
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
-    forwards: tuple[str, ...] = ()  # whether encoders' forwards are recorded and replayed, and if not, the reasons
-    stock: tuple[Stock, ...] = ()  # the classes of all modules that are not in `parts`
+    forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
+    stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
     replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `nn.Module.forward`
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +93,10 @@ class Explanation:
 
 
 def short(explanation: Explanation, width: int) -> str:
-    """Return a summary wrapped at `width`: the kernels, and the parts that are not served or fused, with reasons."""
+    """Return the summary: the classes, the reasons why some are not served or fused, and the kernels.
+
+    width: the number of columns at which lines are wrapped.
+    """
     lines = [*_headline(explanation)]
     if explanation.parts or explanation.stock:
         lines += ["", *_table(explanation)]

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
-    """Return sentences about the contained models that don't generate; none if `model` isn't prepared or has none."""
+    """Return sentences about the models in `model` that don't generate; none if `model` isn't prepared."""
     off: dict[str, str | None] = report.get("forwards") or {}
     modules = dict(model.named_modules())
     encoders = [(name, modules[name], reason) for name, reason in off.items() if name in modules]

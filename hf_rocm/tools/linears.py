@@ -1,4 +1,7 @@
-"""The part of `explain` about linear layers: shuffled weights and routes. Fusion is reported per class."""
+"""The part of `explain` about linear layers: shuffled weights, routes, and patch embeddings that run as GEMMs.
+
+Fusion is reported per class.
+"""
 
 from __future__ import annotations
 

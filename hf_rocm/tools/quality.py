@@ -276,14 +276,16 @@ def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quan
     import transformers
 
     try:
+        # transformers 4.x may pass None as a file name, which does not raise OSError
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:  # 4.x passes None as a file name
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         raise LoadError(
             f"there is no tokenizer in {str(model)!r}",
             facts={"transformers error": " ".join(str(error).split())},
             hint=hint,
         ) from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:  # T5's empty one has a token besides special ones
+    # an empty tokenizer of T5 has one token besides the special ones
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:
         raise LoadError(
             f"there is no tokenizer in {str(model)!r}",
             facts={

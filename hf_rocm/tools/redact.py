@@ -107,7 +107,7 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
 
 
 def value(text: str, *, home: str = "") -> str:
-    """Return the value of a variable with all paths shortened, including relative paths and paths with spaces."""
+    """Return the value of a variable with private paths shortened, including relative paths and paths with spaces."""
     if "/" not in text or "://" in text:
         return text  # `clean` shortens URLs
     pieces = re.split(r"([:;,]|\s+(?=-))", text)

@@ -1,7 +1,7 @@
-"""Groups whose weights are in one allocation: the common base of fused, sharded and stacked layers.
+"""Groups whose weights are joined in one or several allocations: the base of fused, sharded and stacked layers.
 
-Every parameter keeps its identity and has its own storage over its part of the allocation. The kinds of groups differ
-in the layers that are eligible and in the allocation that they form.
+Every parameter keeps its identity and has its own storage over its part of an allocation. The kinds of groups differ
+in the layers that are eligible and in the allocations that they form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def pending(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """For eligible layers that the first call is to join: return the reason why it would not join them, or None."""
+        """Return the reason why the first call would not join these eligible layers, or None."""
         return SHARED if cls.shares(module, names) else None
 
     @classmethod
@@ -151,8 +151,9 @@ class BlockGroup(WeightGroup):
         return None
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Move parameters that are still in this group to their own memory, since one would keep the whole block alive.
+        """Move parameters that are still in this group to their own memory.
 
+        A single parameter that stays would keep the whole block alive.
         shared: also move parameters whose memory is shared with another tensor.
         """
         if capturing():

@@ -149,7 +149,7 @@ class Mxfp4Packed(FourBitFormat):
 
 @dataclass(frozen=True)
 class PlainOrder(EightBitFormat):
-    """`weight_scale`: one per tensor or one per row."""
+    """`weight_scale`: one scale per tensor or one per row."""
 
     marker = "weight_scale"
 

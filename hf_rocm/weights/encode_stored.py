@@ -81,7 +81,7 @@ def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
 
 
 def _refusal(layer: StoredLinear) -> str | None:
-    """Why this layer is left unchanged, or None."""
+    """Return the reason why this layer is left unchanged, or None."""
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it has a forward hook"
     if "forward" in layer.__dict__ and getattr(layer.__dict__.get("_hf_hook"), "offload", True):

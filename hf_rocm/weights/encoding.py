@@ -23,8 +23,8 @@ class QuantizedWeight(nn.Module):
     """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: the same
     shape as scale, or None.
 
-    The buffers are not part of a state dict, because the layers save the weights in their own dtype. A subclass defines
-    an encoding. format: the parameters of the encoding apart from the sizes, as returned by `format_for`.
+    The buffers are not part of a state dict, because the layers save the weights in their original form. A subclass
+    defines an encoding. format: the parameters of the encoding apart from the sizes, as returned by `format_for`.
     """
 
     data: Tensor

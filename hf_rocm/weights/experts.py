@@ -1,8 +1,8 @@
 """Lists of experts, stacked into two blocks without a second copy.
 
-Up to transformers 4.57 a mixture-of-experts layer has an `nn.ModuleList` of gated MLPs. Their weights are moved into
-the blocks that `ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and every
-call checks all parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
+Up to transformers 4.57, most mixture-of-experts layers have an `nn.ModuleList` of gated MLPs. Their weights are moved
+into the blocks that `ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and
+every call checks all parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Routed:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.layers: list[str] = []  # the names of the routed layers
-        self.skipped: dict[str, str] = {}  # the other linear layers, with the reason
+        self.layers: list[str] = []
+        self.skipped: dict[str, str] = {}
         self._route = _Route(backend)
         self._routed: list[nn.Module] = []
 

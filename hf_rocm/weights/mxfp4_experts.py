@@ -37,7 +37,10 @@ class Mxfp4Experts(nn.Module):
         return True
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """hidden_states: [T, H], with routing_weights [T, k]; before transformers 5, [B, S, H], with [T, E]."""
+        """hidden_states: [T, H]; routing_weights: [T, k], for T tokens with k experts each.
+
+        Before transformers 5, their shapes are [B, S, H] and [T, E].
+        """
         weights = routing_weights
         if self.follows:
             device = self.packed(DOWN)[0].device

@@ -1,4 +1,4 @@
-"""Weights in MXFP4, `mxfp4`: 4-bit floats in blocks of 32 that share a power of two, rounded to the nearest."""
+"""Weights in MXFP4, kind `mxfp4`: 4-bit floats, rounded to the nearest, in blocks of 32 that share a power of two."""
 
 from __future__ import annotations
 

@@ -72,8 +72,7 @@ for _cls in _CALLED:
 def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
 
-    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why others stay
-    stock.
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why others stay stock.
     """
     served: list[str] = []
     skipped: dict[str, str] = {}
@@ -111,7 +110,7 @@ def in_force(model: nn.Module) -> list[str]:
 
 
 def _non_overlapping(convolution: Any) -> bool:
-    """Whether stride and kernel are equal and cover more than one element, without padding, dilation and groups."""
+    """Whether stride and kernel are equal and cover more than one element, without padding, dilation or groups."""
     return (
         convolution.kernel_size == convolution.stride
         and math.prod(convolution.kernel_size) > 1

@@ -1,8 +1,8 @@
 """Shuffle the weights of a whole model for aiter, as copies or in place, and undo it.
 
-A copy costs memory, so copies are made only within the user's budget, for GEMMs with many rows. With a threshold of 0
-rows the shuffled weight replaces the original and needs no additional memory, except for a temporary copy of one
-layer's weights.
+A copy costs memory, so copies are made only within the user's budget. Copies of linear layers serve GEMMs with many
+rows, and copies of experts serve any number of tokens. With a threshold of 0 rows, the shuffled weight of a linear
+layer replaces the original and needs no additional memory, except for a temporary copy of one group's weights.
 """
 
 from __future__ import annotations
@@ -200,7 +200,10 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
 
 
 def _is_shuffled(module: nn.Module, names: tuple[str, ...], wanted: Settings) -> bool:
-    """Whether the weight is shuffled with these settings. A stale copy is updated, since `.data` may have changed."""
+    """Whether the weight is shuffled with these settings. A stale copy is updated.
+
+    The values are compared, because version counters miss writes through `.data`.
+    """
     group = _group_in(module)
     if wanted.threshold == 0:
         kind = ShuffledGroup if names else ShuffledLinear

@@ -123,7 +123,7 @@ def dequantize(model: ModelT) -> ModelT:
 
 
 def summary(model: nn.Module) -> str | None:
-    """Describe the quantised layers and their error in a sentence, or return None for a model without any."""
+    """Describe the quantised layers and their error in a sentence, or return None if there are none."""
     report = model.__dict__.get(REPORT)
     if report is None:
         return None
@@ -165,7 +165,10 @@ def kinds() -> list[str]:
 
 
 def check_options(kind: str, keep: str | None = None, force: bool | None = None) -> None:
-    """Raise `OptionError` on arguments that are invalid for every model, before a model is loaded."""
+    """Raise `OptionError`, before a model is loaded, on arguments that are invalid for every model.
+
+    Also raises it if the ROCm path is disabled.
+    """
     require_switches(force=force)
     if kind not in kinds():
         raise OptionError(f"quantize has no kind {kind!r}", facts={"known": ", ".join(kinds())})

@@ -14,7 +14,7 @@ from hf_rocm.overlay import bind
 from hf_rocm.weights.eligible import linear_refusal
 from hf_rocm.weights.tied_weights import first_shared, shared
 
-# Parts of the names of layers that are not quantised. Rounding a router would send tokens to other experts.
+# Parts of the names of layers that are not quantised. Rounding a router could send tokens to other experts.
 _STAYS = {
     "gate": "it is a router",
     "router": "it is a router",

@@ -1,7 +1,7 @@
 """Linear layers in 8 or 4 bits: the modules that replace `nn.Linear`, and the GEMM of a whole group.
 
-Layers with the same input share one `QuantizedWeight`. A layer that is called alone multiplies its own rows. The group
-multiplies all rows at once.
+Layers with the same input share one `QuantizedWeight`. A call of one layer uses only the rows of that layer. A call of
+the group uses all rows at once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _log = logging.getLogger("hf_rocm")
 
 
 class Replacement(nn.Module):
-    """A module that `quantize` put in place of another one, until `restore` or `dequantize`.
+    """A module that replaces another one until `restore` or `dequantize`. `quantize` and `prepare` create it.
 
-    dtype: that of the dequantised weights. replaced: the original module. follows: whether accelerate moved its input
-    to its device. warns: whether state dicts with rounded weights are logged.
+    dtype: that of the dequantised weights. replaced: the original module. follows: whether inputs are moved to this
+    module's device, as accelerate did for the replaced module. warns: whether state dicts with rounded weights are
+    logged.
     """
 
     dtype: torch.dtype
@@ -206,7 +207,7 @@ class Quantized(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        return refusal(module, names)  # `quantize` forms the group, which needs no fusing
+        return refusal(module, names)  # `quantize` or `prepare` formed the group, which can't be fused
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
@@ -230,7 +231,7 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if a layer was replaced, hooked or given a forward."""
+        """Return the weight that the layers share, or None if one was replaced or has a hook or an instance forward."""
         children = module.__dict__["_modules"]
         shared = None
         for name in self.names:

@@ -28,7 +28,7 @@ _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", t
 
 
 class QuantizedExperts(Mxfp4Experts, Replacement):
-    """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and biases or none.
+    """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and optional biases.
 
     State dicts contain the weights in their own dtype and layout on the CPU: the originals if they were kept, else the
     dequantised weights. Loaded weights are quantised again. Biases stay the parameters of the replaced module.

@@ -134,7 +134,7 @@ class ShuffledCopy(WeightGroup):
             self._marks = marks or self._marks
 
     def drop(self, *, release: bool = True) -> None:
-        """Free the copy, so that only the weights are used. release: also remove PyTorch's hook if it is unused."""
+        """Free the copy, so that only the weights are used. release: also remove the hook from PyTorch if unused."""
         self.shuffled = None
         self.source = self.source.new_empty(0)
         if release:
@@ -146,7 +146,7 @@ class ShuffledCopy(WeightGroup):
 
 @contextmanager
 def counters_watched() -> Iterator[None]:
-    """Allow captures to use copies within the block, because a prefill compares the counters before every replay."""
+    """Allow captures to use copies within the block. A prefill compares the counters before steps are replayed."""
     _watched.counters = True
     try:
         yield
@@ -155,7 +155,7 @@ def counters_watched() -> Iterator[None]:
 
 
 def clear_copied(module: nn.Module) -> None:
-    """Remove the traces of a shuffled weight from a copied or unpickled layer: False in its slot, and the hook."""
+    """Remove False from the slot of a copied or unpickled layer, and hf_rocm's forward if nothing else needs it."""
     if module.__dict__.get(SLOT) is False:
         del module.__dict__[SLOT]
         if type(module) is Linear:
@@ -207,7 +207,7 @@ _by_address: WeakValueDictionary[int, ShuffledCopy] = WeakValueDictionary()
 
 
 def unwatch() -> None:
-    """Remove PyTorch's hook unless a copy is left."""
+    """Remove the hook from PyTorch's table unless a copy still needs it."""
     for copy in list(_alive):
         if copy.shuffled is None:
             patches.release(copy)

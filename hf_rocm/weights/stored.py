@@ -25,7 +25,7 @@ from hf_rocm.weights.four_bit import FourBitWeight
 Tensors = Mapping[str, Tensor]
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
-_ZERO = 8  # the number that represents 0 if there are no zero points
+_ZERO = 8  # the number that represents 0 in integers without zero points
 _MULTIPLE = 16  # N and K must be multiples of this for the GEMMs
 
 
@@ -34,7 +34,7 @@ class Unsupported(HfRocmError):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint, without its values."""
+    """The dtype and the shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -192,7 +192,7 @@ class FourBitFormat(LinearFormat):
         return 1 if self.group == -1 else k // self.group
 
     def zeros(self, tensors: Tensors, n: int) -> Tensor | None:
-        """The numbers that represent 0, [N, groups] uint8, or None for 8."""
+        """The zero points, the numbers that represent 0: [N, groups] uint8, or None if there are none."""
         raise NotImplementedError
 
     def from_zeros(self, zeros: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class FourBitFormat(LinearFormat):
         return None if bool((groups[1:] >= groups[:-1]).all()) else groups.argsort(stable=True).to(torch.int32)
 
     def levels(self, tensors: Tensors, start: int, stop: int, k: int) -> Tensor:
-        """The numbers 0 … 15 of some rows, [rows, K] int32. 8 represents 0 if there are no zero points."""
+        """The numbers 0 … 15 of some rows, [rows, K] int32. In integers without zero points, 8 represents 0."""
         raise NotImplementedError
 
     def put_levels(self, out: Tensor, start: int, levels: Tensor) -> None:

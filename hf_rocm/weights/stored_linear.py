@@ -84,8 +84,8 @@ class StoredLayer(nn.Module):
 class StoredLinear(StoredLayer):
     """Replaces an `nn.Linear`.
 
-    Every call dequantises the weight, which is slow. This happens in models that are not prepared, and in layers whose
-    sizes the kernels don't support. biased: whether the checkpoint has a bias; the model may have none.
+    Every call dequantises the weight, which is slow. This happens in models that are not prepared, and in layers that
+    can't be encoded. biased: whether the checkpoint has a bias; the model may have none.
     """
 
     format: LinearFormat

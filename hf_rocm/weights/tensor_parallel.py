@@ -1,7 +1,7 @@
 """Recognise linear layers that transformers' tensor parallelism splits by outputs (`colwise`).
 
 There are three forms: hooks over DTensors up to 5.0, hooks over plain parameters from 5.1 to 5.15, and an instance
-forward over DTensors since then.
+forward over DTensors in later releases.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _is_style(style: Any) -> bool:
 
 
 def _layout(given: Any) -> tuple[object, ...] | None:
-    """Return a placement, or a tuple of one, as plain values."""
+    """Return a placement, or a tuple of one, as plain values, or None if it is neither sharded nor replicated."""
     placement = given[0] if isinstance(given, tuple) and len(given) == 1 else given
     if not hasattr(placement, "is_shard"):
         return None

@@ -99,7 +99,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
             findings += [place.within(shown) for place in sorted(reported, key=lambda place: place.line)]
         if progress is not None:
             progress(number, len(sources.files))
-    if translated:  # the project defines its own warp functions for HIP
+    if translated:  # the project defines its own warp shuffles for HIP
         findings = [finding for finding in findings if finding.rule != native.BALLOT.name]
     return Report(
         path=str(path),
@@ -128,7 +128,7 @@ def _check_inside(file: Path, top: Path) -> None:
 
 
 class _Silenced:
-    """The lines of a file on which a comment suppresses findings. Every line is read only once."""
+    """The lines of a file on which a comment suppresses findings. No line is read twice."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()

@@ -69,8 +69,8 @@ class Place:
 def excerpt(text: str, start: int = 0, end: int = 0) -> str:
     """Return at most 80 characters of a line, without surrounding spaces. `…` marks omitted text.
 
-    start, end: the part of `text` that must be visible, such as the span of a match. If it is too long, its start is
-    visible.
+    start, end: the part of `text` that must be visible, such as the span of a match. If this part is
+    too long, its start is visible.
     """
     left = len(text) - len(text.lstrip())
     line, start, end = text.strip(), max(0, start - left), max(0, end - left)

@@ -1,10 +1,10 @@
 """A parsed Python file for the rules, with names resolved through its imports and the guards of every statement.
 
-The guards of a statement are the words in the conditions that decide whether it runs: in the `if`s and `while`s around
-it or its `else`, in an earlier `if` of its block that ends with `return`, `raise`, `continue` or `break`, in an earlier
-`assert`, in earlier operands of `and` and `or`, or in a decorator. A rule decides which words count: `hip` guards
-against everything, `flash` only against a missing flash-attn. `torch.cuda.is_available()` is not a guard, because it is
-true on ROCm.
+The guards of a statement are the words in the conditions that decide whether it runs. These conditions are in the `if`s
+and `while`s that contain it, even in their `else`; in an earlier `if` of its block that ends with `return`, `raise`,
+`continue` or `break`; in an earlier `assert`; in earlier operands of `and` and `or`; or in a decorator. A rule decides
+which words count: `hip` guards against everything, `flash` only against a missing flash-attn.
+`torch.cuda.is_available()` is not a guard, because it is true on ROCm.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Module:
                         self._values[context.function, target.id] = node.value
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[ast.AST, Context]]:
-        """Yield every node of these types with its context, in source order."""
+        """Yield every node of these types with its context, parents before children."""
         return ((node, context) for node, context in self.contexts.items() if isinstance(node, kinds))
 
     def name(self, node: ast.AST | None) -> str | None:

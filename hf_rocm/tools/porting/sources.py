@@ -85,7 +85,7 @@ def collect(top: Path) -> Sources:
 
 
 def reader_of(file: Path) -> Reader | None:
-    """Return the reader for a file, selected by its name, or by its first line if the name has no suffix."""
+    """Return the reader for a file, or None. The name and folder select it; without a suffix, the first line does."""
     name = file.name
     for pattern, reader in _READERS:
         if pattern.fullmatch(name):

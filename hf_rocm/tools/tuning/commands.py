@@ -41,7 +41,7 @@ class Tuning:
 
     @property
     def elsewhere(self) -> dict[str, list[str]]:
-        """The commands to tune the shapes on another machine: with hf-rocm, and with only aiter's sources."""
+        """The commands to tune the shapes on another machine, with hf-rocm or, for aiter, only with aiter's sources."""
         lines = {"with hf-rocm": ["hf-rocm", "tune", "--shapes", str(self.file)]}
         if self.engine == AITER:
             release = Release(self.release.version, self.release.layout)

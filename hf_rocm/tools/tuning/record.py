@@ -49,7 +49,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
     """Build the model in this folder or with this name, without allocating memory. It is valid only in the block.
 
     dtype: the name of a dtype, such as bfloat16; by default the checkpoint's dtype. Raises `LoadError` if there is no
-    config.
+    config, and `TuningError` if there is no such dtype, the checkpoint is quantised, or the model can't be traced.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,7 +106,7 @@ def _named(dtype: str) -> torch.dtype:
 
 
 class _Answers(TorchDispatchMode):
-    """Return True for every bool that is read from a fake tensor: the masks with which generate starts are all ones."""
+    """Return True for every bool that is read from a fake tensor. The masks are all ones, as when `generate` starts."""
 
     def __init__(self) -> None:
         super().__init__()

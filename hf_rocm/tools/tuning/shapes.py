@@ -79,7 +79,7 @@ class Recording(TorchFunctionMode):
 
 
 def fusable(group: tuple[Any, ...]) -> bool:
-    """Return whether the loader can fuse layers with these shapes."""
+    """Return whether the loader can fuse these layers, given their types, shapes, dtypes and biases."""
     return (
         len(group) > 1
         and all(type(shape) is Linear for shape in group)

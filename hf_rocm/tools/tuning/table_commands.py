@@ -58,7 +58,7 @@ class Listed:
 
 @dataclass
 class Inventory:
-    """All tables, for `tune list`."""
+    """All tables and recordings, for `tune list`."""
 
     machine: dict[str, str]
     tables: list[Listed] = field(default_factory=list)
@@ -127,7 +127,7 @@ def merge(
 
 
 def inventory() -> Inventory:
-    """List all tables, with an error for every unusable file."""
+    """List all tables and recordings, with an error for every unusable table."""
     release, gpu = machine.release(), machine.gpu()
     installed = release.folder is not None
     inventory = Inventory(

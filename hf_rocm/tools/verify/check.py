@@ -11,9 +11,10 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 class Fault:
     """The first place where the error of hf_rocm exceeds its bound.
 
-    layer: the path of the layer; empty if every layer alone is within its bound, and only the end result exceeds its
-    bound.
-    operation: a point inside the layer. error, allowed: relative errors.
+    layer: the path of the layer, or another place such as `step 3` or `loss`. It is empty if every layer alone is
+    within its bound, and only the end result exceeds its bound. operation: a point inside the layer, or a description.
+    error, allowed: relative errors; for logits and losses, absolute errors; for weights and saved files, the number of
+    tensors that differ, and 0.
     """
 
     layer: str
@@ -37,8 +38,9 @@ class Fault:
 class Check:
     """One comparison.
 
-    error, allowed: the relative error at the worst position, and its bound. numbers: other measurements by name. note:
-    the reason why the check was not run, or a remark. fault: the first place that failed, or None.
+    error, allowed: the error and its bound; in most checks, the relative error at the worst position. numbers: other
+    measurements by name. note: the reason why the check was not run, or a remark. fault: the first place that failed,
+    or None.
     """
 
     name: str
@@ -64,4 +66,4 @@ class LayerError:
     stock_travelled: float
     own: float
     stock_own: float
-    allowed: float  # the bound for `own`
+    allowed: float

@@ -43,8 +43,8 @@ def examine(
     """Compare hf_rocm with the reference in one case.
 
     within: a function that returns a context manager for a call of hf_rocm. recorded: a known reference, for example
-    from a golden file, which contains no values inside layers. keep: keep the reference's values inside
-    layers if they fit in memory.
+    from a golden file, which contains no values inside layers. keep: keep the reference's values inside layers if they
+    fit in memory.
     """
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()

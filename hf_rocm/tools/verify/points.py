@@ -37,7 +37,7 @@ class Recorder:
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
         self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
-        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, which are recorded already
+        self._given: list[Tensor | None] = []  # the layer's input and its modules' results; not recorded again
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}

@@ -17,7 +17,7 @@ from hf_rocm.tools.wrapping import width, wrapped
 
 VERSION = 1  # the version of the JSON format
 
-_LAYERS = 12  # the number of layers to list, those whose errors are closest to the bound or exceed it most
+_LAYERS = 12  # the maximum number of listed layers: those whose errors are closest to the bound or exceed it most
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Verification:
         return svg(picture(self.model, self.machine, self.layers, _verdict(self), passed=self.passed))
 
     def details(self) -> str:
-        """Return every check, layer and result, wrapped to the width of the terminal."""
+        """Return all checks, end results and kernels, and at most 12 layers, wrapped to the width of the terminal."""
         return _text(self, width(), everything=True)
 
     def __str__(self) -> str:

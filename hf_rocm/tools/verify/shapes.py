@@ -37,7 +37,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
     """Create a model from a config, with the same random weights on every machine.
 
-    config: a name in `SHAPES`, a config.json, or a folder with one. dtype: its name in torch. Raises `OptionError`.
+    config: a name in `SHAPES`, a config.json, or a folder with one. dtype: the name of a dtype in torch.
+    Raises `OptionError`.
     """
     import transformers
 

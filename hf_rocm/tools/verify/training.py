@@ -23,10 +23,10 @@ NAME, TITLE = "training", "loss and gradients compared with a CPU reference"
 
 
 def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
-    """Compare one row's loss and the gradients of all parameters with stock on the CPU in fp32 (fp64 for fp32).
+    """Compare one row's loss and the gradients of all parameters with stock on the CPU.
 
-    The reference is a copy in host memory. A second copy, in the model's dtype, gives the bound. The two copies don't
-    exist at the same time.
+    The reference is a copy in host memory that runs in fp32, or in fp64 for an fp32 model. A second copy, in the
+    model's dtype, gives the bound. The two copies don't exist at the same time.
     """
     if subject.kind == PAIR or "logits" not in _returns(subject):
         return Check(NAME, TITLE, NOT_RUN, note="verify has no loss for this type of model")

@@ -70,7 +70,8 @@ _SHUFFLE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+__shfl\w*_sync\b", re.MULTILIN
 # Strings, character literals and comments. Unclosed strings and comments match too, so that no text is scanned twice.
 _COMMENT = re.compile(r""""(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])'|//[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 _MASK = re.compile(r"_sync\s*\(\s*(0xffffffff|-1u|FULL_MASK\b|~0u?)(?![0-9a-f])", re.IGNORECASE)
-# A thread index divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`, or a warp size of 32.
+# A thread index modulo or divided by 32, such as `threadIdx.x & 31`, `tid % 32` or `threadIdx.x >> 5`. Also a warp size
+# of 32.
 _LANES = re.compile(
     r"\b(?:threadIdx\.[xyz]|t(?:hread)?_?id_?x?|tx)\s*(?:&\s*(?:31|0x1[fF])|%\s*32|/\s*32|>>\s*5)[uU]?\b"
     r"|#\s*define\s+\w*WARP_?SIZE\w*\s+\(?32\b"
@@ -121,7 +122,7 @@ def _of_line(line: str, number: int, *, cuda: bool) -> Iterator[Place]:
 
 
 def defines_shuffles(text: str) -> bool:
-    """Return whether a source file defines CUDA's warp functions itself, as headers for HIP do."""
+    """Return whether a source file defines macros for CUDA's warp shuffles, as compatibility headers for HIP do."""
     return _SHUFFLE.search(text) is not None
 
 

@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.bloom.modeling_bloom, 4.53 and up.
 
 Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. The MLP, which has no
-gate, LayerNorm, the sliced product of `slow_but_exact`, and calls with a head mask or for attention weights stay stock.
+gate, LayerNorm, and the sliced product of `slow_but_exact` stay stock, as do calls that pass a head mask or request
+attention weights.
 """
 
 try:

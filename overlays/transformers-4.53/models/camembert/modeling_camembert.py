@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.camembert.modeling_camembert, 4.53 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
-without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+without a cache. Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions
+stay stock.
 """
 
 try:
@@ -10,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table names CamembertSdpaSelfAttention; its base CamembertSelfAttention is imported for its digest
+    # the class table selects CamembertSdpaSelfAttention; its base class is imported for its digest
     from transformers.models.camembert.modeling_camembert import (  # noqa: F401
         CamembertOutput,
         CamembertSdpaSelfAttention,
@@ -23,7 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(CamembertSelfOutput, layers.PostNormOutput())
     overlay.binds(CamembertOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(CamembertSdpaSelfAttention, fuses=("query", "key", "value"))
     def camembert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table names DistilBertSdpaAttention; its base MultiHeadSelfAttention is imported for its digest
+    # the class table selects DistilBertSdpaAttention; its base class is imported for its digest
     from transformers.models.distilbert.modeling_distilbert import (  # noqa: F401
         DistilBertSdpaAttention,
         MultiHeadSelfAttention,

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.electra.modeling_electra, 4.53 to 4.57.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or, from 4.54 on, of a decoder
+Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
 without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock, as do calls that
 request attention weights. Stock implements only `eager`, and its mask includes causality.
 """

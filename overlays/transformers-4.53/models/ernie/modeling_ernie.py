@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.ernie.modeling_ernie, 4.53 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
-without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock. Stock implements
-only `eager`, and its mask includes causality.
+without a cache. Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions
+stay stock. Stock implements only `eager`, and its mask includes causality.
 """
 
 try:
@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(ErnieSelfOutput, layers.PostNormOutput())
     overlay.binds(ErnieOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(ErnieSelfAttention, fuses=("query", "key", "value"))
     def ernie_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

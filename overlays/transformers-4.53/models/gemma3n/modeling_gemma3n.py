@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
-Served: the text model. Layers that reuse the keys of another layer stay stock up to 4.55, where they read them from the
-cache. The audio and vision parts stay stock, and so do the norms in training, because hf_rocm's gradients are rounded
-more coarsely.
+Served: the text model, and the norms of all parts. Up to 4.55, layers that reuse another layer's keys read them from
+the cache and stay stock. The rest of the audio and vision parts stays stock, as do norms without a weight. In training,
+all norms stay stock, because hf_rocm's gradients are rounded more coarsely.
 """
 
 try:
@@ -50,8 +50,8 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _shared(cache, kwargs):
-        """Return the dict in which layers store keys for later layers: an argument from 5.6 on, an attribute of the
-        cache from 4.56 on, and None in earlier releases.
+        """Return the dict in which layers store keys and values for later layers: an argument from 5.6 on, an
+        attribute of the cache from 4.56 on, and None in earlier releases.
         """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:

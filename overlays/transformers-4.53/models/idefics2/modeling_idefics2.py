@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.idefics2.modeling_idefics2, 4.53 and up.
 
-Served: the vision tower and the resampler. Another overlay serves the language model, by its type.
+Served: the vision tower and the resampler. The overlay for the language model's type serves the language model.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.mistral3.modeling_mistral3, 4.53 and up.
 
-Served: the norm between the vision tower and the language model. These two are served by the overlays of pixtral and
-mistral.
+Served: the norm between the vision tower and the language model. The overlays for
+their model types, such as pixtral and mistral, serve the tower and the language model.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.roberta.modeling_roberta, 4.53.
 
 Served: both residual sums with their LayerNorms, and self-attention of encoders. Decoders, relative positions, and
-calls with cross-attention, a cache or a head mask stay stock.
+calls with cross-attention, a cache, a head mask or requested attention weights stay stock.
 """
 
 try:

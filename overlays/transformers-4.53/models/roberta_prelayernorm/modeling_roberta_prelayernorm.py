@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm, 4.53 to 4.57.
 
-Served: self-attention of an encoder, or of a decoder without a cache. Calls with cross-attention, a cache, a
-head mask or relative positions stay stock. Stock implements only `eager`, and its mask includes causality.
+Served: self-attention of an encoder or, from 4.54 on, of a decoder without a cache. Calls with cross-attention, a
+cache, a head mask, requested attention weights or relative positions stay stock. Stock implements only `eager`, and
+its mask includes causality.
 """
 
 try:
@@ -14,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(RobertaPreLayerNormSelfAttention, fuses=("query", "key", "value"))
     def roberta_prelayernorm_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

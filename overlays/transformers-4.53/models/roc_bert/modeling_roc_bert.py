@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.roc_bert.modeling_roc_bert, 4.53 to 4.57.
 
-Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Decoders in 4.53 stay stock, as do calls with cross-attention, a cache, a head mask, requested attention weights or
-relative positions. Stock implements only eager attention, whose mask includes causality.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
+without a cache. Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions
+stay stock. Stock implements only `eager`, and its mask includes causality.
 """
 
 try:
@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(RoCBertSelfOutput, layers.PostNormOutput())
     overlay.binds(RoCBertOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention returns a tuple of one tensor, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(RoCBertSelfAttention, fuses=("query", "key", "value"))
     def roc_bert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -10,7 +10,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    # before 4.56 layers return tuples, and attention weights only on request; later, attention always returns them
+    # before 4.56, layers return tuples, and attention returns its weights only on request; later, it returns a pair
     alone = layers.before("4.56")
 
     @overlay.replaces(ViTSelfAttention, fuses=("query", "key", "value"))

@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.xlm_roberta.modeling_xlm_roberta, 4.53 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
-without a cache. Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+without a cache. Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions
+stay stock.
 """
 
 try:
@@ -23,7 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(XLMRobertaSelfOutput, layers.PostNormOutput())
     overlay.binds(XLMRobertaOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(XLMRobertaSdpaSelfAttention, fuses=("query", "key", "value"))
     def xlm_roberta_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

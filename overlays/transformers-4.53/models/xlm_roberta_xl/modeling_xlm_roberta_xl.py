@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl, 4.53 to 4.57.
 
 Served: self-attention of an encoder or, from 4.54 on, of a decoder without a cache. Calls with cross-attention, a
-cache, a head mask or relative positions stay stock.
+cache, a head mask, requested attention weights or relative positions stay stock.
 """
 
 try:
@@ -10,7 +10,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    # the class table names XLMRobertaXLSdpaSelfAttention; its base XLMRobertaXLSelfAttention is imported for its digest
+    # the class table selects XLMRobertaXLSdpaSelfAttention; its base class is imported for its digest
     from transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl import (  # noqa: F401
         XLMRobertaXLSdpaSelfAttention,
         XLMRobertaXLSelfAttention,
@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.54")  # attention doesn't return its weights, and a decoder's cache is a tuple
+    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
 
     @overlay.replaces(XLMRobertaXLSdpaSelfAttention, fuses=("query", "key", "value"))
     def xlm_roberta_xl_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.roberta.modeling_roberta, 4.54 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask or relative positions stay stock.
+Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions stay stock.
 """
 
 try:

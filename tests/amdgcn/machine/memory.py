@@ -19,7 +19,7 @@ GUARD = 4096  # the smallest allowed distance between two buffers
 SPACING = 1 << 33  # distance between buffers at new addresses: larger than any 32-bit offset
 _FIRST = 0x7000_0000_0000
 
-# Data is copied in the widest unit to which all addresses are aligned; complex128 is numpy's only 16-byte type.
+# Data is copied in the widest unit to which all addresses are aligned; complex128 is used as a 16-byte type.
 UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -35,7 +35,7 @@ def expand(index: np.ndarray, repeat: int) -> np.ndarray:
 
 
 class Buffer:
-    """One buffer: a copy of the caller's bytes with the same alignment, written back after the launch."""
+    """One buffer: a copy of the caller's bytes with the same alignment, written back after the launch if writable."""
 
     def __init__(self, number: int, address: int, data: np.ndarray, writable: bool) -> None:
         self.number, self.address, self.writable = number, address, writable

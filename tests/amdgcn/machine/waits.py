@@ -17,7 +17,8 @@ import numpy as np
 from .compiling import Compiling, Step
 from .state import State
 
-# gfx12 has one counter per kind of operation. Nothing here increments those of textures, ray tracing and exports.
+# gfx12 has one counter per kind of operation. No instruction here increments the counters of textures, ray
+# tracing and exports.
 _GFX12 = {"loadcnt": "load", "storecnt": "store", "dscnt": "ds", "kmcnt": "km"}
 _IDLE = {"samplecnt", "bvhcnt", "expcnt"}
 _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")

@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
 
 PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
 
-# Names of the errors that show that a test needs the hub. The libraries that define them differ between releases.
+# Names of the errors that show that a test needs the Hub. The libraries that define them differ between releases.
 WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
 
 _WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)

@@ -1,4 +1,4 @@
-"""The demo's worker process: it loads a model in one way and writes its outputs and times to a folder.
+"""The demo's worker process: it runs a model, or compares earlier runs, and writes the results to a folder.
 
     demo_worker.py generate HOW CHECKPOINT OUT      greedy text and teacher-forced logits, fp32 and bf16
     demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
@@ -70,7 +70,7 @@ def embed(how: str, checkpoint: str, out: Path) -> None:
 
 
 def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
-    """Compare every run with the first, with a tolerance derived from the dtype.
+    """Compare every run with the first one and with float64, and compute the tolerance of every dtype.
 
     The tolerance is twice the error of transformers' eager path in that dtype against float64, plus one rounding step
     of the largest value.
@@ -158,8 +158,8 @@ def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
 
 
 def recording(how: str) -> AbstractContextManager[list[Any]]:
-    """Record the routes of hf_rocm's operations. For a stock run without overlays, the list is empty and nothing is
-    imported."""
+    """Record the routes of hf_rocm's operations. If a run with stock classes did not import them, the list is empty,
+    and nothing is imported."""
     if how != "loader" and "hf_rocm.ops" not in sys.modules:
         return nullcontext([])
     from hf_rocm import ops

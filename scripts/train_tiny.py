@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Grouped-query attention (Hkv < H), a head dim that kernels serve, and a vocabulary that keeps the text short.
+# Grouped-query attention (Hkv < H), and a head dim that kernels serve.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -36,7 +36,7 @@ Progress = Callable[[int, int, float], None]  # step, steps, loss
 def train(
     out: Path, *, steps: int, batch: int = 8, length: int = 128, seed: int = 0, progress: Progress | None = None
 ) -> float:
-    """Write a safetensors checkpoint with its tokenizer to `out`. Returns the mean loss of the last steps in nats."""
+    """Write a safetensors checkpoint with its tokenizer to `out`. Returns the mean loss (nats) of the last 20 steps."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

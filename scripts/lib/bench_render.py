@@ -97,7 +97,7 @@ def machine(segments: dict[str, Any]) -> str:
 
 
 def times(segments: Sequence[Any]) -> Iterator[str]:
-    """One row per case, one column per side: medians in milliseconds, and hf_rocm relative to the others."""
+    """Yield a table with one row per case and one column per side (medians in milliseconds), and the notes below it."""
     from hf_rocm.tools.bench.report import gains, large, markdown, milliseconds
     from hf_rocm.tools.bench.variants import EARLIER_NOT_DECODING, NOT_DECODING
 
@@ -154,7 +154,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
 
 
 def _unit(cases: Sequence[Any]) -> str:
-    """The caption of a table."""
+    """The unit of a table's times."""
     decoding = {case.kind == "decode" for case in cases}
     if decoding == {True}:
         return "Milliseconds per token"
@@ -183,7 +183,7 @@ def shared(segment: Any) -> Iterator[str]:
 
 
 def starts(segment: Any) -> Iterator[str]:
-    """Fresh processes: the extra time of the first generation, and peak memory."""
+    """Yield a table of fresh processes: the extra time of the first generation, and peak memory."""
     from hf_rocm.tools.bench.report import markdown
 
     rows = []
@@ -206,7 +206,7 @@ def starts(segment: Any) -> Iterator[str]:
 
 
 def kernels(segment: Any) -> Iterator[str]:
-    """The fastest implementation of every tier, and the fastest of all, for every operation and case."""
+    """Yield a table of the fastest implementations, by operation, case and tier, and the routing overhead."""
     from hf_rocm.tools.bench.report import kernels_by_case, markdown
 
     rows = []

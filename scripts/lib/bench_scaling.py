@@ -18,7 +18,7 @@ GPU = data_sheets.GPUS[0]
 
 
 def tables() -> str:
-    """Markdown: bytes per token, the allowed time of an all-reduce, decode steps with assumed times, and a prompt."""
+    """Markdown: bytes per token, the allowed additional time of an all-reduce, times of decode steps and of prompts."""
     assert GPU.name == "MI300X"
     return "\n\n".join(
         [
@@ -94,7 +94,7 @@ def steps() -> str:
 
 
 def prompts() -> str:
-    """The times of GEMMs and of transfers with large messages: over all links, over one link, and over two nodes."""
+    """The times of a prompt's GEMMs, and of its all-reduces over all links, over one link, and over two nodes."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

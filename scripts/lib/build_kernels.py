@@ -1,9 +1,9 @@
 """scripts/build-kernels: compile the kernels of hf_rocm.ops.triton for AMD GPUs, without such a GPU, and analyse the
 code.
 
-Triton includes its AMD compiler, so the code for a GPU can be generated and read on any machine: the number of
-registers, register spills, whether GEMMs use matrix instructions, and whether `tests/amdgcn` can execute every
-instruction.
+Triton includes its AMD compiler, so the code for a GPU can be generated and analysed on any machine. The analysis
+reports the numbers of registers and spills, the size of the local memory, whether GEMMs use matrix instructions, and
+whether `tests/amdgcn` can execute every instruction.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
 
 
 def _form(build: Any) -> str:
-    """The properties that distinguish this build of the kernel from others: types, constants, absent tensors."""
+    """The properties that distinguish a build from the kernel's other builds: types, constants, absent tensors."""
     types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
     words = ["/".join(types)]
     for name, value in build.constants.items():

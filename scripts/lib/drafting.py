@@ -64,7 +64,7 @@ _ROTATE_HALF = "return torch.cat((-x2, x1), dim=-1)"
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft. text: the overlay; served: the classes that it binds; left: what the author must write, by class."""
+    """A draft. text: the overlay; served: the classes that it binds; left: the other classes, with the reasons."""
 
     text: str
     served: tuple[str, ...]

@@ -44,7 +44,8 @@ DECODER = "tinygrad==0.14.0"
 FORMATS = ("compressed-tensors", "loguru")
 
 TORCH = ("torch", "numpy")
-# typer and rich are dependencies of hf-rocm that mypy reads. The other packages are for builds, checks, tests and docs.
+# typer, rich, packaging and safetensors are dependencies of hf-rocm. The other packages are for builds, checks, tests
+# and docs.
 TOOLS = (
     "pytest",
     "hypothesis",

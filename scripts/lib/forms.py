@@ -17,7 +17,10 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition, without what its digest ignores. `A|B` means the first that exists."""
+    """The code of a top-level definition or of a class's member, without the parts that its digest ignores.
+
+    `A|B` means the first one that exists. The text is empty if there is none.
+    """
     statements = ast.parse(source).body
     for one in name.split(EITHER):
         owner, _, member = one.partition(".")

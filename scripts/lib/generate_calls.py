@@ -106,7 +106,7 @@ _TINY: dict[str, Any] = {
 def measure(
     calls: Sequence[Call], device: Any, *, rounds: int, progress: Callable[[str], None], tiny: bool
 ) -> Iterator[Outcome]:
-    """Measure every call on one row. tiny: use models for a test, and three new tokens."""
+    """Measure every call on one row. tiny: use tiny models and three new tokens, for a test."""
     import torch
 
     import hf_rocm
@@ -136,7 +136,7 @@ def measure(
         runs = [_run(model, {**arguments, **more}) for model, more in zip((stock, prepared), assistants, strict=True)]
         dtype = next(stock.parameters()).dtype
         wrong = None
-        for _ in range(3):  # afterwards, the steps are recorded, and the recordings checked
+        for _ in range(3):  # after these calls, the steps have been recorded and the recordings checked
             expected, actual = (run() for run in runs)
             wrong = wrong or never_slower.unlike(expected, actual, None, dtype)
             if call.repeats and not torch.equal(expected, actual):

@@ -1,4 +1,4 @@
-"""scripts/install-aiter: select the release of aiter for this ROCm, torch and GPU, and install it."""
+"""scripts/install-aiter: install aiter for the GPU and the ROCm build of torch of this machine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that determine which release is installed.
-    hip: the ROCm that torch was built for; aiter: the installed version of AMD's package.
+    """The facts that determine whether and how aiter is installed.
+    hip: the release of ROCm for which torch was built; aiter: the installed version of AMD's package.
     """
 
     torch: str | None
@@ -61,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """Commands for `python -m pip`, their environment, and notes."""
+    """Commands for `python -m pip`, their environment variables, and notes."""
 
     commands: tuple[tuple[str, ...], ...]
     variables: dict[str, str]
@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Plan:
-    """Select what to install on this machine. Raises `ScriptError` if aiter cannot be used."""
+    """Select what to install on this machine. Raises `ScriptError` if aiter cannot be used or installed."""
     if machine.torch is None or machine.hip is None:
         actual = "no torch" if machine.torch is None else f"torch {machine.torch}, which is not built for ROCm"
         raise ScriptError(

@@ -1,4 +1,4 @@
-"""Find a Python that is new enough. This file must also run in older Pythons."""
+"""Find a Python that is new enough. This file must also run on older Pythons."""
 
 import importlib.util
 import os

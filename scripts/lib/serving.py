@@ -1,8 +1,8 @@
 """Compare continuous batching of a prepared model with stock: `generate_batch` for requests of mixed lengths.
 Both sides use the same weights and calls: a warm-up batch, which also records graphs, and then the measured batch with
-the same manager. Tokens are checked with stock's forward: the result is wrong if the largest distance of a token's
-logit from the largest logit at its position is, for hf_rocm's tokens, more than twice that of stock's tokens and more
-than a twentieth of the standard deviation of the logits.
+the same manager. The tokens of some requests are checked with stock's forward. The gap of a side is the largest
+distance of a token's logit from the largest logit at its position. The result is wrong if hf_rocm's gap is more than
+twice stock's gap and more than a twentieth of the standard deviation of the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHECKED = 4  # requests whose tokens are checked
 
 @dataclass(frozen=True)
 class Load:
-    """The load. requests: their number; shortest, longest: tokens in a prompt; new: tokens in an answer."""
+    """The load. requests: number of requests; shortest, longest: tokens in a prompt; new: tokens in an answer."""
 
     shape: str
     requests: int

@@ -28,7 +28,7 @@ from lib.injection import fault_injection
 from lib.suites import Outcome, Suite, run_all
 from lib.upstream_tree import source_distribution
 
-# Tests that depend on the transformers release: --all runs them in every release.
+# Tests that depend on the transformers release: --all runs them with every tested release, except those in `LEFT_OUT`.
 RELEASE_DEPENDENT = (
     "parity",
     "overlay",
@@ -130,7 +130,7 @@ INTERPRETED = f"{NEWEST}, Triton interpreted"
 INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 
-# Separate suites: environment → folder.
+# Separate suites: name of the suite → folder.
 APART = {
     BESIDE_AITER: AITER_TESTS,
     INTERPRETED: TRITON_TESTS,
@@ -162,7 +162,7 @@ LONGEST = (
 # The reason that conftest.py gives for skipping tests without the hardware → the command that runs these tests.
 HARDWARE = {"needs an AMD GPU": "pytest -m rocm", "needs an NVIDIA or AMD GPU": "pytest -m gpu"}
 
-# Tests with injected faults take minutes and don't depend on the release, so they run only in the newest one.
+# Tests with injected faults take minutes and don't depend on the release, so they run only with the newest one.
 FAULTS = "tests/overlay/promises/test_faults.py"
 
 DESCRIPTION = f"""\

@@ -1,8 +1,8 @@
-"""The pytest plugin for transformers' own tests: the outcome of each test, and whether forwards of hf_rocm ran in it.
+"""The pytest plugin for transformers' own tests: it records their outcomes and their calls of hf_rocm's forwards.
 
 It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, the file
 to which a JSON line is written when a test starts and when it ends, so that a test that crashes the process can be
-identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays must be active or absent.
+identified; `done`, tests to skip; `timeout`, seconds per test; `overlaid`, whether overlays may be active.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
 
 PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
 
-# Names of the errors that show that a test needs the hub. The libraries that define them differ between releases.
+# Names of the errors that show that a test needs the Hub. The libraries that define them differ between releases.
 WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
 
 _WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)

@@ -71,7 +71,7 @@ def fetched(release: str) -> Path | None:
 
 
 def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins: Path | None = None) -> list[str]:
-    """Copy a checkout's tests into `target`; mixins: shared modules of the release, which replace the checkout's.
+    """Copy a checkout's tests/ and utils/ to `target`. mixins: the release's modules, which replace the checkout's.
 
     The checkout's conftest.py is not copied: it configures doctests and the Hub's cache, and requires pytest plugins.
     Returns the models' own test files, relative to `target`. Raises `ScriptError` if a model has none, or if the

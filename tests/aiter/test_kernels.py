@@ -1,4 +1,4 @@
-"""Every operation of the tier with the real aiter package: the expected kernel and arguments, and correct results."""
+"""Operations of the tier with the real aiter package: the expected kernels and arguments, and correct results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recorded release of aiter: each operation is called as the release declares it, or refused with a reason."""
+"""Every recorded release of aiter: operations are called as the release declares them, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ Watcher = Callable[[Code, Any, dict[str, Any]], None]
 
 
 # For every type: a mask without the sign bit, the bits of infinity, and the bits of the NaNs that operations produce.
-# These are quiet NaNs without a payload, with all payload bits set (from Triton's conversion to bf16), or one of these
-# converted from another type.
+# These are quiet NaNs without a payload, with all payload bits set (from Triton's conversion to bf16), or such a
+# NaN converted from another type.
 NANS = {
     torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000, 0x7FFFE000),
     torch.bfloat16: (0x7FFF, 0x7F80, 0x7FC0, 0x7FFF),
@@ -152,7 +152,8 @@ class Launcher:
             watcher(code, report, how)
 
 
-# The seed of a compiled kernel's first launch. It increases with every launch, which varies wave order and garbage.
+# The seed of a compiled kernel's first launch. The seed increases with every launch, which varies the wave order and
+# the garbage.
 SEED = 0
 DEFAULT_LIMIT = LIMIT = 50_000_000  # maximum number of wave instructions per launch
 WATCHERS: list[Watcher] = []  # called after every launch
@@ -164,8 +165,8 @@ def base(place: int, turn: int, size: int, start: int) -> int:
 
     All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
     lost address bit is detected. Every other storage, if it is larger than two pages, crosses a multiple of 2³², so
-    that a lost carry is detected. Both vary with `turn`, the index of the launch. start: the storage's address on the
-    CPU, for its alignment.
+    that a lost carry is detected. The bits and the crossings vary with `turn`, the index of the launch. start: the
+    storage's address on the CPU, for its alignment.
     """
     high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
     across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE

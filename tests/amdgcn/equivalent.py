@@ -27,7 +27,7 @@ from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
-FILLS = 3  # launches per kind of bits, with different values in the lanes that differ
+FILLS = 3  # maximum launches per kind of bits, with different values in the lanes that differ
 _MOST = 1 << 22  # maximum bytes of a recorded launch
 _LIMIT = 2_000_000  # maximum instructions of a repeated launch
 _BANKS = ("vectors", "accumulators")  # the faulty instruction may name a register beyond those of the original program

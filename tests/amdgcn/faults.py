@@ -29,7 +29,7 @@ _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE
 
 CASES = 40  # cases of a form to run before a fault counts as not detected
 KEPT = 4  # recorded launches per form, for proofs
-SLOWER = 4  # a launch stops at this multiple of the most instructions of a launch without a fault, plus 20 000
+SLOWER = 4  # a launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class Faults:
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
         """Plant the faults of an earlier session in the same instructions. If a form has changed, use the nearest
-        instruction of the kernel with the same text, preferably in the same form. Faults without one are skipped."""
+        instruction of the kernel with the same text, preferably in the same form. Faults without such an instruction
+        are skipped."""
         for fault in planted:
             places = self._places(fault)
             if not places:
@@ -140,7 +141,7 @@ class Faults:
         return places
 
     def _tried(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
-        """Run the cases of a form with a fault until one fails."""
+        """Run up to `CASES` cases of a form with a fault, until one fails."""
         whole = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])

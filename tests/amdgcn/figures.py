@@ -25,7 +25,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Memory:
     """A GPU's memory. bandwidth: bytes per second; latency: seconds, assumed; units: compute units as HIP counts them.
-    Of an MI250X, one die is described, which HIP presents as one GPU.
+    For an MI250X, the numbers are those of one die, which HIP presents as one GPU.
 
     simds, lds: per unit (a pair of compute units on RDNA). waves: the maximum per SIMD.
     """

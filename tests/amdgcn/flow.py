@@ -1,8 +1,7 @@
-"""Data flow of a program: what registers depend on, and which are overwritten before they are read. Used to prove that
-faults have no effect.
+"""Data flow of a program: what registers depend on, and which are overwritten before they are read.
 
-Both analyses are conservative: in case of doubt, a register counts as read, and depends on everything that an
-instruction names.
+Both analyses are used to prove that faults have no effect. They are conservative: in case of doubt, a
+register counts as read, and depends on everything that an instruction names.
 """
 
 from __future__ import annotations

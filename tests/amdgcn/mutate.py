@@ -1,4 +1,4 @@
-"""One-instruction faults such as a bug in a compiler or in this project could cause in the machine code."""
+"""One-instruction faults in machine code, like those that a bug in a compiler or in this project could cause."""
 
 from __future__ import annotations
 

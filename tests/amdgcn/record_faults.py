@@ -3,7 +3,7 @@
     python -m tests.amdgcn.record_faults [ARCH ...] [--seed 1] [--count 60]
 
 Each architecture takes minutes. The sections of the other architectures do not change. Exits with 1 if less than 95 %
-of the faults that change something were detected.
+of the faults on the page that change something were detected.
 """
 
 from __future__ import annotations

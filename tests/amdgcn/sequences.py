@@ -1,8 +1,8 @@
 """Check known instruction sequences in the text, because errors in them rarely change results.
 
 A float32 division uses v_div_scale, v_div_fmas and v_div_fixup; a wrong step changes the last bit of a few quotients. A
-conversion from float32 to bfloat16 without a conversion instruction adds half of the last bit (or slightly less if the
-result is even) and handles NaN separately; a wrong step affects only ties and NaN.
+conversion from float32 to bfloat16 without a conversion instruction adds half of the last kept bit (or slightly less if
+that bit is 0) and handles NaN separately; a wrong step affects only ties and NaN.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
     mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
     mask = values.registers.get(SCALAR + VCC) if mask is None else mask
     compared = values.keys[mask] if mask is not None else ()
-    # the result of a comparison before a label is unknown, and counts as right
+    # the result of a comparison before a label is unknown, and counts as correct
     ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
     source = next(iter(_sources(values, kept, constants)), None) if ordered else None
     shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic

@@ -165,7 +165,7 @@ def test_permutations_through_lds(arch):
 
 
 def test_transposing_load():
-    """Of every 16 lanes, lane i receives column i of the four rows of 16 elements at the lanes' addresses."""
+    """In every group of 16 lanes, lane i receives column i of the four rows of 16 elements at the lanes' addresses."""
     lines = ["ds_write_b64 v1, v[2:3]", "ds_read_b64_tr_b16 v[4:5], v1", "s_waitcnt lgkmcnt(0)"]
     lane = np.arange(64, dtype=np.uint32)
     # element e of lane n is 4 n + e, in row 4 n // 16 % 4 and column (4 n + e) % 16 of its block of 16 lanes

@@ -22,7 +22,7 @@ def overflows(x: int) -> int:
 
 
 def scc(arch: str, text: str, registers: dict[str, int]) -> tuple[int, int]:
-    """Execute an instruction on s[4:5] and s[6:7]; return the 64-bit result in s[8:9], and SCC."""
+    """Execute an instruction with these registers. Returns the 64-bit result in s[8:9], and SCC."""
     state = execute(arch, text, {"s[8:9]": 0, **registers})
     return scalar(state, "s[8:9]"), int(state.scc[0])
 

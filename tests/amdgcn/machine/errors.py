@@ -25,13 +25,13 @@ class Descriptor(MachineError):
 
 
 class Garbage(MachineError):
-    """A NaN with bits that no operation produces was stored. It comes from an uninitialised register or a wrong
-    constant."""
+    """A NaN with bits that no operation produces was stored. It comes from uninitialised registers or memory, or from a
+    wrong constant."""
 
 
 class Race(MachineError):
-    """Two waves accessed the same byte between two barriers, and one of them wrote it; or a barrier has no wait before
-    it."""
+    """Two waves accessed the same byte between two barriers, and one of them wrote it; two lanes of one instruction
+    stored different values to the same address; or a barrier has no wait for stores to LDS before it."""
 
 
 class Hazard(MachineError):

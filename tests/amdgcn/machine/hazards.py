@@ -30,7 +30,7 @@ _VCC = frozenset({SCALAR + VCC, SCALAR + VCC + 1})
 @dataclass(frozen=True)
 class Use:
     """The registers that one instruction reads and writes. kind: valu, mfma, memory (vector memory and LDS) or
-    other."""
+    other. waits: the number of wait states that it provides."""
 
     kind: str
     reads: tuple[frozenset[int], ...]

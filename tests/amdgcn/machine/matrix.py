@@ -1,8 +1,8 @@
 """Matrix instructions: MFMA (CDNA) and WMMA (RDNA), D = A × B + C.
 
-A lane holds consecutive elements of one row of A and of one column of B. Which elements of K a lane holds depends on
-its group, lane // size. Floats are summed in float64 and rounded once, because the hardware's order of summation is not
-documented. EXEC is ignored.
+A lane holds elements of one row of A and of one column of B. The group of the lane, lane // size, determines which
+elements of K these are. Their order is the same in A and B, so the product does not depend on it. Floats are summed in
+float64 and rounded once, because the hardware's order of summation is not documented. EXEC is ignored.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Shape:
     def results_of(self, product: np.ndarray) -> np.ndarray:
         """Reorder [waves, size, size] to registers [results, waves, lanes]."""
         waves, n = len(product), self.size
-        if self.layout == "mfma32":  # row = 8 q + 4 (lane / 32) + t of register 4 q + t
+        if self.layout == "mfma32":  # register 4 q + t holds row 8 q + 4 (lane / 32) + t
             parts = product.reshape(waves, 4, 2, 4, n).transpose(1, 3, 0, 2, 4)
-        elif self.layout == "interleaved":  # row = 2 register + lane / 16
+        elif self.layout == "interleaved":  # register r holds row 2 r + lane / 16
             parts = product.reshape(waves, n // 2, 2, n).transpose(1, 0, 2, 3)
-        else:  # row = results * (lane / 16) + register
+        else:  # register r holds row results * (lane / n) + r
             groups = self.lanes // n
             parts = product.reshape(waves, groups, n // groups, n).transpose(2, 0, 1, 3)
         return parts.reshape(self.results, waves, self.lanes)
@@ -167,7 +167,7 @@ def _float32(codes: np.ndarray) -> np.ndarray:
 
 
 def _xf32(codes: np.ndarray) -> np.ndarray:
-    """Decode float32 to xf32: the hardware uses 10 bits of the mantissa."""
+    """Round float32 to xf32, whose mantissa has 10 bits."""
     rounded = codes + u32(0xFFF) + (codes >> u32(13) & u32(1))
     return np.where(codes & u32(0x7F800000) == u32(0x7F800000), codes, rounded & ~u32(0x1FFF)).view(f32)
 

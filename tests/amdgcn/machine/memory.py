@@ -1,7 +1,7 @@
 """Global memory: the buffers that were passed to a kernel, with guard zones between them.
 
-Every address of every lane must lie in a buffer, and only writable buffers can be written. A launch records the bytes
-that it read and wrote and, to detect races, which wave accessed them.
+Every address of every active lane must lie in a buffer, and only writable buffers can be written. A launch records the
+bytes that it read and wrote and, to detect races, which wave accessed them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GUARD = 4096  # the smallest allowed distance between two buffers
 SPACING = 1 << 33  # distance between buffers at new addresses: larger than any 32-bit offset
 _FIRST = 0x7000_0000_0000
 
-# Data is copied in the widest unit to which all addresses are aligned; complex128 is numpy's only 16-byte type.
+# Data is copied in the widest unit to which all addresses are aligned; complex128 is used as a 16-byte type.
 UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -35,7 +35,7 @@ def expand(index: np.ndarray, repeat: int) -> np.ndarray:
 
 
 class Buffer:
-    """One buffer: a copy of the caller's bytes with the same alignment, written back after the launch."""
+    """One buffer: a copy of the caller's bytes with the same alignment, written back after the launch if writable."""
 
     def __init__(self, number: int, address: int, data: np.ndarray, writable: bool) -> None:
         self.number, self.address, self.writable = number, address, writable

@@ -134,8 +134,8 @@ def bare(operand: Operand) -> Operand:
 
 
 def vector_reader(operand: Operand, letter: str, *, word: int = 0, half: int = 0) -> Reader:
-    """Read an operand per lane, with its sign modifiers. word: index of the register. half: index of the 16-bit
-    half."""
+    """Return a reader of an operand per lane, with its sign modifiers. word: index of the register. half: index of the
+    16-bit half."""
     reader = _plain_vector_reader(operand, letter, word, half)
     return with_signs(reader, operand, letter)
 
@@ -191,7 +191,7 @@ def _plain_vector_reader(operand: Operand, letter: str, word: int, half: int) ->
 
 
 def scalar_reader(operand: Operand, letter: str, *, word: int = 0) -> Reader:
-    """Read an operand per wave. letter: u, i and f for 32 bits, U and I for 64."""
+    """Return a reader of an operand per wave. letter: u, i and f for 32 bits, U and I for 64."""
     index, dtype = operand.register + word, DTYPES[letter]
     if operand.kind == "s":
         if letter in "UI":

@@ -1,4 +1,4 @@
-"""Packed instructions: two or four elements per register, mixed precision, dot products, bitop3."""
+"""Packed instructions of 16 and 32 bits, mixed precision, dot products, bitop3."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _mixed_source(operand: Operand, half: int, is_half: int) -> Reader:
 def _bitop3(c: Compiling) -> Step | None:
     """v_bitop3 computes any bitwise function of a, b and c: its result is bit 4a + 2b + c of a table.
 
-    With 16 bits, op_sel selects the half of each source and, last, of the destination. The other half is unchanged, so
-    that code that expects zeros there fails.
+    With 16 bits, op_sel selects the half of each source and, last, of the destination. The other half of the
+    destination is unchanged, so that code that expects zeros there fails.
     """
     if c.base not in ("v_bitop3_b32", "v_bitop3_b16"):
         return None

@@ -68,7 +68,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel's machine code. registers: for every instruction, the registers that it names."""
+    """A kernel's machine code. registers: for every instruction, the registers that it names or uses implicitly."""
 
     source: Source
     target: Target

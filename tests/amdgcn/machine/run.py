@@ -26,7 +26,8 @@ class Report:
     """The result of a launch.
 
     reached: the indices of the instructions that were executed. instructions: number of executed wave instructions.
-    bytes_requested: number of bytes that the lanes load and store. bytes_needed: number of distinct bytes among them.
+    bytes_requested: number of bytes that the lanes of vector instructions load and store in global memory.
+    bytes_needed: number of distinct bytes that are loaded or stored in global memory, without the arguments.
     written: for every buffer's address, which bytes were written.
     """
 

@@ -59,9 +59,9 @@ class Argument:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel's parsed text. labels: the instruction index of every label. entry: the index of the first instruction
-    that is executed. If arguments are preloaded into SGPRs, it follows the instructions that would load them; otherwise
-    it is 0."""
+    """A kernel's parsed text. labels: the instruction index of every label. entry: the index of the instruction at
+    which a launch with preloaded arguments starts, after the instructions that load them; 0 if the kernel does not
+    support preloading."""
 
     name: str
     instructions: tuple[Instruction, ...]

@@ -60,8 +60,8 @@ class Contract:
     def check(self, words: np.ndarray, offsets: np.ndarray | None, dropped: np.ndarray) -> None:
         """Raise `Descriptor` for a violation.
 
-        words: [4, waves]. offsets: the lanes' offsets, without the instruction's offset. dropped: the lanes beyond
-        the end.
+        words: [4, waves]. offsets: the lanes' offsets, without the instruction's offset, or None for a uniform offset.
+        dropped: the lanes beyond the end.
         """
         if (words[2] != self.records).any():
             raise Descriptor(f"expected a limit of {self.records:#x}, got {int(words[2].max()):#x}")
@@ -151,7 +151,7 @@ def _global_addresses(c: Compiling, load: bool):
 
 
 def _buffer_addresses(c: Compiling):
-    """Return such a function for a raw buffer (no stride). The mask omits lanes whose offset is beyond the limit."""
+    """Like `_global_addresses`, for a raw buffer (no stride). The mask omits lanes whose offset is beyond the limit."""
     _, vector, resource, scalar = c.operands
     offset = c.take("offset", 0)
     if c.take("idxen") or resource.count != 4:

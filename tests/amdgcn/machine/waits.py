@@ -1,8 +1,9 @@
 """Memory operations in flight, and the counters on which a wave waits for them.
 
 The result of a load is not written until the wave executes a wait that guarantees its completion. Until then the
-destination registers are busy, and accessing one is an error. Operations of one kind complete in order, so a wait for a
-count of n leaves the last n in flight. Scalar loads complete in any order, so only a wait for zero completes them.
+destination registers are busy: accessing one is an error, except for a later load of the same kind that overwrites it.
+Operations of one kind complete in order, so a wait for a count of n leaves the last n in flight. Scalar loads complete
+in any order, so only a wait for zero completes them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 from .compiling import Compiling, Step
 from .state import State
 
-# gfx12 has one counter per kind of operation. Nothing here increments those of textures, ray tracing and exports.
+# gfx12 has one counter per kind of operation. No instruction here increments the counters of textures, ray
+# tracing and exports.
 _GFX12 = {"loadcnt": "load", "storecnt": "store", "dscnt": "ds", "kmcnt": "km"}
 _IDLE = {"samplecnt", "bvhcnt", "expcnt"}
 _FIELD = re.compile(r"(\w+?)cnt\((0x[0-9a-f]+|\d+)\)")

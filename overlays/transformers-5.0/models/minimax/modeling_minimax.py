@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.minimax.modeling_minimax, 5.0 and up.
 
-Served: the layers with full attention, the experts and the norms. Lightning attention, which is linear, stays stock.
+Served: full attention, the experts and the norms. Lightning attention, which is linear, stays stock.
 """
 
 try:

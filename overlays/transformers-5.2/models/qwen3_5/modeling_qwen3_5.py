@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.qwen3_5.modeling_qwen3_5, 5.2 and up.
 
-Served: the full-attention layers, MLPs and norms of the text model and, from 5.16 on, its linear attention. The vision
+Served: full attention, the MLPs and the norms of the text model and, from 5.16 on, its linear attention. The vision
 part stays stock.
 """
 

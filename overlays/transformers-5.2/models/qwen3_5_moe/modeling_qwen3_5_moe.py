@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_5_moe.modeling_qwen3_5_moe, 5.2 and up.
 
-Served: the layers with full attention, the experts, the MLPs and the norms of the text model, and the vision tower's
-attention; from 5.16 on, also the layers with the gated delta rule.
+Served: full attention, the experts, the MLPs and the norms of the text model, and the vision tower's attention. The
+router is served from 5.6 on, and the gated delta rule from 5.16 on.
 """
 
 try:

@@ -31,14 +31,14 @@ needs_batching = pytest.mark.skipif(
 
 
 def restores_implementation() -> bool:
-    """Whether continuous batching replaces the attention implementation itself, and restores it afterwards."""
+    """Whether continuous batching replaces the attention implementation and restores it afterwards."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
     return hasattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn")
 
 
 def memory_is_known() -> bool:
-    """Whether this release can read the size of the host's memory. Older ones only read that of accelerators."""
+    """Whether this release can read the size of the host's memory. Older releases only read that of accelerators."""
     from transformers.generation.continuous_batching import cache
 
     read = cache.get_device_and_memory_breakdown

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every AMD architecture without a GPU, and its machine code has no known problem."""
+"""Every kernel compiles for every AMD instruction set without a GPU, and its machine code has no known problem."""
 
 from __future__ import annotations
 

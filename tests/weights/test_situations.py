@@ -348,7 +348,7 @@ def test_a_compiled_model_follows_every_change(model, backend):
 
 
 def test_an_exported_model_does_not_need_hf_rocm(model):
-    """The program contains only the parameters, and does not need hf_rocm. The model stays fused."""
+    """The program contains the parameters and no operation of hf_rocm. The model stays fused."""
 
     class Logits(nn.Module):
         def __init__(self, inner):

@@ -55,7 +55,7 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
 
 
 def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):
-    """Timing a step must not change the tokens of the next call."""
+    """Timing a step must not change the logits of the next call."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
     monkeypatch.setattr(variants.Side, "forget", lambda side: None)

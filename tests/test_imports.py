@@ -269,7 +269,7 @@ def _edges(trees: list[tuple[str, ast.Module]]) -> list[Import]:
 
 
 def _graph(trees: list[tuple[str, ast.Module]]) -> dict[str, set[str]]:
-    """The import graph, including imports for type checkers. `from hf_rocm.ops import probe` is only an edge to the
+    """The import graph, including imports for type checkers. `from hf_rocm.ops import probe` is an edge only to the
     module `hf_rocm.ops.probe`; parent packages are omitted.
     """
     graph: dict[str, set[str]] = {name: set() for name, _ in trees}

@@ -143,7 +143,7 @@ def test_the_first_step_waits_for_the_default_stream(monkeypatch):
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():
-    """Continuous batching runs a paged implementation of eager attention. Only some releases select and restore it."""
+    """Continuous batching runs a paged implementation of eager attention. Only some releases select it themselves."""
     stock = make("llama", attn_implementation="eager")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = one_by_one(stock, prompts())

@@ -66,7 +66,7 @@ def forgotten():
 
 
 class Walk:
-    """Random requests to one manager. forks: answers per request. The others are forked from the first one."""
+    """Random requests to one manager. forks: answers per request. All but the first are forked from the first."""
 
     def __init__(self, kind, forks, seed, **settings):
         from transformers.generation import ContinuousBatchingConfig

@@ -60,7 +60,7 @@ def check_once(
 
     lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
 
-    full: whether the pages also contain keys at the positions of the new ones.
+    full: whether the pages also contain keys at the positions of the new keys.
     """
     h, kv_heads = heads
     b = len(lengths)
@@ -126,7 +126,7 @@ def test_every_shape_of_heads_is_supported(heads, dims):
 
 @pytest.mark.parametrize("terms", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
 def test_the_new_key_takes_the_place_of_another(terms):
-    """The ring of a sliding layer may be full. Its pages already contain keys at the new positions."""
+    """In a full ring of a sliding layer, the pages already contain keys at the positions of new keys."""
     lengths = [33, 16, None, 63]
     check(
         [length if length is None else length - 1 for length in lengths],

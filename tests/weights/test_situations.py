@@ -331,7 +331,7 @@ def test_a_compiled_model_follows_every_change(model, backend):
     # otherwise, freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
     unwatch()
     torch._dynamo.reset()
-    # pass a 4D mask, because the code of 4.x that builds one can't be traced into one graph
+    # pass a 4D mask, because the code of transformers 4.x that builds a mask can't be traced into one graph
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     call = {"attention_mask": mask, "use_cache": False}
     counter = CompileCounterWithBackend(backend)

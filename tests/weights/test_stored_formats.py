@@ -57,7 +57,7 @@ def raw_of(layer):
     return {name: checkpoints.raw(tensor) for name, tensor in layer.state_dict().items()}
 
 
-# N is an odd multiple of 16. A row of K numbers is one run or several.
+# N is an odd multiple of 16. In 4 bits, K is one block of runs, or several.
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
 def test_products_are_as_accurate_as_eager(case, n, k):

@@ -17,7 +17,7 @@ ABSENT = object()
 CACHES = ("torch._dynamo", "torch._guards", "torch.fx", "torch._higher_order_ops", "torch._opaque_base")
 _DEPTH = 3  # maximum nesting of containers and objects in an entry of a module or class
 
-# Lookup caches, and attributes that the import system and `inspect` set.
+# Attributes that Python itself sets or replaces, such as the caches of `abc` and `warnings`.
 _WRITTEN_BY_PYTHON = {"__warningregistry__", "__abstractmethods__", "_abc_impl", "__weakref__", "__annotations__"}
 
 Snapshot = dict[tuple[str, ...], tuple[Any, dict[Any, Any]]]
@@ -70,7 +70,7 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
 
 
 def references() -> Iterator[str]:
-    """Yields all entries that refer to hf_rocm's code."""
+    """Yields the paths of all entries that refer to hf_rocm's code."""
     for path, (_, entries) in take().items():
         for name, value in entries.items():
             if is_hf_rocm(value):
@@ -78,8 +78,8 @@ def references() -> Iterator[str]:
 
 
 def is_hf_rocm(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a function, class, module or object of hf_rocm or an overlay, or wraps, binds or closes over
-    such a function."""
+    """Whether a value is a function, class, module or object of hf_rocm or of an overlay activated in memory, or wraps,
+    binds or closes over such a function."""
     if depth == 0:
         return False
     if _is(value, types.FunctionType):

@@ -24,7 +24,7 @@ SUBCLASSES = (
 )
 CEILING = 400  # maximum number of lines of a module
 
-# modules that run without a model: the import, the command line, and installed blocks
+# modules that run without a model: `import hf_rocm`, the command line, options, and installed blocks
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
 MAY_PRINT = ("hf_rocm.cli", "hf_rocm.check_version", "hf_rocm.__main__")
 
@@ -52,7 +52,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the importing module, the line, and whether it is executed when the importing module is imported."""
+    """One import of a module, and whether it is executed when the importing module is imported."""
 
     importer: str
     imported: str
@@ -269,8 +269,8 @@ def _edges(trees: list[tuple[str, ast.Module]]) -> list[Import]:
 
 
 def _graph(trees: list[tuple[str, ast.Module]]) -> dict[str, set[str]]:
-    """The import graph, including imports for type checkers. `from hf_rocm.ops import probe` is an edge to the module
-    only; parent packages are omitted.
+    """The import graph, including imports for type checkers. `from hf_rocm.ops import probe` is an edge only to the
+    module `hf_rocm.ops.probe`; parent packages are omitted.
     """
     graph: dict[str, set[str]] = {name: set() for name, _ in trees}
     statements: dict[tuple[str, int], set[str]] = {}

@@ -45,7 +45,7 @@ def owner():
 
 
 def labelled(label):
-    """Returns an argument of `Change`, with which the changed method adds a label to the original's result."""
+    """Returns the argument `make` of a `Change`: the changed method adds a label to the original's result."""
 
     def make(change):
         def method(self):

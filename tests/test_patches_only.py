@@ -1,4 +1,4 @@
-"""Only `hf_rocm.patches` sets attributes of other packages' classes, modules and objects. The test reads the source."""
+"""Only `hf_rocm.patches` sets attributes of other packages' classes, modules and objects, with listed exceptions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ALLOWED = {
     "hf_rocm/environment.py": {"()"},
     # a child process sets every flag to its current value, to check whether the build has it
     "hf_rocm/tools/doctor/child.py": {"()"},
-    # tensors are data: their memory is replaced, or aiter or hf_rocm marks them
+    # tensors are data: their memory is replaced, or a mark of aiter or hf_rocm is set on them
     "hf_rocm/generation/static_buffers.py": {"()"},
     "hf_rocm/layers/attention.py": {"()"},
     "hf_rocm/ops/mask_patterns.py": {"()"},
     "hf_rocm/ops/aiter/linear.py": {"is_shuffled"},
     "hf_rocm/ops/aiter/moe.py": {"is_shuffled"},
     "hf_rocm/weights/sharded.py": {"_local_tensor"},
-    # an object that exists for one call: a log record, a foreign function of ctypes, a config, a stand-in module
+    # an object that hf_rocm makes or that exists for one call: a log record, a foreign function of ctypes, a config, a
+    # stand-in module, the module of an overlay
     "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
     "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
     "hf_rocm/weights/mmap_pages.py": {"argtypes"},
@@ -35,7 +36,7 @@ ALLOWED = {
     "hf_rocm/overlay/activate.py": {"__file__"},
     # the output of generate, before it is returned
     "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
-    # attributes of hf_rocm's functions, which torch.compile reads
+    # attributes of hf_rocm's functions, which torch.compile or hf_rocm reads
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
@@ -101,7 +102,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _sets(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Attributes that are set on, or deleted from, an object other than `self` or one of THREAD_LOCALS."""
+    """Attributes that are set on, or deleted from, an object other than `self` or THREAD_LOCALS; `()` for a call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", *THREAD_LOCALS)):

@@ -213,7 +213,7 @@ class Reversal(RuleBasedStateMachine):
         try:
             hf_rocm.quantize(entry[1], "int8", keep="cpu", force=True)
         except HfRocmError:
-            return  # it is already quantised
+            return  # the model is already quantised
         entry[2] = False
 
     @precondition(lambda self: self.models)

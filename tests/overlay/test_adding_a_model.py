@@ -1,4 +1,4 @@
-"""The commands in docs/adding-a-model.md that run without a network exist and work as described."""
+"""The commands, file paths and examples in docs/adding-a-model.md are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removing a block restores the file exactly, for any content above it."""
+"""Removing a block restores the file exactly. Edited files and unsuitable texts are refused."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def blocks(site: Site) -> str:
     return json.dumps({model: str(site.model(model)) for model in MODELS})
 
 
-# The modules that an inert block imports.
+# The modules of hf_rocm that an inert block imports.
 IMPORTED = (
     "",
     ".budget",
@@ -64,7 +64,7 @@ def test_an_inert_block_is_cheap_and_imports_only_the_dispatcher(blocks: str, tm
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(40):  # the first run compiles files, as installers do; the fastest run counts
+    for _ in range(40):  # the first run compiles the files, as installers do; the fastest time of a block counts
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

@@ -128,7 +128,7 @@ def test_a_block_of_another_release_is_replaced(site: Site, monkeypatch: pytest.
 
 def test_a_reinstalled_transformers_is_not_reported_as_installed(site: Site, tmp_path: Path) -> None:
     install(transformers_path=site.path)
-    # like pip, remove the files in RECORD and empty folders, then unpack the wheel again
+    # like pip, remove the installed files, then unpack the wheel again
     fresh = make_site(tmp_path / "fresh")
     for file in [path for path in fresh.path.rglob("*") if path.is_file()]:
         (site.path / file.relative_to(fresh.path)).unlink()
@@ -360,7 +360,7 @@ def test_a_failed_undo_is_reported(site: Site, catalog: Catalog) -> None:
 
 
 def test_files_that_remain_in_an_append_only_folder_are_named(site: Site, catalog: Catalog) -> None:
-    """In an append-only folder, files can be created, but not replaced or removed. The error names the new files."""
+    """In an append-only folder, files can only be created. The error names the temporary files that remain."""
     import errno
 
     class AppendOnly(Disk):

@@ -21,7 +21,7 @@ _find_spec = PathFinder.find_spec
 
 @pytest.fixture
 def path_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make these folders the entire search path, and hide the virtual environment."""
+    """Returns a function that makes folders the entire search path, and hides the virtual environment."""
 
     def use(*folders: Path) -> None:
         monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])

@@ -1,4 +1,4 @@
-"""Manifests are read back as written, and every overlay's manifest covers exactly the names that it imports."""
+"""Manifests are read back as written, and cover exactly the names that their overlays import from transformers."""
 
 from __future__ import annotations
 

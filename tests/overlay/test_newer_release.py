@@ -35,7 +35,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
 
 @pytest.fixture
 def newer(site: Site, make: Callable[[str], Site]) -> Site:
-    """Turn the site into an unknown release: every file is new, and some definitions have changed."""
+    """Turn the site into an unknown release: every file differs, and some definitions have changed."""
     site.forget_record()
     site.release(next_release(site.installation.version))
     for model in MODELS:

@@ -34,7 +34,7 @@ def installed(whole_site, tmp_path_factory) -> Site:
 
 
 def run(site: Site | None, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A separate Python process with the site's transformers first on the path and the tested hf_rocm."""
+    """Run Python in a new process, with the site's transformers first on the path if there is a site."""
     paths = [*([str(site.path)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("HF_ROCM")}
     return subprocess.run(

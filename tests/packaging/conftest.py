@@ -17,7 +17,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run this Python in an empty folder, so that only installed packages (and `path`) can be imported."""
+    """Returns a function that runs this Python. By default, only installed packages (and `path`) can be imported."""
     empty = tmp_path_factory.mktemp("empty")
 
     def python(*words: str | Path, path: Path | None = None, cwd: Path = empty) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def build(run: Run) -> Callable[[str, Path, Path], Path]:
-    """Build an artefact (`wheel` or `sdist`) of a source tree into a folder, offline."""
+    """Returns a function that builds an artefact (`wheel` or `sdist`) of a source tree into a folder, offline."""
     pytest.importorskip("hatchling")
 
     def make(target: str, source: Path, out: Path) -> Path:

@@ -26,7 +26,7 @@ print(json.dumps([seconds, brought, time.process_time() - began]))
 @pytest.mark.parametrize("module", ["hf_rocm", "hf_rocm.overlay"])
 def test_the_import_is_fast_and_imports_no_heavy_module(module: str, run: Run) -> None:
     seconds, standard = [], []
-    for _ in range(7):  # take the fastest run, because other processes slow some down
+    for _ in range(7):  # take the fastest run, because other processes slow some runs down
         done = run("-c", TIMED.format(module=module, heavy=HEAVY))
         assert done.returncode == 0, done.stderr
         took, brought, asyncio = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Installing hf-rocm next to a ROCm build of PyTorch changes neither this PyTorch nor its Triton."""
+"""Installing hf-rocm next to a ROCm build of PyTorch replaces neither that build nor its Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def index(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def environment(folder: Path, *distributions: tuple[str, str, str]) -> Path:
-    """Create a virtual environment in which (name, version, requirement) appear installed. Returns its Python."""
+    """Create a virtual environment with stand-ins for distributions. Returns its Python.
+
+    distributions: (name, version, requirement). An empty requirement means none.
+    """
     venv.create(folder, with_pip=False, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name, version, requirement in distributions:
@@ -77,7 +80,7 @@ def test_a_rocm_torch_and_its_triton_are_not_replaced(naming: str, wheel: Path, 
 
 
 def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
-    """Proves that the test above can fail, because pip reports torch if it would install it.
+    """Proves that the test above can fail: pip reports torch if it would install torch.
 
     The test provides torch as an empty wheel with a newer version. Otherwise pip would download the index's wheel with
     gigabytes of libraries.

@@ -1,4 +1,4 @@
-"""The wheel is complete and contains nothing else."""
+"""The wheel contains the whole package and all overlays, and no other files except its metadata."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trio(checkpoint):
-    """Returns a function that loads (prepared, stock in the same dtype, stock in float64) models of one checkpoint."""
+    """Returns a function that loads three models of a checkpoint: prepared, stock, and stock in float64."""
     made = {}
 
     def load(name, dtype):

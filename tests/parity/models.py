@@ -39,7 +39,7 @@ ATTENTION = {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma": "Gem
 
 
 def bert_attention() -> str:
-    """The class that BERT builds for sdpa. Up to 4.57, it is a subclass that a table selects."""
+    """The name of the class that BERT builds for sdpa. Up to 4.57, a table selects a subclass."""
     return "BertSdpaSelfAttention" if transformers.__version__.startswith("4.") else "BertSelfAttention"
 
 
@@ -67,7 +67,7 @@ def load_stock(name: str, folder: Path, **arguments: Any) -> Any:
 
 
 def in_float64(model: Any) -> Any:
-    """The same weights in float64, including the norms, which stock always computes in float32."""
+    """Convert the model to float64, including its RMSNorms, which stock always computes in float32."""
     for module in model.double().modules():
         if type(module).__name__.endswith("RMSNorm"):
             one_plus = not hasattr(module, "variance_epsilon")
@@ -115,7 +115,7 @@ def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) 
 
 
 def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
-    """Assert that the routes include GEMMs with fused weights: those of q, k and v, and those of gate and up."""
+    """Assert that the routes include GEMMs with fused weights: q, k and v, and in decoders gate and up."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)

@@ -1,4 +1,4 @@
-"""Forward passes equal stock's within the derived tolerance in every served situation, and hf_rocm's path ran."""
+"""Forward passes equal stock's within a tolerance, and hf_rocm's path ran."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_static_prefill_without_a_mask_equals_stock(name, tier, trio):
 
 @each_model
 def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
-    """An eager model runs stock's eager attention, so attention weights differ only by the rounding of fused GEMMs."""
+    """An eager model runs stock's eager attention, so attention weights differ only by rounding."""
     folder = checkpoint(name, torch.float32)
     prepared = models.load_prepared(folder, attn_implementation="eager")
     stock = models.load_stock(name, folder, attn_implementation="eager")
@@ -144,7 +144,7 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
 
 
 def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
-    """hf_rocm serves it in transformers 5.
+    """hf_rocm serves a BERT decoder in transformers 5.
 
     In 4.x, calls with a cache run stock code, and the reason is recorded.
     """
@@ -167,7 +167,7 @@ def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
 
 @each_model
 def test_autocast_has_stocks_dtypes_and_at_most_its_error(name, checkpoint):
-    """An fp32 model in mixed precision has the same dtypes as stock and, against float64, at most stock's error."""
+    """An fp32 model in mixed precision has stock's dtypes, and an error within the tolerance derived from stock's."""
     folder = checkpoint(name, torch.float32)
     prepared, stock = models.load_prepared(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)

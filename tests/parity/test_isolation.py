@@ -1,4 +1,4 @@
-"""If one model is forced, the rest of the process stays stock, and `restore` brings back the original state."""
+"""If one model is forced, the rest of the process stays stock, and `restore` restores the original state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def routes_of(model, **arguments):
 
 
 def assert_stock(model, folder, name):
-    """Check that modules, classes, bytes and outputs equal those of the stock model, and that no hf_rocm kernel ran."""
+    """Check that classes, state dict and outputs equal those of a stock model, and that no hf_rocm kernel ran."""
     fresh = models.load_stock(name, folder)
     assert [type(module) for module in model.modules()] == [type(module) for module in fresh.modules()]
     assert list(model.state_dict()) == list(fresh.state_dict())

@@ -1,4 +1,4 @@
-"""scripts/demo: the files that --clean removes, and the background process."""
+"""scripts/demo: the folder that --clean removes, the width of the output, background processes, and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/bench --segment serving: both sides run, are checked, and decide the exit code."""
+"""scripts/bench --segment serving: both sides run, their tokens are compared, and a slower hf_rocm is a failure."""
 
 from __future__ import annotations
 

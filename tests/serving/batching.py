@@ -18,8 +18,8 @@ NEW = 12
 # The block size is left to transformers: 32 in 4.57 and 5.0, and pages of 256 in later releases.
 BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # not enough for all prompts at once, so that some wait
 
-# The attention implementation that supports pages. In 4.x the user selects it, 5.0 selects it for the model, and later
-# releases pass the pages to sdpa itself.
+# The attention implementation that supports pages. In 4.x, the user selects it. 5.0 selects it for the model. Later
+# releases pass the pages to sdpa.
 PAGED = "sdpa_paged" if RELEASE.major == 4 else "sdpa"
 EAGER = "eager_paged" if RELEASE.major == 4 else "paged|eager"
 
@@ -31,14 +31,14 @@ needs_batching = pytest.mark.skipif(
 
 
 def restores_implementation() -> bool:
-    """Whether continuous batching replaces the attention implementation itself, and restores it afterwards."""
+    """Whether continuous batching replaces the attention implementation and restores it afterwards."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
     return hasattr(ContinuousBatchingManager, "switch_to_cb_friendly_attn")
 
 
 def memory_is_known() -> bool:
-    """Whether this release can read the size of the host's memory. Older ones only read that of accelerators."""
+    """Whether this release can read the size of the host's memory. Older releases only read that of accelerators."""
     from transformers.generation.continuous_batching import cache
 
     read = cache.get_device_and_memory_breakdown

@@ -1,4 +1,4 @@
-"""Fixtures for serving: a memory size that transformers can read on a CPU, and a checkpoint with distinct answers."""
+"""Fixtures for serving: a simulated memory size, page tables on a CPU, and a checkpoint with distinct answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def real_memory():
 
 @pytest.fixture(autouse=True)
 def simulated_memory(request, monkeypatch):
-    """Simulate a memory size in releases that read only the memory of accelerators, and fail if there is none."""
+    """Simulate a memory size in releases that only read an accelerator's memory, and fail without an accelerator."""
     if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
         return
     from transformers.generation.continuous_batching import cache

@@ -19,7 +19,7 @@ from typing import Any
 
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the requirements of transformers[serving]
 
-# A program that runs the command line as users do. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,
+# A program that runs transformers' command line. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,
 # and the output of explain for the models that are loaded when the server stops.
 CHILD = """
 import asyncio, gc, json, os, sys
@@ -66,7 +66,7 @@ def missing() -> list[str]:
 
 
 def site(path: Path, *models: str) -> Path:
-    """Build a transformers package with the overlays of these models. All other files link to the installed ones."""
+    """Build a transformers package with the overlays of these models. Other files are links to the installed ones."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent

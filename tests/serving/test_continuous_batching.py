@@ -39,7 +39,7 @@ ATTENTION = {"attention", "decode_attention", "varlen_attention"}
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Bind a model's overlays for all instances, as installed overlays do, until the test ends."""
+    """Returns a function that binds a model's overlays for all instances until the test ends."""
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
 
     def bound(kind):
@@ -143,7 +143,7 @@ def test_the_first_step_waits_for_the_default_stream(monkeypatch):
 
 
 def test_the_manager_restores_the_implementation_that_it_replaced():
-    """Continuous batching replaces eager attention with a paged implementation. Only some releases undo this."""
+    """Continuous batching runs a paged implementation of eager attention. Only some releases select it themselves."""
     stock = make("llama", attn_implementation="eager")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     expected = one_by_one(stock, prompts())

@@ -128,7 +128,7 @@ class TheirNorm(nn.Module):
 
 
 def equip(model):
-    """Replace every linear layer and every norm, as vLLM does before it loads weights."""
+    """Replace every linear layer and every norm, as vLLM does before it loads weights. Returns the new modules."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

@@ -41,7 +41,7 @@ def begin(model):
 
 
 def collect(manager, count):
-    """Wait for this number of answers. Returns name → (tokens, error)."""
+    """Wait for this number of answers, or until the manager stops or `WAIT` ends. Returns name → (tokens, error)."""
     answers = {}
     deadline = time.monotonic() + WAIT
     while len(answers) < count and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def collect(manager, count):
 
 
 def answered(model, prompt=None, **arguments):
-    """Send a request, wait until it has been answered or has failed, and send a second one. Returns both answers."""
+    """Send a request, wait for its answer, and send a second one if the manager still runs. Returns the answers."""
     manager = begin(model)
     try:
         manager.add_request(prompt or prompts()[2], request_id="first", eos_token_id=-1, **arguments)
@@ -96,7 +96,7 @@ def broken(*args, **kwargs):
 
 
 def works(model, alone):
-    """Check that the next batch, and `generate`, return the same tokens as separate runs of the prompts."""
+    """Check that the next batch and `generate` return the same tokens as separate runs of the prompts."""
     assert model.config._attn_implementation == "sdpa"
     assert answered(model) == {"first": (alone[2], None), "second": (alone[0], None)}
     assert model.config._attn_implementation == "sdpa"

@@ -34,7 +34,7 @@ newer = pytest.mark.skipif(
     RELEASE.release < (5, 19), reason="not run: continuous batching in this release lacks these settings"
 )
 
-KINDS = {  # models whose tokens reveal a wrong window, softcap or sink
+KINDS = {  # the tokens of gemma2, gpt_oss and mistral reveal a wrong window, softcap or sink
     "llama": {},
     "qwen3": {},
     "gemma2": {
@@ -81,7 +81,7 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
         assert batch(model) == expected
     assert ran(routes) == {"varlen_attention"}
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    assert {noted(layer) for layer in layers} == {None}  # everything except attention itself runs in the overlay
+    assert {noted(layer) for layer in layers} == {None}  # the attention layers run in their overlay
     assert kind == "gpt_oss" or "rope" in {route.operation for route in routes}
     assert model.config._attn_implementation == own
     assert f"continuous batching runs {NAME!r}, computed by hf_rocm" in hf_rocm.explain(model).details()
@@ -244,7 +244,7 @@ def test_older_releases_stay_stock_with_the_reason():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_on_both_sides_equal_sdpa(packed):
-    """Encoders request windows on both sides, which no operation supports."""
+    """Encoders request windows on both sides of a token, which no operation supports."""
     query, key = (torch.randn(9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     distance = (torch.arange(9) - torch.arange(9)[:, None]).abs()
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -24,7 +24,7 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 class Recorded:
     """One recorded machine.
 
-    `base` names another machine, if only the differences from it are stored. "-" removes an entry.
+    In its file, `base` names another machine if only the differences from it are stored, and "-" removes an entry.
     """
 
     def __init__(self, name: str) -> None:

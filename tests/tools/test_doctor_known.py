@@ -1,4 +1,4 @@
-"""Rules for known faults, on facts that match and facts just outside the range. Every rule has a source and remedy."""
+"""Rules for known faults, on facts that match and on facts just outside the range, with their sources and remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def good() -> Facts:
 
 
 def applied(facts: Facts) -> list[Finding]:
-    """Returns the rules' findings for these facts. Every rule returns a finding, even if it is not shown."""
+    """Returns the findings that are shown for these facts. Every rule must return a finding."""
     findings = list(known(facts))
     assert {finding.check for finding in findings} == {rule.name for rule in RULES}
     for finding in findings:
@@ -82,7 +82,7 @@ def test_releases_that_break_graph_replays_are_reported(
 
 
 def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
-    """A release that breaks a GPU's graph replays is not recommended for it, unless every release breaks them."""
+    """A ROCm release that breaks a GPU's graph replays is not recommended for that GPU, unless every release does."""
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")

@@ -33,7 +33,7 @@ def test_a_served_model_is_described_by_class_and_kernel(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
-    report = llama.__dict__.pop(REPORT)  # installed overlays need no activation
+    report = llama.__dict__.pop(REPORT)  # as with installed overlays, whose models have no report
     assert hf_rocm.explain(llama).state == explanation.state
     llama.__dict__[REPORT] = report
     assert explanation.machine["ROCm"] == "none" and explanation.machine["dtype"] == "float32"

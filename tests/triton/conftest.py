@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without Triton, report every test as not run."""
+    """Skip every test unless Triton is interpreted or machine code is executed."""
     if suite.gpu() is not None:
         suite.select(config, items)
         return
@@ -69,7 +69,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """Round bf16 to nearest and keep its subnormal numbers, like a GPU, and don't warn about infinity.
+    """Round bf16 to nearest and keep its subnormal numbers, like a GPU, and hide NumPy's floating-point warnings.
 
     The interpreter truncates to bf16, and shifts the mantissas of subnormal bf16 numbers that it converts to fp32.
     """
@@ -188,7 +188,7 @@ def unprobed() -> Iterator[None]:
     """Select kernels by their predicates, without first-use checks, whose child process takes seconds per kernel."""
     from hf_rocm import options
 
-    # switch aiter off on simulated AMD GPUs, too, because its tier would look for ROCm
+    # on a simulated AMD GPU, switch aiter off, because its tier would look for ROCm
     aiter = dict.fromkeys(options.current().aiter, options.Switch.OFF)
     with options.override(probe=False, **({} if suite.gpu() is None else {"aiter": aiter})):
         yield

@@ -77,7 +77,7 @@ def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 in any order, and sensitive to errors.
+    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 in any order of the sums.
 
     Large terms cancel, so a wrong last bit of any term changes the result. Half of the results are midway between two
     numbers of the dtype, so a different rounding changes them.

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every AMD architecture without a GPU, and its machine code has no known problem."""
+"""Every kernel compiles for every AMD instruction set without a GPU, and its machine code has no known problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", one.ARCHITECTURES)  # the others have the same instruction sets
+@pytest.mark.parametrize("architecture", one.ARCHITECTURES)  # other architectures have the same instruction sets
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr

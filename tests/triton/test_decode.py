@@ -22,7 +22,7 @@ from tests.triton.routed import check_more_keys, compiled_once, random, roomy, r
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# on a GPU the kernel leaves fp32 to PyTorch
+# on a GPU, fp32 is left to PyTorch
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
@@ -329,7 +329,7 @@ def test_it_is_one_op_of_a_compiled_graph():
 
 
 def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
-    """A mask that the kernel supports is not converted to lengths, for which the host would read it."""
+    """A mask that the kernel supports is not converted to lengths, because the host would have to read the mask."""
     query, key, value = tensors((2, 4, 2, 1, 90, 32, 32), USUAL)
     lengths, starts = torch.tensor([90]), torch.tensor([0, 85])
     mask = seen_keys(1, 90, lengths, starts, None)

@@ -1,4 +1,4 @@
-"""8- and 4-bit weights that the Triton kernels dequantise, compared bitwise, and their GEMMs, compared with float64."""
+"""8- and 4-bit weights dequantised by Triton kernels equal the torch tier's. GEMMs are compared with float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
-# The sizes K result in runs of 64 down to 4 numbers, in partial blocks, and in several programs.
+# The values of K result in runs of 64 down to 4 numbers, in partial blocks, and in several programs.
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
@@ -114,7 +114,7 @@ def test_it_compiles_into_one_graph(kind):
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
 def test_few_rows_are_not_rounded(format):
-    """For fp8, x is rounded if it has enough rows for this to be faster. For int8, it is never rounded.
+    """For fp8, x is rounded if it has enough rows for this to be faster. For int8, x is never rounded.
 
     If the Triton tier is selected, x is not rounded either.
     """

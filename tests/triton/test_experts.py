@@ -31,7 +31,7 @@ GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Use several small blocks along K, and wide ones along N, because the interpreter is slow per program."""
+    """Use several small blocks along K, and wide ones along N, because every program takes long in the interpreter."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
@@ -224,7 +224,7 @@ def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
-    """In machine code, also check gates whose exponential overflows, and NaN in unselected experts and some tokens."""
+    """Compare with float64. In machine code, also check large gates, and NaN in skipped experts and some tokens."""
     for scale in (1, 30) if suite.gpu() is not None else (1,):
         call = (tensors[0] * scale, *tensors[1:])
         call, read = (call, call) if scale == 1 else apart_from_others(*call)

@@ -91,7 +91,7 @@ def test_every_number_is_decoded_at_every_position(dtype):
     nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
     for column in range(0, 32, 1 if suite.gpu() is not None else 5):
         bias = torch.zeros(1, 64, dtype=dtype)
-        bias[0, 1::2] = -1  # up + 1 is zero in every other column
+        bias[0, 1::2] = -1  # up + 1 is zero in all columns but one
         bias[0, 2 * column], bias[0, 2 * column + 1] = 64, 1 / 32 - 1
         inner = 64 / 32  # the sigmoid of 64 is 1
         first = gate_up, scales[64], bias
@@ -108,7 +108,7 @@ def test_dequantised_in_one_pass(dtype):
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Make tensors comparable: any NaN equals any other NaN."""
+    """Convert to float64 with one number in place of NaN, so that tensors can be compared."""
     return torch.where(tensor.isnan(), 12345.0, tensor.double())
 
 

@@ -1,6 +1,6 @@
 """Attention with many queries in the flash kernel, compared with the float64 oracle.
 
-Hidden keys are NaN, which reveals kernels that read them, even with a weight of zero.
+In dense calls, keys beyond the last one are NaN, which reveals kernels that read them, even with a weight of zero.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_softcap_and_sinks(terms, dtype):
     ids=str,
 )
 def test_log_sum_exp(terms, dtype):
-    """Some queries of the second sequence see no keys. The third sequence has no keys."""
+    """In causal calls, some queries of the second sequence see no keys. The third sequence has no keys."""
     check((4, 2), (64, 64), [37, 8, 3, 2], [37, 5, 0, 40], dtype=dtype, lse=True, **terms)
 
 

@@ -22,7 +22,7 @@ def test_every_class_of_rows(m):
         check(x, *quantize_groups(weight, 128))
 
 
-# K: whole blocks with runs of 64, 32 and 16, and partial blocks
+# The values of K result in whole blocks with runs of 64, 32 and 16, and in partial blocks.
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 256, 640, 1536, 4608])
 @pytest.mark.parametrize("m", [1, 3])
@@ -81,7 +81,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_number_is_decoded_at_every_position(m, dtype):
-    """The nonzeros of every row of x are 1 and 16, so a result is exactly one number plus 16 times another."""
+    """The nonzero elements of every row of x are 1 and 16, so a result is exactly one number plus 16 times another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     groups = 1 if suite.gpu() is None else 9  # several iterations of the loop
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int().repeat(1, groups)

@@ -204,7 +204,7 @@ def test_other_caches_are_updated_by_stock(make):
 
 
 def test_a_cache_of_another_dtype_raises_stocks_error():
-    """The call raises stock's error instead of converting."""
+    """New keys and values are not converted to the dtype of the cache."""
     cache = StaticCache(config=config(), max_cache_len=8)
     call(cache, 1, seed=0, tier="triton", dtype=torch.float32)
     with pytest.raises(RuntimeError, match="same dtype"):

@@ -1,4 +1,4 @@
-"""Paged decode attention in the split kernel, compared with the float64 oracle. Unused rows are NaN."""
+"""Paged decode attention in the split kernel, compared with the float64 oracle. Unused rows of pages are NaN."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ def check(lengths, *, page, columns=4, **terms):
 def check_once(
     lengths, *, page, heads=(4, 2), dims=(32, 32), s_q=1, dtype=USUAL, new=True, columns, full=False, **terms
 ):
-    """lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
+    """Compare the results and the written pages with the oracle.
 
-    full: whether the pages also contain keys at the positions of the new ones.
+    lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
+
+    full: whether the pages also contain keys at the positions of the new keys.
     """
     h, kv_heads = heads
     b = len(lengths)
@@ -124,7 +126,7 @@ def test_every_shape_of_heads_is_supported(heads, dims):
 
 @pytest.mark.parametrize("terms", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
 def test_the_new_key_takes_the_place_of_another(terms):
-    """This happens if the ring of a sliding layer is full. Its pages already contain keys at the new positions."""
+    """In a full ring of a sliding layer, the pages already contain keys at the positions of new keys."""
     lengths = [33, 16, None, 63]
     check(
         [length if length is None else length - 1 for length in lengths],

@@ -67,7 +67,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 
 
 def turns(k: int) -> int:
-    """Returns an odd factor for K that results in at least two blocks of columns, the last of which is almost full."""
+    """Returns an odd factor for K that results in at least two blocks of columns, and in an almost full last block."""
     few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
     return max(few, key=lambda count: count * k % 512)
 

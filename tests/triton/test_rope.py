@@ -1,4 +1,4 @@
-"""rope and rope_into_cache in the Triton kernel: bitwise equal to the torch tier in bf16 and fp16."""
+"""rope and rope_into_cache in the Triton kernel. Without norms, results equal the torch tier's in bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_norms_are_applied_before_the_rotation(b, s, d, rotated, once, one_plus,
 
 
 def test_norms_round_like_the_layers():
-    """Queries and keys equal the results of separate norm and rotary kernels, except for the order of sums."""
+    """Almost all results equal those of separate norm and rotary kernels. The order of sums may change the others."""
     query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
     cos, sin = angles(1, 1, 64, torch.bfloat16)
     cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}

@@ -1,4 +1,4 @@
-"""A small Llama from a saved checkpoint, loaded by transformers and by hf_rocm."""
+"""A small Llama from a saved checkpoint, loaded by transformers and by hf_rocm, and models with shuffled weights."""
 
 from __future__ import annotations
 

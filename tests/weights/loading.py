@@ -1,4 +1,6 @@
-"""Load a checkpoint, use it, save it, and print the memory that every step takes. test_large.py runs this script.
+"""Load, run and save a model, restore it if it is prepared, and print the memory that every step takes.
+
+test_large.py runs this script.
 
 Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints memory in
 bytes above the value before loading: allocated memory, and pages of the checkpoint's file. The kernel measures peaks,

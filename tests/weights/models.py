@@ -65,7 +65,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def assert_same_results(model: nn.Module, stock: nn.Module) -> None:
-    """Compare bitwise with a copy, because the last bit of a GEMM may depend on the address of a mapped weight.
+    """Compare copies bitwise, because the last bit of a GEMM may depend on the address of a mapped weight.
 
     With weights at other addresses, logits may differ by a few rounding steps of the largest one. A wrong weight makes
     a far larger difference.
@@ -90,7 +90,7 @@ def blocks(model: nn.Module) -> int:
 def follows(model: Any, groups: int, *, twin: Any = None) -> None:
     """Check that results equal stock's with the current weights, and that this number of groups runs fused.
 
-    The fused GEMMs are counted in the recorded calls, not in the stored state.
+    The fused GEMMs are counted in the recorded calls and in the stored state.
     """
     twin = stock_with_weights_of(model) if twin is None else twin
     eager = logits(twin)

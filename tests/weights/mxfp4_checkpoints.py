@@ -16,7 +16,7 @@ LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 6, 64, 96
 
 
 def build(**changes: Any) -> Any:
-    """A stock model."""
+    """A stock gpt-oss with random weights."""
     arguments = {
         "vocab_size": 96,
         "hidden_size": HIDDEN,
@@ -45,7 +45,7 @@ def build(**changes: Any) -> Any:
 
 
 def write(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Write a checkpoint. Returns the stock model with the weights that it represents."""
+    """Write a checkpoint. Returns the stock model with the weights that the checkpoint represents."""
     model = build(**changes).to(dtype)
     model.save_pretrained(folder)
 

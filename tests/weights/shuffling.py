@@ -1,6 +1,6 @@
 """Models with shuffled weights, shared by several test files.
 
-The CPU simulates an MI300X or MI350X, and aiter is a recorded release. Its calls are checked against the recorded
+The CPU simulates an AMD GPU, and aiter is a recorded release. Calls of aiter are checked against the recorded
 declarations, and computed by reference functions that read a weight in the order that is recorded on it.
 """
 
@@ -36,7 +36,7 @@ def account(model):
 
 
 def serves(model, *, shuffled, plain=0, ids=IDS):
-    """Check that results equal stock's with the current weights, and that these numbers of GEMMs ran by kind."""
+    """Check that results equal stock's with the current weights, and count GEMMs with shuffled and plain weights."""
     twin = build()
     twin.load_state_dict({name: tensor.clone() for name, tensor in copy.deepcopy(model).state_dict().items()})
     with torch.no_grad():

@@ -293,7 +293,7 @@ FEW += [*BITSANDBYTES[1:3], MXFP4]
 
 
 def write(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
-    """Write a checkpoint of a Llama. Returns the stock model with the weights that it represents."""
+    """Write a checkpoint of a Llama. Returns the stock model with the weights that the checkpoint represents."""
     model = build(**{**SIZES, **sizes}).to(dtype)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")

@@ -57,7 +57,7 @@ def test_layers_of_any_size_are_dequantised(case, n, k):
 
 
 def test_layers_with_double_quantisation_are_joined_where_factors_begin():
-    """One factor covers 256 scales, which are 64 rows of 256 numbers."""
+    """One factor covers 256 scales, and these cover 64 rows of 256 numbers."""
     one, other, odd = (made(DOUBLE, n, 256)[0] for n in (128, 64, 48))
     assert one.format.joins(one.tensors(), other.tensors())
     assert not one.format.joins(one.tensors(), odd.tensors()) and not odd.format.joins(odd.tensors(), one.tensors())
@@ -147,7 +147,7 @@ def test_nothing_is_reported_as_unexpected(tmp_path, caplog):
 
 
 def test_the_restored_model_has_the_checkpoints_names(tmp_path):
-    """The restored model's tensors have the checkpoint's names, too."""
+    """The restored model loads the state dict of the prepared model, whose names are those of the checkpoint."""
     checkpoints.write(tmp_path, DOUBLE)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     expected, before = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -100,7 +100,7 @@ def saved(request, tmp_path):
 
 @pytest.fixture
 def gated():
-    """Bind a family's MLP as an overlay does, if the overlay is missing or does not match this release."""
+    """Returns a function that binds a family's MLP as an overlay does, if no overlay has bound it."""
     bound = []
 
     def serve(kind: str) -> None:

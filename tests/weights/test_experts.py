@@ -1,4 +1,4 @@
-"""Stacking a list of experts: values, identities, memory, and all changes that invalidate the block."""
+"""Stacking a list of experts: values, identities, memory, and changes that invalidate the block."""
 
 from __future__ import annotations
 

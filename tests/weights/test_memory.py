@@ -1,7 +1,7 @@
 """Memory that torch's CPU allocator allocates and frees during an action.
 
 torch.profiler reports every allocation and release with its size. Their sum is the change, and the highest running sum
-is the peak. These include blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
+is the peak. Both include blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
 of a released block is reported only if its allocation was profiled, so models are built under the profiler, and a
 marker separates building from the measured action. The allocator does not count mapped checkpoints, so these models are
 built in memory. As an independent measurement, the union of all storages is checked, too.
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
 
 def count(action: Callable[[Any], object], folder: Path, *, prepared: bool) -> tuple[Any, Traffic]:
-    """Build a model (and prepare it), then measure an action on it. Returns the model and the traffic."""
+    """Build a model, prepare it if `prepared`, and measure an action on it. Returns the model and the traffic."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         model = models.build(**SHAPE)
         if prepared:

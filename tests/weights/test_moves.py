@@ -1,4 +1,4 @@
-"""Moves that change nothing keep weight groups, and with them everything that was recorded."""
+"""Moves that change nothing keep weight groups and their memory, so that recordings that use them stay valid."""
 
 from __future__ import annotations
 

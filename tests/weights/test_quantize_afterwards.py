@@ -136,7 +136,7 @@ class TestAfterwards:
         assert group_of(attention) is None and torch.isfinite(logits(model)).all()
 
     def test_its_blocks_compile_into_one_graph(self):
-        """The test compiles only blocks, because this torch can't compile the mask code of 4.x into one graph."""
+        """The test compiles only blocks, because the mask code of transformers 4.x can't be compiled into one graph."""
         model = quantized("fp8")
         mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
         x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))

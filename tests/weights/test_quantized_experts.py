@@ -1,4 +1,4 @@
-"""`quantize="mxfp4"` for stacked experts: results, numbers, memory, state dicts, undoing it, and refusals."""
+"""`quantize="mxfp4"` for stacked experts: results, memory, state dicts, `restore`, `dequantize`, and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def experts_of(model):
 
 
 def equal_states(model, other):
-    """Compare two models' state dicts."""
+    """Whether two models have equal state dicts."""
     state, wanted = model.state_dict(), other.state_dict()
     return state.keys() == wanted.keys() and all(torch.equal(state[key], value) for key, value in wanted.items())
 

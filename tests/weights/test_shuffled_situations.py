@@ -1,4 +1,4 @@
-"""A model with shuffled weights uses its current weights after every change."""
+"""A model with shuffled weights uses its current weights after a change that PyTorch counts, or after `prepare`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_adapter_merged_in_place_takes_effect(either):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("safe", [False, True])
 def test_lora_of_peft_equals_stock(either, safe):
-    """Add, run, merge, unmerge, merge again and unload an adapter. Results always equal those of a stock model."""
+    """Add, run, merge, unmerge, merge again and unload an adapter. Results stay close to those of a stock model."""
     stock = build()
 
     def lora(model):

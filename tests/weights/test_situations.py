@@ -331,7 +331,7 @@ def test_a_compiled_model_follows_every_change(model, backend):
     # otherwise, freeing the last shuffled copy of earlier tests removes a hook on which the compiler guards
     unwatch()
     torch._dynamo.reset()
-    # pass a 4D mask, because the code of 4.x that builds one can't be traced into one graph
+    # pass a 4D mask, because the code of transformers 4.x that builds a mask can't be traced into one graph
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
     call = {"attention_mask": mask, "use_cache": False}
     counter = CompileCounterWithBackend(backend)
@@ -348,7 +348,7 @@ def test_a_compiled_model_follows_every_change(model, backend):
 
 
 def test_an_exported_model_does_not_need_hf_rocm(model):
-    """The program contains only the parameters, and does not need hf_rocm. The model stays fused."""
+    """The program contains the parameters and no operation of hf_rocm. The model stays fused."""
 
     class Logits(nn.Module):
         def __init__(self, inner):

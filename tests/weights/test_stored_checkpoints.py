@@ -188,7 +188,7 @@ def test_a_graph_and_a_device_map(tmp_path, case):
 def test_layers_on_disk_run_as_in_stock(tmp_path, case, caplog):
     """Before version 5, transformers can't offload buffers such as the stored tensors, so stock loads the checkpoint.
 
-    With bitsandbytes, stock always loads it.
+    In version 5, stock also loads bitsandbytes checkpoints with layers on disk.
     """
     reference = checkpoints.write(tmp_path, case, attention_bias=True)
     offloaded = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}

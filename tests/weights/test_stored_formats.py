@@ -57,7 +57,7 @@ def raw_of(layer):
     return {name: checkpoints.raw(tensor) for name, tensor in layer.state_dict().items()}
 
 
-# N and K: one tile, odd multiples of 16, and K with one run or several
+# N is an odd multiple of 16. In 4 bits, K is one block of runs, or several.
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
 def test_products_are_as_accurate_as_eager(case, n, k):
@@ -106,7 +106,7 @@ ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBY
 
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
 def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
-    """NaN affects only the outputs of its row, zeros result in zeros, and the outputs of other rows do not change."""
+    """A NaN scale affects only the outputs of its row, zero scales result in zeros, and other outputs stay correct."""
     layer, exact = made(case, 48, 256)
     scales = next(tensor for name, tensor in layer.tensors().items() if name in ("weight_scale", "scales"))
     rows = scales if scales.shape[0] == 48 else scales.t()
@@ -146,7 +146,7 @@ def test_the_format_is_that_of_the_library(case):
     compressed = compressor.compress(given, scheme)
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in compressed.items()}
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
-    if case is checkpoints.MXFP4:  # ties, which the checkpoint rounds away from zero, are rare
+    if case is checkpoints.MXFP4:  # ties, which `mxfp4_rounding` rounds towards zero, are rare
         assert (compressed["weight_packed"] != layer_tensors["weight_packed"]).float().mean() < 0.01
         assert torch.equal(mxfp4_bytes(quantize(weight)[0]).flatten(1), compressed["weight_packed"])
         assert torch.equal(quantize(weight)[1], compressed["weight_scale"])

@@ -46,7 +46,7 @@ def test_one_graph_serves_every_change_of_the_weights(backend, bias):
     run, counter = compiled(group, backend)
 
     def fused_rows():
-        """The numbers of rows of the weights in all calls of the operation."""
+        """The numbers of rows of the weights in all calls of `linear`."""
         with ops.recording() as routes:
             check(run, group)
         return [route.shapes[1][0] for route in routes if route.operation == "linear"]

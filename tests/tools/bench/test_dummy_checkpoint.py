@@ -18,7 +18,7 @@ SMALLER = {
 
 @pytest.fixture
 def smaller(monkeypatch):
-    """Replace the known shapes with smaller ones of the same kinds."""
+    """Replace the known shapes in SMALLER with smaller ones of the same kinds."""
     for name, settings in SMALLER.items():
         shape = known_shapes.SHAPES[name]
         sizes = {**shape.settings, **settings, "vocab_size": 512, "intermediate_size": 64}

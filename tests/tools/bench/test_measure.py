@@ -76,7 +76,7 @@ def test_the_first_token_is_timed_in_a_call_that_ends_after_it(model, monkeypatc
 
 
 def test_a_recorded_step_is_also_timed_alone(model, monkeypatch):
-    """Timing a step must not change the tokens of the next call."""
+    """Timing a step must not change the logits of the next call."""
     monkeypatch.setitem(recorder.factories, "cpu", EmulatedRecorder)
     run = measurement(model, ["stock", "no-graphs", "hf_rocm"], rounds=1)
     monkeypatch.setattr(variants.Side, "forget", lambda side: None)

@@ -1,4 +1,4 @@
-"""Segments are read back as written and replace older ones. Other files are refused with an error that names them."""
+"""Segments are read back as written and replace older ones of the same name. Other files are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""port-check finds every planted pattern at its line, reports no near misses, and names files that it can't read."""
+"""port-check finds every planted pattern, reports no near misses, and names files that it can't read."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ sys.exit("some" in how)
 
 
 class FakeAiter(NamedTuple):
-    """A fake package. site: its folder. how: a file that selects the outcome of the tuner."""
+    """A fake package. site: the folder that contains it. how: a file that selects the outcome of the tuner."""
 
     site: Path
     release: Release

@@ -1,4 +1,4 @@
-"""Recording a model's GEMMs without its weights gives the GEMMs that it runs with them."""
+"""A model without weights records the same GEMMs as the model with weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     gemms, _ = seen_without(str(tmp_path), [64], [4096])
-    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # its output would take 28 GiB
+    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # the output of this GEMM would take 28 GiB
     assert {tensor.dtype for tensor in gemms} == {"torch.float16"}
     assert {gemm.dtype for gemm in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 

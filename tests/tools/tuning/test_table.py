@@ -198,7 +198,7 @@ def test_a_path_that_is_not_a_file_is_an_error(tmp_path):
 def test_the_read_size_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     path.write_bytes(b"")
-    os.truncate(path, 1 << 40)  # a sparse file of one terabyte
+    os.truncate(path, 1 << 40)  # a sparse file of 1 TiB
     with pytest.raises(TableError, match="larger than any table"):
         read(path)
     monkeypatch.setattr(table, "MAX_ROWS", 3)

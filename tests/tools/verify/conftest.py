@@ -1,4 +1,4 @@
-"""Small models of the verified types. Every test builds its own, because verify works in place."""
+"""Small models of the verified types. Every test builds its own model, because verify works in place."""
 
 from __future__ import annotations
 

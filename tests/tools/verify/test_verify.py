@@ -1,4 +1,4 @@
-"""A correct model passes, with hf_rocm's kernels, and is returned unchanged."""
+"""A correct model passes, runs hf_rocm's kernels, and is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_correct_model_passes(name, dtype, passed, build):
 
 
 def test_the_report_is_complete_as_text_and_as_data(build, monkeypatch):
-    """The model is prepared and in training mode when it is passed, and is returned in this state."""
+    """The model is prepared and in training mode before and after the call."""
     model = faults.prepared(build("llama")).train()
     report = hf_rocm.verify(model, force=True, train=True)
     assert model.training and report.passed, str(report)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# Possible faults of a server. A process takes its fault as an argument.
+# The faults that a server can have.
 FAULTS = (
     "status",  # HTTP status 500
     "garbage",  # a line that is not JSON
@@ -30,7 +30,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 0}
 
 
 def word(prompt: str, index: int) -> str:
-    """The text of a token. It depends on the prompt, and is the same in all servers that don't set `other`."""
+    """The text of a token, which depends only on the prompt and the index."""
     return f" {sum(prompt.encode()) % 97 + index}"
 
 
@@ -138,7 +138,7 @@ def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler
 
 
 def main(fault: str = "", after: str = "0", other: str = "", child: str = "") -> None:
-    """Run as a process: listen, and print uvicorn's message. child: start a process, and write its id to this file."""
+    """Run as a process: listen, and print uvicorn's message. child: a file for the id of a new child process."""
     if child:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(child, "w") as file:  # noqa: PTH123

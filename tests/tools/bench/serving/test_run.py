@@ -17,7 +17,7 @@ from hf_rocm.tools.bench.serving import run
 from tests.tools.bench.serving.conftest import ended
 
 FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
-# before the timed requests, every server gets 8 requests for parity (the first stock server gets 16), then 4 to warm up
+# the hf_rocm server gets 8 requests for parity and, before the timed requests of every load, 4 to warm up
 WARM = 4
 
 

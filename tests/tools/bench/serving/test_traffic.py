@@ -18,7 +18,7 @@ OPEN = replace(CLOSED, clients=None, rate=200.0)
 
 
 class Words:
-    """A tokenizer in which every word of letters is one token. It has additional tokens that are not words."""
+    """A tokenizer in which every word is one token. Its last three tokens must not occur in prompts."""
 
     words = ("one", "two", "three", "four", "é", "5", "")
 

@@ -1,9 +1,9 @@
 """Serve `flash_attention_2` of prepared models where the flash-attn package is not installed.
 
-transformers checks for the package whenever an implementation is selected, and imports its functions through one
-function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns hf_rocm's
-functions for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names
-are handled as in stock transformers.
+transformers checks for the package whenever an implementation is selected, and imports the package's functions through
+one function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns
+hf_rocm's functions for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all
+other names are handled as in stock transformers.
 
 With flash attention, continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches
 and page tables. A prepared model that uses `sdpa` or `eager` is switched for the batch, as transformers does itself if

@@ -5,8 +5,8 @@ Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the interval
 call that begins `BETWEEN_CALLS` replays or more after the last comparison.
 
 Cost, in steps: a comparison runs up to `BACK` + 1 uncaptured steps in addition to the replay. Of N replays in one call,
-2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps per replay. This
-is 0.2 % of the steps, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first
+about 2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps per replay.
+This is 0.2 % of the steps, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first
 replay of a call has no steps before it to recompute, so its comparison costs one uncaptured step and one replay for at
 least `BETWEEN_CALLS` replays, again 0.9 %.
 """

@@ -38,7 +38,7 @@ class UserCache:
         return refuses(inner)
 
     def windows(self, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-        """The window of every layer, or why the windows are not those of the model."""
+        """The window of every layer, or why the cache does not match the model."""
         return windows_of(self._self_attention(), windows)
 
     @property
@@ -108,7 +108,7 @@ def refuses(cache: Any) -> str | None:
 
 
 def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-    """The window of every layer of a cache that was not refused, or why the windows are not those of the model.
+    """The window of every layer of a cache that was not refused, or why the cache does not match the model.
 
     windows: the windows of the model. A layer of the user's cache that keeps all keys has no window.
     """

@@ -7,7 +7,7 @@ the tokens are copied to the host once, and are compared with the drafts and the
 stand-in computes the tensor.
 
 This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` and
-`assistant_ensemble_weight`, if it returns neither scores nor logits.
+`assistant_ensemble_weight`, if the call returns neither scores nor logits.
 """
 
 from __future__ import annotations

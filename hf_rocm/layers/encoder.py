@@ -1,7 +1,7 @@
 """The layers of encoders: LayerNorm with the residual sum before it, as one operation.
 
-Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So its module is examined on every call: if it, or
-the dropout before the sum, would do more than PyTorch's own forward, both are called as stock calls them.
+Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So the module is examined on every call: if the norm
+or the dropout before the sum must be called, both are called as in the stock forward.
 """
 
 from __future__ import annotations

@@ -145,17 +145,14 @@ def _is_plain_linear(linear: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Return whether a call of this module would only run the forward of its class, as the class's file defines it.
-
-    False if `runs_only_forward` is False, and if its class is not `is_stock`.
-    """
+    """Return whether a call of this module would only run the forward of its class, as the class's file defines it."""
     return runs_only_forward(module.__dict__) and is_stock(module.__class__)
 
 
 def runs_only_forward(own: dict[str, Any]) -> bool:
     """Return whether a call of the module with this `__dict__` would only run the forward of its class.
 
-    False if the module has hooks, its own forward or a compiled one, and if hooks are registered on all modules.
+    False if the module has hooks, its own forward or a compiled one, or if hooks are registered on all modules.
     """
     if "forward" in own or own.get("_compiled_call_impl") is not None:
         return False

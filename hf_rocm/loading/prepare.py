@@ -271,7 +271,7 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
     """Record the forwards of the models that don't generate.
 
-    Returns, for the name of each of them, the reason for not recording it, or None if it is recorded.
+    Returns, by name, the reason why the forward of a model is not recorded, or None if it is.
     """
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of

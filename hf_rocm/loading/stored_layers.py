@@ -117,7 +117,7 @@ def _tail(path: str) -> str:
 
 
 def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, Entry]) -> None:
-    """Raise `LoadError` unless these are the tensors of a layer, and `Unsupported` if it has others."""
+    """Raise `Unsupported` for a tensor that the format lacks, and `LoadError` for a missing or invalid one."""
     unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
     if unknown:
         raise Unsupported(f"its layers have a tensor {unknown[0]} ({prefix})")

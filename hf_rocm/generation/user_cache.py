@@ -86,7 +86,7 @@ class UserCache:
         self._seen[index] += keys.shape[2]
         places = torch.arange(first, self._seen[index], device=keys.device)
         inner = self._self_attention()
-        if not hasattr(inner, "layers"):  # 4.53 stores the tensors themselves
+        if not hasattr(inner, "layers"):  # transformers 4.53 stores the tensors themselves
             keys, values = keys.clone(), values.clone()
         inner.update(keys, values, index, {"cache_position": places})
 

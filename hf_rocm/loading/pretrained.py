@@ -250,7 +250,7 @@ def _is_adapter(model_id: str | PathLike[str]) -> bool:
 
 
 def _with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Add the checkpoint's own dtype unless one is given, under the argument name of this release."""
+    """Request the checkpoint's own dtype unless a dtype is given, under the argument name of this release."""
     import transformers
 
     name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"

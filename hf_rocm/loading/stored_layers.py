@@ -24,7 +24,7 @@ _INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.fl
 
 
 class Later(NamedTuple):
-    """A tensor that transformers can't load, because its name begins with the name of another tensor."""
+    """A tensor that transformers can't load, because its name contains a dot, like that of a child module's tensor."""
 
     layer: StoredLayer
     name: str

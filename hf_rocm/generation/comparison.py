@@ -78,8 +78,8 @@ def compare(
 ) -> Comparison:
     """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
 
-    They must be bitwise equal; the outputs of the previous steps are compared by their digests. If the step is not
-    deterministic, `agree` defines the rule, and no digests are compared.
+    The results must be bitwise equal; the outputs of the previous steps are compared by their digests. If the step is
+    not deterministic, `agree` defines the rule, and no digests are compared.
     """
     cache.keep_states()
     before = cache.digest(0)

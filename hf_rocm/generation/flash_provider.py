@@ -153,7 +153,7 @@ def _models(model: nn.Module) -> list[Any]:
 
 
 def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces transformers' checks of an implementation: they pass for the served names."""
+    """Replaces transformers' checks: they pass for the served names if the model supports flash attention."""
     requested = args[0] if args else kwargs.get("attn_implementation", kwargs.get("requested_attention"))
     supported = getattr(self, "_supports_flash_attn", False)
     if supported and requested in _names() and unavailable() is None:

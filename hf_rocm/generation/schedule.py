@@ -16,7 +16,7 @@ from __future__ import annotations
 LONGEST = 2048  # the largest number of replays between two comparisons
 BACK = 4  # the largest number of earlier steps that a comparison recomputes
 FIRST_CALLS = 3  # the number of calls whose first replay is always compared
-BETWEEN_CALLS = 512  # the first replay of a later call is compared if this many replays were not compared
+BETWEEN_CALLS = 512  # a later call's first replay is compared if this many replays ran since the last comparison
 
 
 class Schedule:

@@ -35,7 +35,7 @@ SERVED = "sdpa"
 
 _IMPLEMENTATION = "_attn_implementation_internal"  # a config's attribute behind `_attn_implementation`
 
-_ROWS = "_hf_rocm_rows"  # a mask's attribute: the `CacheRows` of the keys that it shows
+_ROWS = "_hf_rocm_rows"  # a mask's attribute: the `CacheRows` of the visible keys
 
 # (class, implementation) → the references through which the stock forward looks up its attention function, if any.
 _interfaces: dict[tuple[type, str], Watch | None] = {}

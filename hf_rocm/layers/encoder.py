@@ -53,8 +53,8 @@ class PreNormEncoderLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile traces, if attention weights are requested, and if there is no
-        `attention_mask` or there are more positional arguments than the stock forward names.
+        The stock forward runs while torch.compile traces, if attention weights are requested, if there is no
+        `attention_mask`, or if there are more positional arguments than the stock forward names.
         """
         if compiling() or compiler._is_compiling_flag:
             return stock(module, x, *args, **arguments)

@@ -48,8 +48,8 @@ class RMSNorm:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
         """x: [..., D]. Returns [..., D] as the stock forward would.
 
-        Runs the stock forward if the weight is not a plain tensor (for example, if it is a DTensor), and, without
-        (1 + w), if the weight's dtype differs from that of x, because the stock forward then promotes the result.
+        Runs the stock forward if the weight is not a plain tensor (for example, if it is a DTensor). Without (1 + w),
+        the stock forward also runs if the weight's dtype differs from that of x, because it then promotes the result.
         """
         weight = module._parameters.get("weight")
         if weight is None:

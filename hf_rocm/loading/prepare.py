@@ -197,7 +197,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     for name in sorted(names.intersection(overlays.models()).difference(bound)):
         try:
             bound += activate(name, everywhere=False, catalog=overlays)
-        except OverlayError as error:  # a refusal: this family stays stock, the others are independent of it
+        except OverlayError as error:  # this family stays stock; the others are not affected
             refused[name] = str(error)
     return sorted(bound), refused
 

@@ -1,7 +1,7 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
 The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf_rocm's kernels for few rows come before
-it if they accept the call. This module also decides which calls always go to PyTorch, and which GEMMs count as GEMMs
+it if they accept the call. This module also defines which calls always go to PyTorch, and which GEMMs count as GEMMs
 with few rows.
 
 A GEMM with few rows is limited by the time to read its weights, so a kernel that also computes the surrounding

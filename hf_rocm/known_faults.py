@@ -1,6 +1,6 @@
 """Known faults by GPU, ROCm release and Linux kernel, with their sources. Does not import torch.
 
-Recorded steps and loading work around them, and `hf-rocm doctor` warns about them.
+hf_rocm works around them when it records steps and loads models, and `hf-rocm doctor` warns about them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verify a recorded step: replay it, run it uncaptured from the same state, and compare the two.
 
-Keys that an earlier replay wrote are in the cache, and both runs would read them even if they were wrong. So the
-uncaptured run first recomputes the keys and values of the previous steps from their tokens. A replay
-may change no rows of the cache other than those of its own tokens.
+Keys and values that earlier replays wrote are in the cache, and both runs would read them even if they were wrong. So
+the uncaptured run first recomputes the keys and values of the previous steps from their tokens. A replay may change no
+rows of the cache other than those of its own tokens.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class Comparison(NamedTuple):
 
 
 def reach(cache: DecodeCache, arguments: Mapping[str, Any]) -> int:
-    """The number of previous steps that can be recomputed: at most `steady`, and at most the steps since user code last
-    changed tokens in place; 0 if the arguments are not the resident inputs.
+    """The number of previous steps that can be recomputed.
+
+    It is the smallest of `DecodeCache.steady`, the number of steps since user code last changed tokens in place, and
+    the number of earlier tokens. It is 0 if the arguments are not the resident inputs, or if those have no tokens.
     """
     residents = _residents(cache, arguments)
     if residents is None or residents.tokens is None:
@@ -77,8 +79,8 @@ def compare(
 ) -> Comparison:
     """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
 
-    Equal means bitwise equal, and the outputs of the previous steps are compared by their digests. If the step is not
-    deterministic, `agree` defines the rule, and no digests are compared.
+    The results must be bitwise equal; the outputs of the previous steps are compared by their digests. If the step is
+    not deterministic, `agree` defines the rule, and no digests are compared.
     """
     cache.keep_states()
     before = cache.digest(0)
@@ -106,7 +108,11 @@ def compare(
 
 
 class _Ran(NamedTuple):
-    """The outputs of the last uncaptured step, the digests of the last `BACK` + 1 steps, and whether all are finite."""
+    """The results of uncaptured steps.
+
+    outputs: those of the last step. digests: of the outputs of up to `BACK` + 1 steps, the last step included. finite:
+    whether the outputs of all steps are finite.
+    """
 
     outputs: Any
     digests: Tensor
@@ -114,7 +120,7 @@ class _Ran(NamedTuple):
 
 
 def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int) -> _Ran:
-    """Run the next step after the `back` steps before it, uncaptured."""
+    """Recompute the `back` previous steps, then run the next step, all uncaptured."""
     residents = _residents(cache, arguments)
     digests: list[Tensor] = []
     finite: list[Tensor] = []
@@ -147,8 +153,9 @@ def _residents(cache: DecodeCache, arguments: Mapping[str, Any]) -> Residents | 
 
 
 def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float, bool]:
-    """Return (whether a replay agrees with the uncaptured runs, the largest difference, whether the runs differ).
+    """Return (whether a replay agrees with the uncaptured runs, its difference from the last run, whether runs differ).
 
+    If the replay equals the last run, the earlier runs are not compared, and the third value is False.
     The same kernels give bitwise equal results unless their order of summation changes. If it does, a tensor may differ
     by twice the difference between the runs. If the runs themselves differ by more than rounding, the replay can't be
     checked, and the result is False.

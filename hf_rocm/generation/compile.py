@@ -120,7 +120,7 @@ def switch_on(model: nn.Module, mode: str) -> None:
 def automatic(model: Any, requested: Any) -> Any:
     """The `CompileConfig` of a call: the user's if there is one, else the settings for ROCm.
 
-    None if there is none, and the automatic settings do not apply to the model's device.
+    Returns None if the user passes none and the automatic settings do not apply to the model's device.
     """
     if requested is not None or (model.__dict__.get(AUTOMATIC) != ON and model.device.type != "cuda"):
         return requested

@@ -6,7 +6,7 @@ restored.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
 these graphs follow the rules of recorded steps (`suspects`): they are off where a fault is known, unless the user
-requires them.
+requests or requires them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _METHOD = "init_continuous_batching"
 
 _HINTS = "workload_hints"  # an argument of `init_continuous_batching`
 
-# The largest number of pages of a request with a page table, unless the user sets one. The tables of all requests are
-# copied to the device in every step.
+# The largest number of pages of a request with a page table, unless the user sets a limit. The tables of all requests
+# are copied to the device in every step.
 _MOST_PAGES = 128
 
 _CREATE = "_create_batch_processor"  # the manager's method that allocates the cache, in the thread that runs the steps
@@ -55,7 +55,7 @@ _log = logging.getLogger("hf_rocm")
 def switch_on(model: nn.Module, *, required: bool) -> None:
     """Apply these rules to continuous batching of this model, in the releases that support it.
 
-    required: whether the user requires graphs; if so, transformers decides as it does without hf_rocm.
+    required: whether the user requires graphs; if so, they are recorded as in stock transformers.
     """
     if hasattr(type(model), _METHOD):
         put_before(model, {_METHOD: _init_continuous_batching}, MARK)
@@ -63,7 +63,7 @@ def switch_on(model: nn.Module, *, required: bool) -> None:
 
 
 def describe(model: nn.Module) -> str | None:
-    """One sentence for `explain` on the graphs of the next batch, or None where no fault is known."""
+    """One sentence for `explain` on the graphs of the next batch, or None if no fault concerns them."""
     required = model.__dict__.get(MARK)
     fault = None if required is None else suspects.fault_of(model.device)
     if fault is None:
@@ -110,12 +110,12 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
 
 
 def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any) -> None:
-    """Increase transformers' limit on requests with page tables if no lengths are known, as in the server."""
+    """Increase transformers' limit on the length of requests with page tables if the call passes no workload hints."""
     usual = getattr(config, "fallback_max_blocks_per_request", None)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
-    page = config.page_size if hasattr(config, "page_size") else config.block_size  # its name up to 5.17
+    page = config.page_size if hasattr(config, "page_size") else config.block_size  # `block_size` up to 5.17
     if longest > usual * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -190,5 +190,5 @@ def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
 
 @cache
 def _warn(message: str, reason: str) -> None:
-    """Log this once per process."""
+    """Log a message once per process."""
     _log.warning(message, reason)

@@ -19,7 +19,7 @@ from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
 
-# Methods that hooks.py replaces. A class that overrides one of them is refused.
+# Some of the methods that hooks.py replaces. A class that overrides one of these is refused.
 METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call", "_sample")
 
 
@@ -179,7 +179,7 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 
 
 def refuses_modules(model: nn.Module) -> str | None:
-    """Return a sentence about user code (a hook, a set function or a class) that a replay would skip, or None."""
+    """Return a sentence about user code that a replay would skip (a hook, an assigned function or a class), or None."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         where = name or "the model"
@@ -220,7 +220,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def windows(model: Any) -> Sequence[int | None] | str:
-    """The sliding window of every layer's cache, or why a layer is not supported.
+    """The sliding window of every layer's cache, or why these layers are not supported.
 
     None: full attention. `hybrid.RECURRENT`: a recurrent state.
     """

@@ -2,7 +2,7 @@
 
 The encoder runs once, before the first step. The keys and values of cross-attention are computed from its output in the
 prompt's forward and stay at fixed addresses, as does the output itself. The models read them through transformers'
-`EncoderDecoderCache`. Here one object is both this cache and the cache of self-attention.
+`EncoderDecoderCache`. Here one object is both the `EncoderDecoderCache` and the cache of self-attention.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         self._source: Any = None  # the encoder's output that was copied
         self._additive = False  # whether the model's attention takes only additive masks
         self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
-        self._visible: Tensor | None = None  # [B, 1, 1, S] bool, the rows that a step's query sees
-        self._step_mask: Any = None  # the same rows as a mask of the form that the model takes
-        self._rows: Any = None  # [B, 1, 1, S], the index of every row
+        self._visible: Tensor | None = None  # [B, 1, 1, capacity] bool, the rows that a step's query sees
+        self._step_mask: Any = None  # the same rows, as the kind of mask that the model takes
+        self._rows: Any = None  # [B, 1, 1, capacity], the index of every row
 
     @property
     def self_attention_cache(self) -> EncoderDecoderDecodeCache:
@@ -160,7 +160,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         return {**arguments, **replaced}
 
     def _written_rows(self, batch: int) -> Tensor:
-        """The mask of a step without padding, [B, 1, 1, S]: bool, or additive for eager attention."""
+        """The mask of a step without padding, [B, 1, 1, capacity]: bool, or additive for eager attention."""
         layer = self.layers[0]
         shape = (batch, 1, 1, layer.capacity)
         with torch.inference_mode(False), torch.no_grad():

@@ -150,7 +150,7 @@ def _place(tensor: Tensor) -> Hashable:
 
 
 def _settings(config: Any) -> Hashable:
-    """Every plain value of a config and of nested configs: the attention implementation, a softcap, …"""
+    """Every plain value of a config and of its nested configs, such as the attention implementation or a softcap."""
     if isinstance(config, _PLAIN):
         return config
     if isinstance(config, (list, tuple)):

@@ -1,9 +1,9 @@
 """Serve `flash_attention_2` of prepared models where the flash-attn package is not installed.
 
-transformers checks for the package whenever an implementation is selected, and imports its functions through one
-function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns hf_rocm's
-functions for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all other names
-are handled as in stock transformers.
+transformers checks for the package whenever an implementation is selected, and imports the package's functions through
+one function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns
+hf_rocm's functions for the name `flash_attention_2`. An installed flash-attn package, kernels from the Hub and all
+other names are handled as in stock transformers.
 
 With flash attention, continuous batching runs without masks, and therefore with recorded graphs, asynchronous batches
 and page tables. A prepared model that uses `sdpa` or `eager` is switched for the batch, as transformers does itself if
@@ -153,7 +153,7 @@ def _models(model: nn.Module) -> list[Any]:
 
 
 def _checked(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces transformers' checks of an implementation: they pass for the served names."""
+    """Replaces transformers' checks: they pass for the served names if the model supports flash attention."""
     requested = args[0] if args else kwargs.get("attn_implementation", kwargs.get("requested_attention"))
     supported = getattr(self, "_supports_flash_attn", False)
     if supported and requested in _names() and unavailable() is None:

@@ -47,7 +47,7 @@ def watch(recording: Releasable, cache: DecodeCache, group: Any) -> None:
 
 
 def release(group: Any = None) -> None:
-    """Release every recording with collectives of this group, or of any group, even if a traceback references it."""
+    """Release every recording with collectives of this group (None: any group), even if a traceback references it."""
     with _lock:
         released = [entry for entry in _watched if group is None or entry.group == group]
         _watched[:] = [entry for entry in _watched if entry not in released]
@@ -62,7 +62,7 @@ def release(group: Any = None) -> None:
 
 
 def tidy() -> None:
-    """Undo the changes of recordings that no longer exist. If none is left, also unregister the exit handler."""
+    """Undo the changes of recordings that no longer exist. If no recording is left, unregister the exit handler."""
     patches.sweep()
     with _lock:
         if all(entry.recording() is None for entry in _watched):
@@ -70,7 +70,10 @@ def tidy() -> None:
 
 
 def _places() -> Iterator[tuple[Any, str]]:
-    """The public function, in two modules, and what it calls per group, since users may have imported it by name."""
+    """Yield `destroy_process_group` in two modules, and the functions that it calls for every group.
+
+    The latter are needed because users may have imported `destroy_process_group` by name.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

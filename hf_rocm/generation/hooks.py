@@ -222,7 +222,7 @@ _thread = _Thread()
 
 
 def _prompt(model_kwargs: dict[str, Any]) -> int:
-    """The number of tokens per row, from the shapes of the arguments alone; 0 if they do not determine it."""
+    """The number of prompt tokens per row, read from the shapes of the arguments; 0 if they do not determine it."""
     for name, dim in (("inputs_embeds", 1), ("attention_mask", -1)):
         if model_kwargs.get(name) is not None:
             length: int = model_kwargs[name].shape[dim]
@@ -274,7 +274,7 @@ def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any
 def _decoded(
     self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a loop of `generate` with recorded steps. If a replay was wrong, run it again uncaptured."""
+    """Run a loop of `generate` with recorded steps. If a replay was wrong, run the loop again, uncaptured."""
     attempt = Attempt(input_ids, args, kwargs, _thread.assistant)
     while True:
         try:

@@ -1,7 +1,7 @@
 """The cache of recorded steps for models whose layers have attention or a recurrent state (the gated delta rule).
 
 A recurrent layer keeps two states of fixed size, which every step updates in place, at fixed addresses. A step can't be
-undone by counting rows, so the states are copied before a step that has to run twice.
+undone by reducing the length, so the states are copied before a step that has to run twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record an event in the ledger when a replay differs, with the machine, the versions and the model."""
+"""Record wrong replays in the ledger, with the machine, the versions and the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.generation.suspects import rocm_release
 
 
 def keep(model: Any, *, reason: str, operators: int, replays: int, unproven: int) -> None:
-    """Record that a replay of this model's step differed; see `ledger.Event`."""
+    """Record a wrong replay of a step of this model. The other arguments are fields of `ledger.Event`."""
     import transformers
 
     from hf_rocm import __version__

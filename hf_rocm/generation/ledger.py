@@ -72,7 +72,7 @@ def record(event: Event) -> None:
 
 
 def events() -> tuple[Event, ...]:
-    """The events on this machine, oldest first. Lines that can't be read are left out. Raises nothing."""
+    """The latest events on this machine, oldest first. Lines that can't be read are left out. Raises nothing."""
     try:
         lines = path().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

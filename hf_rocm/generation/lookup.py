@@ -1,4 +1,4 @@
-"""Prompt lookup on the host: the tokens are searched there, and copied from the device only if they are not known.
+"""Prompt lookup on the host: tokens are copied from the device only if they are not on the host yet.
 
 The stock search waits for the device once for every n-gram length and again for every match. The search here returns
 the same drafts.
@@ -83,7 +83,7 @@ def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, 
 
     tokens: [S]. most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first.
     limit: the maximum length of the sequence. ends: end tokens; drafts stop before them. Returns [N], with N = 0 if
-    nothing was found. These are the drafts of transformers' `PromptLookupCandidateGenerator`.
+    there are no drafts. These are the drafts of transformers' `PromptLookupCandidateGenerator`.
     """
     length = len(tokens)
     none = tokens[:0]

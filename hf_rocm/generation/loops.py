@@ -1,4 +1,4 @@
-"""Use recorded steps in the loops of `generate` that call the model directly, over a non-empty `DecodeCache`.
+"""Use recorded steps in the loops of `generate` that call the model directly, over a `DecodeCache`.
 
 transformers' sampling loop calls the function that `get_compiled_call` returns; its loops for beams and drafts do not.
 """

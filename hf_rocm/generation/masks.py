@@ -2,7 +2,7 @@
 
 In a step of a few tokens the first and the last key that every token sees determine the mask. So there is one resident
 tensor per kind of layer. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
-same bounds are attached to the mask as numbers (`CacheRows`), for kernels that need no mask.
+same bounds are attached to the mask as lengths and starts (`CacheRows`), for kernels that need no mask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Kind(NamedTuple):
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
     """The kinds of layers that use these masks. masks: one mask, or a dict with None where no mask is needed.
 
-    Raises `Unlike` on a mask that is neither causal nor causal with a sliding window.
+    Raises `Unlike` if the attention is not causal, if the model creates its own masks, or if a mask is neither causal
+    nor causal with a sliding window.
     """
     from transformers import masking_utils
 
@@ -68,8 +69,8 @@ class StepMask:
 
     like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], for every token of the step, the
     number of keys per row up to and including this token. starts: [B], the index of every row's first key that is not
-    padding, or None. The owner advances both. rolls: whether a full buffer drops its first key for every new one, so
-    that lengths exceed the buffer's size; S_q is 1 in that case.
+    padding, or None. The caller updates both in place. rolls: whether a full buffer drops its first key for every new
+    one, so that lengths exceed the buffer's size; S_q is 1 in that case.
     """
 
     def __init__(

@@ -21,8 +21,9 @@ _COPIES = "copies"  # the key of the change to `__setstate__`, which marked copi
 
 
 def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
-    """Call `function(model, inherited, *args, **kwargs)` instead of methods of a model's class, by name.
+    """Replace methods of a model's class for this model.
 
+    functions: by method name; called as `function(model, inherited, *args, **kwargs)`.
     inherited: the bound method without this change, which may be the replacement for another mark.
     mark: a name in a model's `__dict__`. Models without it, and instances of subclasses, call the inherited method.
     """

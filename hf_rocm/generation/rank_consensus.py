@@ -1,8 +1,8 @@
 """Decisions about recorded steps, made jointly by all ranks that share a model's layers.
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
-uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, once per call
-of `generate` and whenever a step is recorded or compared. A replayed step needs no such reduction.
+uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, at the beginning
+and the end of a call of `generate` and whenever a step is recorded or compared. A replayed step needs no reduction.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class RecordedDraw(Recorded):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(bits(one), bits(other))  # bitwise, because a device that checks nothing also draws from NaN
+    # bitwise, so that NaN equals NaN: a device without assertions also draws from probabilities that are NaN
+    return torch.equal(bits(one), bits(other))
 
 
 def probabilities_of(logits: Tensor, processors: Processors) -> Tensor:

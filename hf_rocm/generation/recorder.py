@@ -53,7 +53,7 @@ class GraphRecorder:
 
 
 class _Graph:
-    """One recording."""
+    """A captured graph, with the lock and the memory pool of its device."""
 
     def __init__(self, graph: Any, shared: _Shared) -> None:
         self._graph = graph
@@ -161,7 +161,7 @@ def _abandon(graph: Any, shared: _Shared) -> None:
 
     If an error in the step's own code interrupted the capture, the graph is freed, since it may contain collectives. If
     the capture was invalidated, PyTorch ends it only in part: its allocators keep using the graph until the process
-    ends, and the host allocator has no way to stop. So the graph is kept with its pool, and later recordings use
+    ends, and there is no way to stop the host allocator. So the graph is kept with its pool, and later recordings use
     another pool.
     """
     try:

@@ -4,11 +4,11 @@ Replays 1, 2 and 3 of a recording are compared, then 5, 9, 17, …: the interval
 `generate` follow a similar rule: the first replay of calls 2 and 3 is compared, and after that the first replay of any
 call that begins `BETWEEN_CALLS` replays or more after the last comparison.
 
-Cost, in steps: a comparison runs up to `BACK` + 1 uncaptured steps in addition to the replay. Of N replays in one call,
-2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured steps per replay. This
-is 0.2 % of the steps, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a replay. The first
-replay of a call has no steps before it to recompute, so its comparison costs one uncaptured step and one replay for at
-least `BETWEEN_CALLS` replays, again 0.9 %.
+Cost, in steps: a comparison that agrees at once runs up to `BACK` + 1 uncaptured steps besides the replay. Of N replays
+in one call, about 2 + log2(LONGEST) + N / LONGEST are compared, so there are about (BACK + 1) / LONGEST uncaptured
+steps per replay. This is 0.2 % of the steps, or 0.9 % of the time where an uncaptured step takes 3.6 times as long as a
+replay. The first replay of a call has no steps before it to recompute, so its comparison costs one uncaptured step and
+one replay for at least `BETWEEN_CALLS` replays, again 0.9 %.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 LONGEST = 2048  # the largest number of replays between two comparisons
 BACK = 4  # the largest number of earlier steps that a comparison recomputes
 FIRST_CALLS = 3  # the number of calls whose first replay is always compared
-BETWEEN_CALLS = 512  # the smallest number of replays before the first replay of any later call is compared
+BETWEEN_CALLS = 512  # a later call's first replay is compared if this many replays ran since the last comparison
 
 
 class Schedule:

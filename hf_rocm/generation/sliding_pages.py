@@ -3,7 +3,7 @@
 transformers stores the keys of a sliding layer in a ring: the key at position p is in slot p % window of the request's
 pages. flash-attn writes a new key after the last one, which is wrong in a ring that is full, so transformers uses no
 page tables for a model with a sliding layer: it gathers the keys of every request in every step. hf_rocm's function
-writes the key into any slot. All keys of the ring are in the window of the single query, so their order is irrelevant.
+can write the key to any slot. All keys of the ring are in the window of the single query, so their order is irrelevant.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def provide(user: Any, served: Served, *, key: Hashable) -> None:
 
 
 def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list[int]]]:
-    """Replaces the function from whose result transformers decides whether a model may have page tables."""
+    """Replaces the function whose result determines whether transformers uses page tables for a model."""
 
     def group_layers_by_attn_type(config: Any) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = change.original(config)

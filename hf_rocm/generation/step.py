@@ -1,8 +1,8 @@
 """The arguments of a decode step, split into the tensors that change and a key for everything that must not change.
 
 A recorded step reads its inputs from the addresses that they had when it was recorded. So the tensors of every step are
-copied there, except `resident` ones, whose address never changes. Everything else (flags, shapes, strides, the kernels
-that a mask selects) is part of the recording's key.
+copied there, except `resident` ones, whose address never changes. Everything else (flags, shapes, strides, dtypes,
+devices) is part of the recording's key.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Unrecordable(Exception):
 def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> Inputs:
     """Split a forward's keyword arguments, including nested dicts, into tensors and a key for everything else.
 
-    ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a value that is neither
-    a tensor nor a plain value.
+    ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a value of any other
+    type, and for a tensor that requires gradients.
     """
     tensors: list[Tensor] = []
     key = [_add(name, value, tensors, ignored) for name, value in arguments.items()]

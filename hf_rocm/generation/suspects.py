@@ -27,7 +27,7 @@ def refuses(device: Any, *, required: bool) -> str | None:
 
 
 def fault_of(device: Any) -> GraphFault | None:
-    """The graph fault that this device may have with this version of torch, or None."""
+    """The first graph fault that this device may have with this ROCm release, or None."""
     from hf_rocm.device import describe
 
     described = describe(device)

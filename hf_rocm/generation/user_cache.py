@@ -38,7 +38,7 @@ class UserCache:
         return refuses(inner)
 
     def windows(self, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-        """The window of every layer, or why the windows are not those of the model."""
+        """The window of every layer, or why the cache does not match the model."""
         return windows_of(self._self_attention(), windows)
 
     @property
@@ -86,7 +86,7 @@ class UserCache:
         self._seen[index] += keys.shape[2]
         places = torch.arange(first, self._seen[index], device=keys.device)
         inner = self._self_attention()
-        if not hasattr(inner, "layers"):  # 4.53 stores the tensors themselves
+        if not hasattr(inner, "layers"):  # transformers 4.53 stores the tensors themselves
             keys, values = keys.clone(), values.clone()
         inner.update(keys, values, index, {"cache_position": places})
 
@@ -108,7 +108,7 @@ def refuses(cache: Any) -> str | None:
 
 
 def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None] | str:
-    """The window of every layer of a cache that was not refused, or why the windows are not those of the model.
+    """The window of every layer of a cache that was not refused, or why the cache does not match the model.
 
     windows: the windows of the model. A layer of the user's cache that keeps all keys has no window.
     """

@@ -1,13 +1,13 @@
 """Accept drafts in transformers' assisted decoding without reading logits on the host.
 
-The loop converts the logits of a step to fp32, copies them, and compares the tokens with the largest logits with the
-drafts, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
+The loop converts the logits of a step to fp32, copies them, and compares the drafts with the tokens that have the
+largest logits, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
 recorded step contains the tokens with the largest logits. The loop handles stand-ins for the logits and the tokens:
 the tokens are copied to the host once, and are compared with the drafts and the end tokens there. Any other use of a
 stand-in computes the tensor.
 
 This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` and
-`assistant_ensemble_weight`, if it returns neither scores nor logits.
+`assistant_ensemble_weight`, if the call returns neither scores nor logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The functions that the classes of a model call: forwards, functions, methods and registry entries, by identity.
 
 A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as at the start
-of its call of `generate`, and steps are not recorded for a model that calls code of unknown packages.
+of the call of `generate`, and steps are not recorded for a model that calls code of unknown packages.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SERVED = "sdpa"
 
 _IMPLEMENTATION = "_attn_implementation_internal"  # a config's attribute behind `_attn_implementation`
 
-_ROWS = "_hf_rocm_rows"  # a mask's attribute: the visible keys as numbers that stay on the device
+_ROWS = "_hf_rocm_rows"  # a mask's attribute: the `CacheRows` of the visible keys
 
 # (class, implementation) → the references through which the stock forward looks up its attention function, if any.
 _interfaces: dict[tuple[type, str], Watch | None] = {}
@@ -367,7 +367,7 @@ def visible_keys(
 
 
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
-    """Attach the visible keys to a mask as numbers, for kernels that need no mask. Returns the mask.
+    """Attach the lengths and starts of the visible keys to a mask, for kernels that need no mask. Returns the mask.
 
     mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries see. If the mask or the rows change, the other must
     change in the same way.
@@ -377,7 +377,7 @@ def attach(mask: Tensor, rows: CacheRows) -> Tensor:
 
 
 def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *, softcap: bool, sinks: bool) -> bool:
-    """Return whether a kernel serves these lengths. Otherwise PyTorch uses the existing mask."""
+    """Return whether a kernel serves these lengths. Otherwise the existing mask is used."""
     if compiling() or compiler._is_compiling_flag:
         return False  # attributes of a tensor are not part of the graph
     spec = DecodeSpec(

@@ -27,8 +27,8 @@ def encoder_decoder(
     With a pair of caches, the keys and values of the encoder's output are computed only in the first step.
 
     x: [B, S, K]. source: the encoder's output [B, S_e, K] in cross-attention, else None. cache: None, a plain cache,
-    or transformers' pair of caches, whose encoder part is filled in the first step. arguments: the call's keyword
-    arguments. Returns query [B, H, S, D], key [B, H, S_k, D] and value [B, H, S_k, D].
+    or transformers' pair of caches. arguments: the call's keyword arguments. Returns query [B, H, S, D], key
+    [B, H, S_k, D] and value [B, H, S_k, D].
     """
     size = module.head_dim if head_dim is None else head_dim
     paired = hasattr(cache, "self_attention_cache")

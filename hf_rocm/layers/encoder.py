@@ -1,7 +1,7 @@
 """The layers of encoders: LayerNorm with the residual sum before it, as one operation.
 
-Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So its module is examined on every call: if it, or
-the dropout before the sum, would do more than PyTorch's own forward, both are called as stock calls them.
+Encoders normalise with `nn.LayerNorm`, which no overlay replaces. So the module is examined on every call: if the norm
+or the dropout before the sum must be called, both are called as in the stock forward.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class PreNormEncoderLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile traces, if attention weights are requested, and if there is no
-        `attention_mask` or there are more positional arguments than the stock forward names.
+        The stock forward runs while torch.compile traces, if attention weights are requested, if there is no
+        `attention_mask`, or if there are more positional arguments than the stock forward names.
         """
         if compiling() or compiler._is_compiling_flag:
             return stock(module, x, *args, **arguments)

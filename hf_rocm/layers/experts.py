@@ -128,8 +128,8 @@ def given_experts(
     """Return a function for the experts of a module that stacks their weights in parameters, or None.
 
     gate_up, down: the parameters' names, dotted for parameters of children; biases are named `…_bias`. activation: as
-    in `ops.experts`; default: that of the child act_fn. extra_reason: a reason from the overlay to stay stock. form:
-    the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
+    in `ops.experts`; default: that of the child act_fn. extra_reason: the overlay's reason to run the stock forward.
+    form: the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
     """
     function = None if activation else _function(module, act_fn)
     known = activation or activation_of(function)
@@ -164,7 +164,7 @@ def given_experts(
 def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:
     """Return a function for the experts of a module whose `experts` are a list of gated MLPs that `prepare` stacked.
 
-    x: the module's input. extra_reason: a reason from the overlay to stay stock. Returns the function
+    x: the module's input. extra_reason: the overlay's reason to run the stock forward. Returns the function
     (rows [T, H], ids [T, k], weights [T, k]) → [T, H], or None if the stock forward must run.
     """
     stacked = extra_reason or _unserved(x) or _listed(module, x)

@@ -16,7 +16,8 @@ from hf_rocm import ops
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.specs.attention import AttentionTerms
 
-Window = tuple[int | None, int | None]  # keys to the left and right of a query's own position; None or −1: no limit
+# The numbers of keys to the left and to the right of a query's own position; None or −1: no limit.
+Window = tuple[int | None, int | None]
 
 
 class RingPages(NamedTuple):

@@ -1,7 +1,7 @@
 """Compute the outputs of linear layers with the same input through the weight group of their module.
 
-`live` is the only check of pointers. After any change to a model with grouped weights, the worst outcome is that the
-layers run one by one.
+`live` checks the pointers in every call, except while torch.compile traces. After any change to a model with grouped
+weights, the worst outcome is that the layers run one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activati
 
     x: [..., K]. norm: applied to x first. activation: the outputs are [gate | up], and act(gate) · up is returned.
     Returns [..., N_1 + N_2 + …], or half of that with an activation. If gradients are required, even if only of x,
-    the layers must be called.
+    the layers must be called, unless they are quantised.
     """
     if compiling() or compiler._is_compiling_flag:
         return _traced(module, x, norm, activation)
@@ -72,8 +72,8 @@ def project(
 def live(module: Module) -> WeightGroup | None:
     """Return the module's group if it can replace the module's layers now, or None if they must be called.
 
-    This is the only check of pointers, and every forward runs it. Returns None while gradients are enabled and a weight
-    or bias requires them.
+    Every forward runs this check of the pointers, except while torch.compile traces. Returns None while gradients are
+    enabled and a weight or bias requires them.
     """
     own = module.__dict__
     group = own.get(SLOT)

@@ -48,8 +48,8 @@ class RMSNorm:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Tensor:
         """x: [..., D]. Returns [..., D] as the stock forward would.
 
-        Runs the stock forward if the weight is not a plain tensor (for example, if it is a DTensor), and, without
-        (1 + w), if the weight's dtype differs from that of x, because the stock forward then promotes the result.
+        Runs the stock forward if the weight is not a plain tensor (for example, if it is a DTensor). Without (1 + w),
+        the stock forward also runs if the weight's dtype differs from that of x, because it then promotes the result.
         """
         weight = module._parameters.get("weight")
         if weight is None:
@@ -145,17 +145,14 @@ def _is_plain_linear(linear: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Return whether a call of this module would only run the forward of its class, as the class's file defines it.
-
-    False if `runs_only_forward` is False, and if its class is not `is_stock`.
-    """
+    """Return whether a call of this module would only run the forward of its class, as the class's file defines it."""
     return runs_only_forward(module.__dict__) and is_stock(module.__class__)
 
 
 def runs_only_forward(own: dict[str, Any]) -> bool:
     """Return whether a call of the module with this `__dict__` would only run the forward of its class.
 
-    False if the module has hooks, its own forward or a compiled one, and if hooks are registered on all modules.
+    False if the module has hooks, its own forward or a compiled one, or if hooks are registered on all modules.
     """
     if "forward" in own or own.get("_compiled_call_impl") is not None:
         return False

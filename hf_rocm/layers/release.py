@@ -12,7 +12,7 @@ from hf_rocm.overlay.replacements import constant_in_traces
 
 
 def before(release: str) -> bool:
-    """Return whether this transformers is older than the release. Call it at import, since compilers can't trace it."""
+    """Return whether transformers is older than the release. Call it at import, since compilers can't trace it."""
     here = getattr(sys.modules.get("transformers"), "__version__", None) or metadata.version("transformers")
     return Version(here) < Version(release)
 

@@ -65,7 +65,7 @@ class GroupedRouter:
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
 
     def terms(self, module: Any) -> dict[str, Any]:
-        """Return those arguments of `ops.choose_experts`, for a module, that determine the implementation."""
+        """Return the arguments of `ops.choose_experts` for a module that determine the implementation."""
         return {
             "top": module.top_k,
             "scores": SIGMOID,

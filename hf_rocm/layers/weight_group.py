@@ -18,7 +18,7 @@ from torch.nn import Module
 from hf_rocm import ops
 
 # In the module's __dict__: a `WeightGroup`, or an idle group as plain builtins: (kind, state, name, …). Copies and
-# pickles contain the latter, so that a process without hf_rocm can read them. It is False in a copy with plain weights.
+# pickles contain the latter, so that a process without hf_rocm can read them. False: a copy with plain weights.
 SLOT = "_hf_rocm_group"
 
 PENDING = "pending"  # the group is formed in the module's next call

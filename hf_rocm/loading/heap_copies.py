@@ -77,7 +77,7 @@ def _open_through_heap(change: Change) -> Callable[..., Any]:
 
 
 class _Wrapper:
-    """A proxy that forwards all other attributes to the wrapped object."""
+    """A proxy that forwards the attributes that it lacks to the wrapped object."""
 
     def __init__(self, wrapped: Any, device: Any) -> None:
         self._wrapped, self._device = wrapped, device

@@ -197,7 +197,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     for name in sorted(names.intersection(overlays.models()).difference(bound)):
         try:
             bound += activate(name, everywhere=False, catalog=overlays)
-        except OverlayError as error:  # a refusal: this family stays stock, the others are independent of it
+        except OverlayError as error:  # this family stays stock; the others are not affected
             refused[name] = str(error)
     return sorted(bound), refused
 
@@ -271,7 +271,7 @@ def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str,
 def _record_forwards(model: nn.Module, graphs: bool | None) -> dict[str, str | None]:
     """Record the forwards of the models that don't generate.
 
-    Returns, for the name of each of them, the reason for not recording it, or None if it is recorded.
+    Returns, by name, the reason why the forward of a model is not recorded, or None if it is.
     """
     from hf_rocm.forwards import hooks
     from hf_rocm.generation.hooks import wanted_of

@@ -1,7 +1,8 @@
 """from_pretrained: transformers loads the model, then hf_rocm prepares it for ROCm.
 
-The result is the ordinary `PreTrainedModel` that transformers created. All arguments except hf_rocm's own are
-passed to transformers unchanged.
+The result is the ordinary `PreTrainedModel` that transformers created. All arguments except hf_rocm's own are passed to
+transformers. `dtype` defaults to the checkpoint's own dtype. A request for `flash_attention_2` that hf_rocm serves is
+withdrawn, and the implementation is set after `prepare`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hf_rocm.loading.prepare import check_arguments, prepare
 from hf_rocm.ops import probe
 from hf_rocm.weights import quantize as quantizing
 
-# Arguments that decide which files are read; the config must come from the same place as the weights.
+# Arguments that determine which files are read; the config must come from the same place as the weights.
 _SOURCE = (
     "cache_dir",
     "code_revision",
@@ -64,9 +65,9 @@ def from_pretrained(
     model_id: a model name on the Hub or a folder. auto_class: the class whose `from_pretrained` is called, or its name
     in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
     `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None enables it on ROCm,
-    or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend and graphs: as in `hf_rocm.prepare`. quantize:
-    `fp8`, `int8`, `int4` or `mxfp4`, see `hf_rocm.quantize`. arguments: all arguments of transformers'
-    `from_pretrained`. The default of `dtype` is the checkpoint's own dtype, even on transformers 4.x.
+    or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend, quantize and graphs: as in `hf_rocm.prepare`.
+    arguments: all arguments of transformers' `from_pretrained`. The default of `dtype` is the checkpoint's own dtype,
+    even on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
     another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
@@ -249,7 +250,7 @@ def _is_adapter(model_id: str | PathLike[str]) -> bool:
 
 
 def _with_dtype(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Add the checkpoint's own dtype unless one is given, under the argument name of this release."""
+    """Request the checkpoint's own dtype unless a dtype is given, under the argument name of this release."""
     import transformers
 
     name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"

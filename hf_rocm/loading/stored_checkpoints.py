@@ -116,7 +116,7 @@ def _quantizer(change: Change) -> Callable[..., Any]:
 
 
 def _files(change: Change) -> Callable[..., Any]:
-    """Return a function that finds a checkpoint's files and lets the quantiser read their headers before stock does."""
+    """Return a function that finds a checkpoint's files. The quantiser reads their headers before the model exists."""
 
     def resolved(*given: Any, **arguments: Any) -> Any:
         result = change.original(*given, **arguments)

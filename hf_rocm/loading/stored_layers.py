@@ -24,7 +24,7 @@ _INTEGERS = (torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.fl
 
 
 class Later(NamedTuple):
-    """A tensor that transformers can't load, because its name begins with the name of another tensor."""
+    """A tensor that transformers can't load, because its name contains a dot, like that of a child module's tensor."""
 
     layer: StoredLayer
     name: str
@@ -117,7 +117,7 @@ def _tail(path: str) -> str:
 
 
 def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, Entry]) -> None:
-    """Raise `LoadError` unless these are the tensors of a layer, and `Unsupported` if it has others."""
+    """Raise `Unsupported` for a tensor that the format lacks, and `LoadError` for a missing or invalid one."""
     unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
     if unknown:
         raise Unsupported(f"its layers have a tensor {unknown[0]} ({prefix})")

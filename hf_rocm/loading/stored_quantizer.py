@@ -1,7 +1,7 @@
 """The quantiser and the quantisation config that replace transformers' own while one checkpoint is loaded.
 
-transformers' quantisers would dequantise these checkpoints, convert their tensors or require other packages. This one
-only replaces the layers, and transformers then copies the checkpoint's tensors like any others.
+transformers' quantisers would dequantise such a checkpoint, convert its tensors or require other packages. The
+quantiser here only replaces the layers, and transformers then copies the checkpoint's tensors like any others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoredConfig(QuantizationConfigMixin):
 
 
 class StoredQuantizer(HfQuantizer):
-    """Replaces the layers of one checkpoint."""
+    """Replaces the layers of a model whose weights the checkpoint stores in quantised form."""
 
     requires_calibration = True
 

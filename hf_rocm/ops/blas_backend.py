@@ -75,7 +75,7 @@ def _refusal(library: str) -> str | None:
     if name is None:
         return f"this PyTorch has only {', '.join(_known())}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about an experimental setting, and about a fallback to another library
+        warnings.simplefilter("ignore")  # warnings about an experimental setting, or a fallback to another library
         try:
             with prefer(library):
                 chosen: Any = torch.backends.cuda.preferred_blas_library()

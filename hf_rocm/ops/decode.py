@@ -1,7 +1,7 @@
 """decode_attention: attention of the last few queries over caches whose lengths are only known on the device.
 
-A static cache has unwritten keys after the written ones. Its length changes with every step, on the device only, so
-that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
+A static cache has unwritten keys after the written ones. Its length changes with every step, but only on the device,
+so that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """8-bit numbers with one scale for each row, or for each block of 128 × 128: the formats, and the rounding.
 
-A row whose largest magnitude is `a` is divided by `a / largest`, so that it uses the whole range of the format, and is
-rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row NaN. A
-row that contains an infinity does not become finite either.
+A row whose largest magnitude is `a` is divided by `a / largest(format)`, so that it uses the whole range of the format,
+and is rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row
+NaN. A row that contains an infinity does not become finite either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_rocm.ops.aiter.layout import shuffle_tiles, unshuffle_tiles
 
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
-# The fp8 format of MI300: no negative zero, half the range
+# The fp8 format of MI300: no negative zero, about half the range
 FP8_FNUZ = torch.float8_e4m3fnuz
 
 # The GPUs whose matrix units multiply fp8, and the encoding that they use
@@ -38,7 +38,7 @@ def largest(format: torch.dtype) -> float:
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round each row to 8 bits. x: [..., K] floating. Returns [..., K] in the format, and scales [..., 1] in fp32.
 
-    The scales are fp64 if x is. The compiler can fuse all of these operations.
+    The scales are fp64 if x is. torch.compile can fuse all operations of this function.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     top = x.abs().amax(dim=-1, keepdim=True).to(wide)

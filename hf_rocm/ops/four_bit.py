@@ -29,7 +29,8 @@ PER_WORD = 8
 GROUPS = (32, 64, 128)
 
 E2M1 = "e2m1"
-# fp32 numbers; nf4: quantiles of the normal distribution, fp4: a sign bit, two exponent bits, one mantissa bit
+# The numbers of every code, in fp32. nf4: quantiles of the normal distribution. fp4: floats with a sign bit, two
+# exponent bits and one mantissa bit.
 CODES: Mapping[str, tuple[float, ...]] = {
     E2M1: NUMBERS,
     "nf4": (

@@ -1,7 +1,7 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
 The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf_rocm's kernels for few rows come before
-it if they accept the call. This module also decides which calls always go to PyTorch, and which GEMMs count as GEMMs
+it if they accept the call. This module also defines which calls always go to PyTorch, and which GEMMs count as GEMMs
 with few rows.
 
 A GEMM with few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
@@ -52,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_aiter(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear`, but a call that aiter can't serve raises `TierUnavailable`, unless gradients are the only reason."""
+    """`linear`, but a call without gradients that aiter can't serve raises `TierUnavailable`."""
     spec = LinearSpec(*specification(x, weight, bias))._replace(rows=MANY)  # as `choose` does
     reason = None if spec.grad else aiter_refuses(_operation.choose(spec))
     if reason is not None:
@@ -95,7 +95,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether autocast, a function transform, tracing or a Tensor subclass sends the call to PyTorch."""
+    """Whether autocast, a function transform, forward AD, tracing or a Tensor subclass sends the call to PyTorch."""
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)
@@ -241,7 +241,7 @@ def _square(dtype: torch.dtype, device: torch.device, k: int, rows: int) -> Fuse
 def _one_by_one(
     norm: Callable[..., Tensor], multiply: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return a function that runs these operations one after another, bitwise equal to separate layers."""
+    """Return a function that runs these operations one after another, as separate layers would."""
 
     def fused_linear(
         x: Tensor,

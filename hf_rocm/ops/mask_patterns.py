@@ -21,7 +21,7 @@ from hf_rocm.ops.padded import Packed
 from hf_rocm.ops.padded import Padded as Padded
 from hf_rocm.ops.specs.attention import FEW_QUERIES, VarlenSpec
 
-_RECOGNISED = "_hf_rocm_padded"  # attribute of the mask: ((its version, S_k, window), what was recognised)
+_RECOGNISED = "_hf_rocm_padded"  # attribute of the mask: ((its version, S_k, window), the result)
 
 
 def recognise(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOOP = "dequantize, sorted tokens, loop"
 _GROUPED = "dequantize, grouped_mm"
-_TEMPORARY = 2**30  # bytes of weights that are dequantised at once, unless a single expert has more
+_TEMPORARY = 2**30  # the largest size in bytes of weights that are dequantised at once, unless one expert has more
 
 
 def mxfp4_experts(

@@ -1,8 +1,8 @@
 """Routed experts in PyTorch: grouped GEMMs, batched GEMMs for few tokens, and two loops.
 
-The gathered and grouped forms don't synchronise with the host, so they can be recorded in a graph. (The grouped form
-does synchronise if PyTorch has no kernel for the dtype, which it has for bf16 on recent GPUs, or if not all dequantised
-experts fit into the temporary memory.) Both loops synchronise.
+The gathered and grouped forms don't synchronise with the host, so they can be recorded in a graph. There are two
+exceptions: the grouped form synchronises if PyTorch has no kernel for the dtype on this GPU (recent GPUs have one for
+bf16), and if not all dequantised experts fit into the temporary memory. Both loops synchronise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 if TYPE_CHECKING:
     from hf_rocm.device import Device
 
-FEW = 32  # the most token-expert pairs for which copying their weights is faster than a grouped GEMM on a GPU
+FEW = 32  # on a GPU, copying the weights of up to this many token-expert pairs is faster than a grouped GEMM
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -153,7 +153,7 @@ def gathered(call: ExpertsCall) -> Tensor:
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
-    """Use the order of `grouped`, with one GEMM for each chosen expert and one synchronisation with the host."""
+    """Use the order of `grouped`, with two GEMMs for each chosen expert and one synchronisation with the host."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1

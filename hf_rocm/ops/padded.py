@@ -21,7 +21,8 @@ class CacheRows:
     keys passed to attention, these are the last keys of a rolling cache. window: the sliding window of the layers that
     use this object, or None. key_ends: [B + 1] int32, the running sum of the lengths from 0, or None.
 
-    All tensors may be updated in place between calls: a recorded graph reads them at each replay, the host never does.
+    All tensors may be updated in place between calls: a recorded graph reads them at each replay, and the host never
+    reads them.
     """
 
     key_lengths: Tensor

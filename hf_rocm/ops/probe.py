@@ -2,9 +2,9 @@
 
 A kernel may build for minutes, hang or crash, so the check runs in a child process with a time-out. Passed checks are
 remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check disables the
-kernel in this process for calls of the same dtypes (`terms`), with one warning; calls of other dtypes have their own
-check. Processes that need the same check at the same time run it once (`probe_lock`). If the disk or the temporary
-folder is not available, the check runs without it; if no process can be started, the kernel is disabled.
+kernel in this process for calls with the same `terms` (dtypes, biases and gradients), with one warning; other calls
+have their own check. Processes that need the same check at the same time run it once (`probe_lock`). If the disk or
+the temporary folder is not available, the check runs without it; if no process can be started, the kernel is disabled.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _in_time(step: Callable[..., None], *args: str) -> None:
 
 
 def _wake() -> None:
-    """Initialise Triton's driver and compiler, so that the first check need not. Uses no GPU memory."""
+    """Initialise Triton's driver and compiler before the first check. Uses no GPU memory."""
     with contextlib.suppress(Exception):  # a check that needs them reports the error
         if torch.cuda.is_available():
             from triton.runtime import driver
@@ -74,7 +74,7 @@ def _wake() -> None:
 
 
 def _wake_on(device: str) -> None:
-    """Initialise the GPU's context, which takes some of its memory, and its BLAS library."""
+    """Initialise the context and the BLAS library of a GPU. This takes some of its memory."""
     with contextlib.suppress(Exception):
         ones = torch.ones(16, 16, dtype=torch.float64, device=device)
         torch.mm(ones, ones).sum().item()

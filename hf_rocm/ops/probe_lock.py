@@ -1,7 +1,7 @@
 """One process at a time checks a kernel; other processes wait for it and use its result.
 
-The lock is a file lock of the operating system on a separate file. It ends with its process, so no lock is ever stale.
-If the file system has no locks, or the wait takes too long, every process runs the check itself.
+The lock is a file lock of the operating system on a separate file. It ends with the process that holds it, so no lock
+is ever stale. If the file system has no locks, or the wait takes too long, every process runs the check itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Turn:
 def turn(file: Path | None, *, timeout: float, what: str) -> Iterator[Turn]:
     """Hold a lock on `file` within the block, after waiting up to `timeout` seconds for its holder.
 
-    file: None if there is no folder for it. what: the kernel, for the log.
+    file: None if there is no folder for it; the block then runs without a lock, as it does after the time-out. what:
+    the kernel, for the log.
     """
     mine = Turn() if file is None else _take(file, timeout, what)
     try:

@@ -1,7 +1,7 @@
 """The parent's side of the pipe to the child process that builds and checks kernels (see `probe_child`).
 
-One child runs many checks, because importing torch and aiter takes seconds. It exits when it is idle, and it is killed
-with all processes that it started when a check takes too long.
+One child runs many checks, because importing torch and aiter takes seconds. It exits when it is idle. If a check takes
+too long, the child is killed with all processes that it started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """quantized_linear: x Wᵀ + b with 8- or 4-bit weights, with the norm before it and the gate and sum after it.
 
-8-bit weights have one scale per row or block, 4-bit weights one per group of a row. If x has few rows, x is not
-rounded, and a kernel reads the stored weight. If it has many, the weight is dequantised, or x is rounded to 8 bits.
+8-bit weights have one scale per row or block, and 4-bit weights have one per group of a row. If x has few rows and a
+kernel can read the stored weight, x is not rounded. Otherwise the weight is dequantised, or x is rounded to 8 bits.
 """
 
 from __future__ import annotations

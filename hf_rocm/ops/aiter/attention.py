@@ -188,7 +188,7 @@ def call_mha_fwd(
     sinks: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if `lse`).
+    """Return (output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if `lse`).
 
     lengths: the running sum of the number of keys per row, from 0.
     """

@@ -61,7 +61,7 @@ class Release:
 
 
 def installed() -> Release | None:
-    """The aiter of this environment, from its files. Raises `TuningError` if its tables have unknown columns."""
+    """The aiter of this environment, from its files. Raises `TuningError` if hf_rocm does not support its tables."""
     facts = aiter_facts()
     if facts.path is None or not facts.amd:
         return None

@@ -94,9 +94,9 @@ def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
 
 
 def padded(m: int, n: int) -> tuple[int, int]:
-    """The two padded M that aiter also looks up: the next multiple of a step that grows with M, and a power of two.
+    """The two padded M that aiter also looks up: M rounded up to a multiple of a step, and to a power of two.
 
-    The power of two is the next one, but 8192 if M is above 8192 and N is above 4096.
+    The step grows with M. If M is above 8192 and N is above 4096, the power of two is 8192.
     """
     step = 16 if m <= 256 else 32 if m <= 1024 else 64 if m <= 4096 else 128
     return -(-m // step) * step, 8192 if m > 8192 and n > 4096 else 1 << (m - 1).bit_length()

@@ -181,7 +181,7 @@ def _unreadable(path: Path, line: int, text: str) -> TableError:
 
 
 def _columns(path: Path, line: int, header: list[str], layout: Layout, release: str) -> tuple[str, ...]:
-    """The columns by their names in this layout. Raises `TableError` if its releases would fail on them."""
+    """The columns by their names in this layout. Raises `TableError` if releases with this layout can't read them."""
     if len(header) > MAX_COLUMNS:
         raise _unreadable(path, line, f"{len(header)} columns")
     columns = tuple(name.strip() for name in header)

@@ -1,4 +1,4 @@
-"""Vision towers and language models that contain one, with every feature of their files enabled."""
+"""Vision towers, language models that contain one, and Qwen3.5 MoE, with optional features enabled."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, one layer of both models amplifies errors of 1e-7 to 1e-5, by chance more in one model
+        # with seed 0, one layer amplifies errors from 1e-7 to 1e-5, by chance more in one of the two compared models
         seed=1,
     ),
     Case(

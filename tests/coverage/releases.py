@@ -38,7 +38,7 @@ def is_the_last(case: Case) -> bool:
 
 
 def is_drawn(case: Case) -> bool:
-    """Whether the slowest tests run the case. A hash of its name selects about a third of all cases."""
+    """Whether the slowest tests run the case. A hash of its id selects about a third of all cases."""
     return zlib.crc32(case.id.encode()) % 3 == 0
 
 

@@ -1,4 +1,4 @@
-"""Two ranks load together: they compare their facts first, raise the same error if these differ, and one rank logs."""
+"""Two ranks that load together first compare their facts. Different facts raise the same error on both. One rank logs."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def checkpointed(folder: Path) -> None:
 
 
 def some_unused(folder: Path) -> None:
-    """In 4.x every expert is a module, and experts without tokens on a rank have no gradient there."""
+    """In 4.x, every expert is a module, and an expert that gets no tokens on a rank has no gradient on that rank."""
     few = batch(dist.get_rank(), length=2)
 
     def build():

@@ -181,7 +181,7 @@ def _changed(output: Any, calls: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
 def test_a_wrapped_projection_is_called(pair, few, name):
-    """Adapters wrap projections like this."""
+    """Adapters wrap projections in modules like `Wrapped`."""
 
     class Wrapped(nn.Module):
         def __init__(self, base: nn.Module) -> None:

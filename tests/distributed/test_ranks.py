@@ -1,4 +1,4 @@
-"""Two ranks that load together first compare their facts. Different facts raise the same error on both. One rank logs."""
+"""Two ranks that load together first compare their facts. If these differ, both raise the same error. One rank logs."""
 
 from __future__ import annotations
 

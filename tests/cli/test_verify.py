@@ -1,4 +1,4 @@
-"""`hf-rocm verify`: exit codes, output, golden files from another machine, and damaged ones."""
+"""`hf-rocm verify`: exit codes, output, and usable and unusable golden files."""
 
 from __future__ import annotations
 

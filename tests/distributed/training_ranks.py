@@ -168,7 +168,7 @@ def trained_and_evaluated(folder: Path) -> None:
 
 
 def by_trainer(folder: Path) -> None:
-    """transformers' Trainer, which wraps the model itself, evaluates it unwrapped, and saves it."""
+    """transformers' Trainer wraps the model itself, evaluates it unwrapped, and saves it."""
     rows = [{name: value[0] for name, value in batch(seed).items()} for seed in range(8)]
     results = []
     for kind in ("prepared", "stock", "float64"):

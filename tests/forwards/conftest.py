@@ -1,4 +1,4 @@
-"""Encoders whose forwards are recorded on a CPU, and the stock results of the same calls."""
+"""Encoders whose forwards are recorded on a CPU, and comparisons of their outputs."""
 
 from __future__ import annotations
 

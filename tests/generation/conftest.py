@@ -1,4 +1,4 @@
-"""Small models whose decode steps are recorded on a CPU, and the stock results of the same calls."""
+"""Small models whose decode steps are recorded on a CPU, and the stock models for comparison."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
 
 
 def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(faulty, monkeypatch):
-    """Every replay is wrong from the fifth call on. That call starts enough replays after the last comparison."""
+    """From the fifth call on, replays are wrong. The first of them comes long enough after the last comparison."""
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)

@@ -1,4 +1,4 @@
-"""Caches that a call names, passes or returns: steps are recorded, and the user's cache ends up as in stock."""
+"""Caches that a call names, passes or returns: steps are recorded, and a user's cache gets stock's contents."""
 
 from __future__ import annotations
 

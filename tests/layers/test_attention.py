@@ -34,7 +34,7 @@ def test_the_kernel_runs_if_the_dtypes_are_equal(case):
 
 
 def test_the_models_function_runs_if_the_dtypes_differ(case):
-    """The dtypes differ under autocast, for example: the projections are bf16, while cos and sin are fp32."""
+    """Under autocast, for example, the projections are bf16, while cos and sin are fp32."""
     query, key, position_embeddings = case
     query, key = query.bfloat16(), key.bfloat16()
     with ops.recording() as routes:

@@ -68,7 +68,7 @@ def pair():
 
 @pytest.fixture
 def few(monkeypatch):
-    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU the parts run one by one."""
+    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU, the parts run one by one."""
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 

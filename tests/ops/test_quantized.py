@@ -1,4 +1,4 @@
-"""quantized_linear: errors within the format's bound in every tier, rows of zeros and NaN, and refusals."""
+"""quantized_linear: the torch and eager tiers' errors are within the format's bound; rows of zeros and NaN; refusals."""
 
 from __future__ import annotations
 

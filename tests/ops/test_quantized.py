@@ -1,4 +1,4 @@
-"""quantized_linear: the torch and eager tiers' errors are within the format's bound; rows of zeros and NaN; refusals."""
+"""quantized_linear: errors within bounds in the torch and eager tiers, rows of zeros and NaN, and refusals."""
 
 from __future__ import annotations
 

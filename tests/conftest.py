@@ -1,4 +1,4 @@
-"""Fixtures for all tests: one thread, no network, a report of the hardware tests that did not run, and a checkpoint."""
+"""Settings and fixtures for all tests, such as one thread, no network, skipped hardware tests, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# a shell starts background processes with SIGINT ignored; the tests' child processes would inherit this
+# a non-interactive shell starts background processes with SIGINT ignored, which child processes would inherit
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,7 +52,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose hardware is missing, with a reason that scripts/test lists as not run.
+    """Skip tests whose hardware is missing. Their reasons begin with "not run".
 
     Tests that compare all loaded objects run first, before other tests prepare models in the process. Tests that
     measure the allocator's memory also run first, because the recordings of other tests keep some of it.
@@ -103,7 +103,10 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """When scripts/test tests the wheel in isolation, leave the checkout, so that no child process starts in it."""
+    """Remove variables that change how commands print. If scripts/test tests the wheel, also leave the checkout.
+
+    Otherwise, child processes would start in the checkout and could import it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe
             patch.delenv(name, raising=False)

@@ -16,7 +16,7 @@ from tests.amdgcn.machine.text import Instruction
 
 _COPIES = ("v_mov_b32", "s_mov_b32", "s_mov_b64", "s_movk_i32")
 _SUMS = ("v_add_u32", "v_add_nc_u32", "v_add3_u32")
-_LEAVES = 4  # maximum number of summands
+_LEAVES = 4  # maximum number of summands in a sum
 _SIGN = 0x80000000
 _UPPER = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD", "src0_sel": "WORD_1", "src1_sel": "DWORD"}
 
@@ -37,8 +37,8 @@ class Values:
         return number
 
     def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
-        """Yield every instruction and its name without the encoding, before its results are recorded. A dual
-        instruction is yielded as two instructions."""
+        """Yield the index of every instruction, the instruction, and its name without the encoding. Results are
+        recorded afterwards. A dual instruction is yielded as its two halves, with the same index."""
         goals = {
             program.source.labels[instruction.operands[0]]
             for instruction in program.instructions
@@ -99,7 +99,7 @@ class Values:
         return None
 
     def operands(self, instruction: Instruction, first: int = 1) -> list[int]:
-        """The values of the sources."""
+        """The values of the source operands. first: the index of the first one."""
         return [self.value(parse(word)) for word in instruction.operands[first:]]
 
     def value(self, operand: Operand) -> int:

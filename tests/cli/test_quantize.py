@@ -108,7 +108,7 @@ def test_refusals_come_before_loading(arguments, words, tmp_path, capsys):
 
 
 def test_hints_name_options_of_the_command(tmp_path, capsys):
-    """Hints name no argument that only a Python program can pass. The report contains transformers' whole error."""
+    """Hints name no argument that only a Python program can pass. The JSON output has transformers' whole message."""
     assert main(["quantize", str(tmp_path)]) == 1
     assert "hint: --force " in capsys.readouterr().err
     assert main(["quantize", str(tmp_path), "--force", "--json"]) == 1

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tests.releases import RELEASE
 
-# Small, but with several heads per group, two layers, and distinct sizes of all dims.
+# Small, but with two query heads per key head, two layers, and distinct sizes of vocabulary, hidden states and MLPs.
 SMALL: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -30,14 +30,14 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model type in one tiny configuration, with every feature of its family enabled.
+    """A tiny configuration of a model type, with optional features of its family enabled.
 
     overlay: the folder of the stock file. model, config: class names in transformers. arguments: the config's
     arguments; a callable receives the transformers module (for nested configs). attention: the stock classes whose
-    forward is replaced; each must be called in every layer that has it. older: maps a version to these classes in
-    earlier releases. since, until: the first release that has the model with an overlay, and the first one after it
+    forward is replaced; each must be called in every layer that has it. older: maps a version to these classes in the
+    releases before it. since, until: the first release that has the model with an overlay, and the first one after it
     that does not. kind: the kind of inputs, see `inputs.py`. experts: for a mixture-of-experts model, maps a version to
-    the stock class whose forward runs the experts in earlier releases.
+    the stock class whose forward runs the experts in the releases before it.
     """
 
     overlay: str
@@ -53,7 +53,7 @@ class Case:
     experts_stay_stock: bool = False  # a mixture-of-experts model whose experts stay stock
     seed: int = 0  # added to the seed of the random weights
     image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
-    variant: str = ""  # a second configuration of the same overlay
+    variant: str = ""  # the name of a further configuration of the same overlay
     # scenarios that are skipped because stock itself can't run them, with the reason
     stock_can_not: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,27 +63,27 @@ class Case:
 
     @property
     def here(self) -> bool:
-        """Whether this release has the model."""
+        """Whether the case applies to the installed release."""
         return self.runs_in(RELEASE)
 
     def runs_in(self, release: Version) -> bool:
-        """Whether a release has the model."""
+        """Whether the case applies to a release."""
         return Version(self.since) <= release < Version(self.until)
 
     def classes(self) -> tuple[str, ...]:
-        """The attention classes whose forward must be called in this release."""
+        """The attention classes whose forward must be called in the installed release."""
         for below in sorted(self.older, key=Version):
             if Version(below) > RELEASE:
                 return self.older[below]
         return self.attention
 
     def mixture(self) -> str | None:
-        """The class whose replaced forward must run the experts in this release."""
+        """The class whose replaced forward must run the experts in the installed release, or None."""
         below = [expert for expert in sorted(self.experts, key=Version) if Version(expert) > RELEASE]
         return self.experts[below[0]] if below else None
 
     def routes(self) -> bool:
-        """Whether the model has routed experts in this release, served or stock."""
+        """Whether the case declares routed experts for the installed release, served or stock."""
         return self.experts_stay_stock or self.mixture() is not None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
@@ -96,13 +96,13 @@ class Case:
             for parameter in model.parameters():
                 if not parameter.is_floating_point():
                     continue
-                if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
+                if parameter.ndim == 1:  # norms and biases: add noise to the initial values
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0, 0.15)
         model.tie_weights()
         model = model.to(dtype).eval()
-        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # kept in fp32, as by `from_pretrained`
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # from_pretrained keeps these in fp32
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if any(f".{part}." in f".{name}." for part in kept):
                 tensor.data = tensor.data.float()

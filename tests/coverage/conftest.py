@@ -28,13 +28,13 @@ def _built(case: Case, dtype: torch.dtype):
 
 @pytest.fixture
 def trio(case):
-    """A function of a dtype: (prepared, stock in the same dtype, stock in float64). Tests must not change them."""
+    """A function that returns (prepared, stock, stock in float64) for a dtype. Tests must not change these models."""
     return lambda dtype=torch.float32: _built(case, dtype)
 
 
 def pytest_collection_modifyitems(items):
     coverage_items = [item for item in items if "tests/coverage/" in item.nodeid]
-    # run all tests of a model in a row, so that it is built once
+    # run all tests of a model in a row, so that it is built once per dtype
     order = {id(case): place for place, case in enumerate(CASES)}
     places = [place for place, item in enumerate(items) if item in coverage_items]
     coverage_items.sort(key=lambda item: order.get(id(_case_of(item)), -1))

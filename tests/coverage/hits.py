@@ -50,7 +50,10 @@ def assert_served(model: Any, classes: tuple[str, ...], routes: list[Any], hits:
 
 
 def assert_experts_served(model: Any, name: str | None, routes: list[Any], hits: Counter[str]) -> None:
-    """Check that the experts of every layer ran in one operation. name: the class with the replaced forward."""
+    """Check that the experts of every layer were served, with one operation per call.
+
+    name: the class with the replaced forward, or None.
+    """
     modules = [module for module in model.modules() if type(module).__name__ == name]
     assert modules or name is None, f"the model has no {name}"
     for module in modules:

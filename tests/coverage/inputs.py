@@ -28,7 +28,7 @@ def pixels(batch: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> dict[str, Any]:
-    """The arguments of a call. padding: [2, 9], of the text part."""
+    """The arguments of a call. padding: the attention mask of the text, [2, 9]."""
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     text = {"input_ids": tokens(2, 9)}
     if padding is not None:
@@ -46,7 +46,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         there = torch.arange(16)[None] < torch.tensor([[16], [12]])
         shapes = torch.tensor([[4, 4], [3, 4]])
         return {"pixel_values": patches, "pixel_attention_mask": there.long(), "spatial_shapes": shapes}
-    if case.kind == "images in text":  # two images of different sizes, in patches, four per token
+    if case.kind == "images in text":  # two images of different sizes, with four patches per token
         ids = text["input_ids"]
         ids[0, 2:6], ids[1, 3:5] = IMAGE_TOKEN, IMAGE_TOKEN
         ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
@@ -81,11 +81,11 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Patch stock for float64 models, where it uses float32 in four places.
+    """Patch stock code that would use float32 in float64 models.
 
-    Some masks are made in the default dtype, the softmax of eager attention is computed in float32, and so are
-    CodeGen's scores up to 5.1. float64's minimum overflows in float32, so masks use float32's minimum. Position tables
-    are interpolated in float32, at points in float64.
+    Some masks are made in the default dtype, and the softmax of eager attention is computed in float32. Up to 5.1,
+    CodeGen's scores are also in float32, where float64's minimum would overflow, so masks use float32's minimum.
+    Position tables are interpolated in float32, at points in float64.
     """
     kept, stock, sample, finfo = torch.get_default_dtype(), functional.softmax, functional.grid_sample, torch.finfo
     least = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}
@@ -112,7 +112,10 @@ def in_float64() -> Iterator[None]:
 
 
 def outputs(result: Any, keep: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Every floating-point tensor of a model's result by name. keep: [B, S], the positions to compare."""
+    """The floating-point tensors of a model's result, including all hidden states, by name.
+
+    keep: [B, S], the positions to compare. With it, tensors that don't begin with these dims are omitted.
+    """
     named: dict[str, torch.Tensor] = {}
     for part, value in result.items():
         if torch.is_tensor(value) and value.is_floating_point():

@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def observed(case: Case) -> dict[str, Row]:
-    """Run the case and, for text models, a step on a filled cache with overlays enabled, and observe every overlay.
+    """Run the case and, for text models that support it, a step on a filled cache. Observe the overlays that ran.
 
     Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
     inside it, and a mark for each feature.
@@ -62,7 +62,7 @@ def observed(case: Case) -> dict[str, Row]:
 
 
 def merged(rows: Iterable[Row]) -> Row:
-    """Merge the rows of several configurations of a model: a feature is served if one of them shows it."""
+    """Merge the rows of several configurations of a model. Every feature gets the best of its marks."""
     first, *rest = rows
     for row in rest:
         first["classes"] = {
@@ -213,9 +213,9 @@ def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> st
 
 
 def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
-    """Every overlay of the installed release, from every case that uses it.
+    """Observe every overlay of the installed release in all cases that use it.
 
-    models: the overlays to observe, by default all. known: the recorded rows of the other overlays.
+    models: the overlays to observe, by default all. known: the recorded rows, which are kept for other overlays.
     """
     from tests.coverage.cases import CASES
 

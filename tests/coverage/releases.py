@@ -1,5 +1,5 @@
-"""Select the cases for each tested release: a case that would test the same code in two of them runs in the newer
-one."""
+"""Select the cases for each tested release. If a case would test the same code in several releases, it usually runs
+only in the newest one."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def is_the_last(case: Case) -> bool:
 
 
 def is_drawn(case: Case) -> bool:
-    """Whether the case is in the third of all cases that the slowest tests run, drawn by name."""
+    """Whether the slowest tests run the case. A hash of its id selects about a third of all cases."""
     return zlib.crc32(case.id.encode()) % 3 == 0
 
 
 def is_the_first() -> bool:
-    """Whether this is the oldest tested release, with the caches and generation of transformers 4."""
+    """Whether the installed release is the oldest tested one, with the caches and generation of transformers 4."""
     return min(TESTED) >= RELEASE

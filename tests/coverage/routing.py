@@ -62,7 +62,8 @@ def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
 def route_in_float64(model: Any) -> None:
     """Make the routers of a model use float64: some convert to float32, which can't be combined with float64.
 
-    The first of three results, the logits, is only reported; one model keeps it in a separate float32 tensor.
+    If a router returns three results, the first one, the logits, is not converted. It is only reported, and one model
+    keeps it in a separate float32 tensor.
     """
 
     def widen(tensors: Any) -> Any:

@@ -1,4 +1,4 @@
-"""With torch.compile a model is one graph with hf_rocm's operations, if stock is one graph.
+"""With torch.compile, a model is one graph with hf_rocm's operations, if stock is one graph.
 
 Tracing a model takes seconds, so a third of the models is traced, in the newest tested release that has the overlay and
 with one layer of each kind. One model of each kind of input, mask and cache is traced in every release, with all

@@ -1,4 +1,4 @@
-"""generate() returns stock's tokens with and without caches, padding, beams, prompt lookup, and moving windows.
+"""generate() returns stock's tokens without a cache and with caches, padding, beams, prompt lookup and sliding windows.
 
 The oldest tested release runs all models. Later releases run one model of each kind, and the models whose overlay no
 newer tested release has. test_forward.py compares the forwards of all models, including those on a filled cache, with
@@ -34,7 +34,7 @@ WAYS = {
 def generated(case, model, padding=None, **how):
     given = inputs.arguments(case, model, padding)
     given.pop("decoder_input_ids", None)
-    # the model must not generate these tokens, because its tokens are fed back as text
+    # the model must not generate image tokens, because its tokens are fed back as text
     if case.kind in ("images in text", "image and text"):
         how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
     with torch.inference_mode():
@@ -52,7 +52,6 @@ def test_generated_tokens_equal_stock(case, way, trio):
     except Exception as error:
         if way != "static" or not (case.experts or "does not support" in str(error)):
             raise
-        # skip a scenario that fails in stock
         pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
         actual = generated(case, prepared, **WAYS[way])

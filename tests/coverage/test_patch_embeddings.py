@@ -19,7 +19,7 @@ VIDEO = [case for case in CASES if case.overlay in ("qwen2_vl", "qwen2_5_vl", "q
 
 @params(SEEING)
 def test_patches_are_embedded_by_a_gemm(case, trio):
-    """The patches of models with a convolution; siglip2, llama4 and others flatten the patches themselves."""
+    """Convolutions over patches are replaced. Other models, such as siglip2, flatten the patches for a linear layer."""
     prepared, stock, _ = trio()
     convolutions = {
         name: (module.out_channels, module.weight[0].numel())

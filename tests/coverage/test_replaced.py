@@ -1,4 +1,4 @@
-"""A replaced rotary function is called in every served model, and hf_rocm runs again once the function is restored."""
+"""A replaced rotary function is called in every model that has one, and hf_rocm runs again once it is restored."""
 
 from __future__ import annotations
 

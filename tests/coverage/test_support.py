@@ -46,7 +46,7 @@ def test_the_record_equals_the_observation(overlay, recorded, seen):
 
 
 def test_every_entry_was_observed(recorded, seen):
-    """This test runs after the other tests. Their merged observations must equal the record."""
+    """This test runs after the tests above, whose merged observations must equal the record."""
     if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.here}:
         pytest.skip("not every case ran")
     assert {name: _joined(rows) for name, rows in sorted(seen.items())} == recorded

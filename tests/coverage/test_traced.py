@@ -1,4 +1,4 @@
-"""torch.jit.trace of a prepared model: the modules are stock while it is traced, and so is the traced graph."""
+"""torch.jit.trace of a prepared model: tracing runs stock code, and the traced graph returns stock's results."""
 
 from __future__ import annotations
 

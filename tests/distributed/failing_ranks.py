@@ -1,4 +1,4 @@
-"""Run by test_failures.py in each of two ranks: they differ, or the load is refused, or the second one fails.
+"""Run by test_failures.py in each of two ranks. The ranks differ, their load is refused, or the second rank fails.
 
 Arguments: the fault, a checkpoint, and a folder for a package that only one rank can import. Each rank prints the time
 at which it begins to load, and `loaded` afterwards.

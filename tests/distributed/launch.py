@@ -36,7 +36,7 @@ class Result:
     """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
     code: the exit status; −9 is SIGKILL; None means that the process was killed at the time-out.
-    left: command lines of other processes of the run that were still running; they were killed.
+    left: from `torchrun` only, the command lines of processes of the run that were still running; they are killed.
     """
 
     code: int | None
@@ -65,8 +65,8 @@ def run_ranks(
 
     Returns one result per rank.
 
-    script: a path, or the text of a program. environ: additional variables, or a function that
-    returns them for a rank. ranks: the ranks that are started, by default all. timeout: seconds for all ranks together.
+    script: a path, or the text of a program. environ: additional variables, or a function that returns them for a rank.
+    ranks: the ranks that are started, by default all. timeout: seconds for all ranks together.
     """
     ranks = range(world) if ranks is None else ranks
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -150,7 +150,7 @@ def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> 
 
 
 def _base() -> dict[str, str]:
-    """This process's environment without variables of ranks, and with the same import path."""
+    """This process's environment without variables of ranks and without GPUs, and with the same import path."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
     places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}

@@ -174,7 +174,7 @@ class Sharded:
         same(run(self.model), run(self.stock))
 
     def leaves_nothing(self):
-        """transformers, torch and accelerate keep no references to hf_rocm, except the compiler's to a traced model."""
+        """transformers, torch and accelerate keep no references to hf_rocm. Only the compiler's caches may."""
         hf_rocm.deactivate()
         gc.collect()
         patches.sweep()

@@ -1,4 +1,4 @@
-"""accelerate's device maps and offloading: the same hooks, tokens and files; layers that are not moved are fused.
+"""accelerate's device maps and offloading: hooks, tokens and files equal stock's; layers that are not moved are fused.
 
 Without a GPU, layers are placed on the CPU and on disk; tests/gpu/test_device_maps.py tests maps over GPUs.
 """
@@ -151,7 +151,7 @@ def _groups(model):
 
 
 def test_a_model_entirely_on_disk_runs_if_transformers_supports_it(checkpoint, tmp_path):
-    """4.x doesn't support this; hf_rocm does if transformers does."""
+    """transformers 4.x can't load a model that is entirely on disk. hf_rocm can if transformers can."""
     arguments = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     try:
         placed = LlamaForCausalLM.from_pretrained(checkpoint, **arguments).eval()
@@ -196,7 +196,7 @@ def test_the_first_model_of_a_process_binds_its_overlay_after_hooks_are_set(chec
 
 
 def test_a_forward_wrapped_by_a_hook_is_reported(model):
-    """A forward that was set on a module before the hook is called instead of hf_rocm's."""
+    """If a forward was set on a module before the hook was added, that forward is called instead of hf_rocm's."""
     mlp = model.model.layers[0].mlp
     mlp.forward = lambda x: x * 2
     assert "another forward × 1" in hf_rocm.explain(model).details()

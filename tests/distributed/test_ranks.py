@@ -1,4 +1,4 @@
-"""Two ranks load together: they compare their facts first, raise the same error if these differ, and one rank logs."""
+"""Two ranks that load together first compare their facts. If these differ, both raise the same error. One rank logs."""
 
 from __future__ import annotations
 

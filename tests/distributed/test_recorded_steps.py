@@ -1,4 +1,4 @@
-"""Graph decode of a model that transformers shards: two ranks over gloo, whose steps are recorded on the CPU."""
+"""Recorded decode steps of a model that transformers shards over two ranks, which use gloo on the CPU."""
 
 from __future__ import annotations
 

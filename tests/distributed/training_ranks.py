@@ -102,7 +102,7 @@ def checkpointed(folder: Path) -> None:
 
 
 def some_unused(folder: Path) -> None:
-    """In 4.x every expert is a module, and experts without tokens on a rank have no gradient there."""
+    """In 4.x, every expert is a module, and an expert that gets no tokens on a rank has no gradient on that rank."""
     few = batch(dist.get_rank(), length=2)
 
     def build():
@@ -168,7 +168,7 @@ def trained_and_evaluated(folder: Path) -> None:
 
 
 def by_trainer(folder: Path) -> None:
-    """transformers' Trainer, which wraps the model itself, evaluates it unwrapped, and saves it."""
+    """transformers' Trainer wraps the model itself, evaluates it unwrapped, and saves it."""
     rows = [{name: value[0] for name, value in batch(seed).items()} for seed in range(8)]
     results = []
     for kind in ("prepared", "stock", "float64"):

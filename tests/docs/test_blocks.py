@@ -81,7 +81,7 @@ def commands() -> list[object]:
 
 @pytest.fixture
 def page_names(tiny_checkpoint, monkeypatch, tmp_path):
-    """The names that a page's code may use: hf_rocm, torch, a model, its tokenizer and inputs. hf_rocm is forced."""
+    """The names that a page's code may use: hf_rocm, torch, a model, its tokenizer and inputs. HF_ROCM_FORCE is set."""
     import transformers
 
     import hf_rocm

@@ -1,4 +1,4 @@
-"""Encoders whose forwards are recorded on a CPU, and the stock results of the same calls."""
+"""Encoders whose forwards are recorded on a CPU, and comparisons of their outputs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def recorded_on_cpu(monkeypatch, tmp_path):
 
 @pytest.fixture
 def exact_lengths():
-    """Record calls by their exact shapes, so that their results are bitwise equal to stock's."""
+    """Record calls by their exact shapes, so that their results are bitwise equal to the twin's."""
     with options.override(pad_tokens=0):
         yield
 
 
 @pytest.fixture
 def pair(recorded_on_cpu):
-    """(the recorded model, its twin that is never recorded) of a family.
+    """A function that returns (the recorded model, its twin that is never recorded) of a family.
 
     Both run the same kernels, so their results are equal.
     """

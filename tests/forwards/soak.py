@@ -123,7 +123,7 @@ def _drawn(models, name, kind, draw, lengths):
 
 
 def _results(models, batch):
-    """The results of the recorded model, in threads if there are several calls."""
+    """The results of the recorded model. Several calls run in threads if all of them may be concurrent."""
     if len(batch) == 1 or not all(map(_may_be_concurrent, batch)):
         return [call(models.prepared) for call in batch]
 

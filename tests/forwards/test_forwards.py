@@ -1,4 +1,4 @@
-"""The results of a prepared encoder's forward, in uncaptured and replayed calls, and when it is recorded."""
+"""A prepared encoder's results in uncaptured and replayed calls, and the calls in which forwards are recorded."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
         given = inputs("bert", seed=number, padded=(0, 0, 2)[number % 3])
         assert equal(call(prepared, given), call(stock, given)), number
         orders.append(list(events))
-    # in these calls, the first results are dropped, and the right recording is replayed
+    # in calls with this order, the results of the first replay are dropped, and the right recording is replayed
     assert orders.count(["copies", read, "copies"]) > 4
 
 

@@ -192,7 +192,7 @@ def test_after_deactivate_the_stock_forward_is_recorded(pair):
     for seed in range(3):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
-    assert counted(prepared)[0] == recorded + 1  # the forward of the stock layers is recorded
+    assert counted(prepared)[0] == recorded + 1
 
 
 def test_calls_with_gradients_run_uncaptured(pair):

@@ -1,4 +1,4 @@
-"""Small models whose decode steps are recorded on a CPU, and the stock results of the same calls."""
+"""Small models whose decode steps are recorded on a CPU, and the stock models for comparison."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make(kind, **changes):
 
 
 def assistant_of(stock, schedule="heuristic", noise=0.02):
-    """A model that drafts most of another one's tokens."""
+    """A copy of a model with noise in its weights, whose drafts are mostly the model's tokens."""
     assistant = copy.deepcopy(stock)
     with torch.no_grad():
         for parameter in assistant.parameters():
@@ -132,7 +132,7 @@ def suspect_gpu(recorded_on_cpu, monkeypatch):
 
 @pytest.fixture
 def pair(recorded_on_cpu):
-    """(prepared, stock) models of a kind.
+    """A function that returns the (prepared, stock) models of a kind.
 
     graphs: the argument of `prepare`. If it is True, a call that can't be recorded raises an error.
     """
@@ -224,7 +224,7 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 
 
 class Streamer:
-    """Collects what a streamer receives."""
+    """A streamer that collects the values it receives."""
 
     def __init__(self):
         self.values = []

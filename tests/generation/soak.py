@@ -38,7 +38,7 @@ def _recorded(prefix):
 DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
 FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
 THREADS = 4
-_ROUNDS = 5  # the first rounds, which `grown` does not count
+_ROUNDS = 5  # number of first rounds that `grown` does not count
 
 _STATIC = Version("4.54") <= RELEASE
 # before 5.14, stock's caches with sliding windows can't remove drafts
@@ -82,7 +82,7 @@ class Soak:
         return differ
 
     def differing_in_threads(self, numbers, *, most):
-        """Repeat calls in several threads. Returns the numbers of those whose results differ from the earlier ones.
+        """Repeat calls in several threads. Returns the numbers of those whose results differ from stock's earlier ones.
 
         Only greedy calls are repeated, because the threads share the random state. most: the number of repeated calls.
         """
@@ -109,20 +109,26 @@ class Soak:
             function([layer for layer in layers if type(layer) is torch.nn.Linear][2])
 
     def differing_after(self, function, numbers):
-        """Repeat calls after a change. Returns the numbers of those that differ; all of them if nothing changed."""
+        """Repeat calls after a change. Returns the numbers of those that differ from stock.
+
+        If the change does not affect stock's results, it returns all numbers.
+        """
         before = [self.expected[number] for number in numbers]
         self.change(function)
         differ = self.differing(numbers)
         return differ if before != [self.expected[number] for number in numbers] else list(numbers)
 
     def assert_recorded(self, calls):
-        """Check that no call ran uncaptured, and that on average, more than 4 steps per call were replayed."""
+        """Check that no call ran uncaptured.
+
+        On average, more than 4 steps per call must have been replayed, and more than one must have been compared.
+        """
         state = known(self.prepared)
         assert state.disabled is None and not state.turned_away
         assert state.replayed > 4 * calls and state.compared > calls, (state.replayed, state.compared)
 
     def grown(self, calls, memory):
-        """Repeat a few short calls of the recorded model. Returns the growth of `memory()` over the last `calls` calls.
+        """Repeat some short calls of the recorded model. Returns the growth of `memory()` over at least `calls` calls.
 
         The first rounds are not counted: they allocate caches and record steps, some only at their second occurrence.
         """

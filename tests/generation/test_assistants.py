@@ -28,7 +28,7 @@ NEW = 40
 
 @pytest.fixture
 def trio(pair):
-    """(a prepared model with a prepared assistant, the same two models in stock)."""
+    """A function that returns ((a prepared model, a prepared assistant), (the stock model, the stock assistant))."""
 
     def build(kind="llama", *, schedule="heuristic", noise=0.02, graphs=True):
         prepared, stock = pair(kind, graphs=graphs)
@@ -58,7 +58,7 @@ def in_place(monkeypatch):
 
 
 def watched(model):
-    """Returns a list to which the length of every draft of this model is appended."""
+    """Return a list to which the length of every draft of this model will be appended."""
     drafted, inherited = [], model.generate
 
     def generate(*args, **kwargs):
@@ -117,11 +117,13 @@ def test_every_step_reads_its_inputs_in_place(trio, in_place):
     ours, stocks = trio()
     drafted = watched(ours[1])
     for seed in range(2):
-        inputs = repeating(seed, padded=2)  # with padding, because 5.0 derives masks without padding from the tokens
+        # with padding, because transformers 5.0 derives a mask that has no padding from the tokens
+        inputs = repeating(seed, padded=2)
         drafted.clear()
         in_place.clear()
         assert torch.equal(assisted(ours, inputs), generate(stocks[0], inputs, new=NEW))
-        assert len(in_place) == sum(drafted) - 1 and in_place.count(2) == len(drafted) - 1  # all except the prompt
+        # all steps except the prompt's
+        assert len(in_place) == sum(drafted) - 1 and in_place.count(2) == len(drafted) - 1
     assert preparation.noted(ours[1]) is None
 
 
@@ -153,7 +155,7 @@ def test_a_model_drafts_for_itself(pair):
 
 @pytest.fixture
 def faulty(monkeypatch, tmp_path):
-    """Give the replays of one model a fault."""
+    """A function that gives the replays of one model a fault."""
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     inherited = Runner._recorder
 
@@ -307,7 +309,7 @@ def test_the_classes_are_stock_again_after_a_call(trio):
 
 
 def tokenizer(first=0, further=0):
-    """A tokenizer of 58 words. first: the word with the lowest id. further: the number of additional words."""
+    """A tokenizer of 58 words. first: the index of the word with the lowest id. further: number of additional words."""
     names = [f"w{number}" for number in range(3, 61)]
     words = {"[PAD]": 0, "[BOS]": 1, "[UNK]": 2}
     names = names[first:] + names[:first] + [f"x{number}" for number in range(further)]

@@ -1,4 +1,4 @@
-"""Changes of a model between two calls take effect in the next: outdated recordings are not replayed."""
+"""Changes of a model between two calls take effect in the second one: outdated recordings are not replayed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def forgotten():
 
 @pytest.fixture
 def text(monkeypatch):
-    """Change the source of transformers' generation module as the module `features` reads it."""
+    """A function that changes the source of transformers' generation module that the module `features` reads."""
 
     def change(pattern, replacement):
         read = features._file

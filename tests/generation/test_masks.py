@@ -94,7 +94,7 @@ def test_every_step_equals_stock_with_transformers_static_cache(kind, pair, step
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_every_step_equals_stock_while_windows_move(kind, pair, steps, monkeypatch):
-    monkeypatch.setattr(cache_layer, "SLACK", 4)  # rows beyond the window: it moves every few steps
+    monkeypatch.setattr(cache_layer, "SLACK", 4)  # spare rows; with 4 of them, the window moves every few steps
     in_place, stock = pair(kind)
     call = prompt(padded=5)
     assert torch.equal(generate(in_place, call, new=40), generate(stock, call, new=40))

@@ -1,4 +1,4 @@
-"""Masks without vmap equal transformers' masks and are used by prepared models only."""
+"""Masks without vmap equal transformers' masks, and only prepared models use them."""
 
 from __future__ import annotations
 

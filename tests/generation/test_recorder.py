@@ -35,7 +35,7 @@ def kept(monkeypatch):
 
 
 def test_a_capture_interrupted_by_the_step_is_freed(kept):
-    """Its graph may contain collectives, and a communicator would wait for them."""
+    """The graph of the capture may contain collectives, for which a communicator would wait."""
     graph = Graph()
     kept._abandon(graph, Shared)
     assert graph.done == ["capture_end", "reset"]

@@ -64,7 +64,7 @@ def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
 
 
 def liger(model):
-    """Set stand-ins for Liger-Kernel's forwards on norms and MLPs. `__module__` and the results are the same."""
+    """Set stand-ins for Liger-Kernel's forwards on norms and MLPs, with its name in `__module__` and stock results."""
 
     def norm(self, x):
         wide = x.float()

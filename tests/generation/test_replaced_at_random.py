@@ -98,7 +98,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(("sdpa", "eager")))
     def register(self, key):
-        """`AttentionInterface.register`, which affects all modeling files."""
+        """Call `AttentionInterface.register`, which affects all modeling files."""
         table = modeling_utils.AttentionInterface._global_mapping
         home = sys.modules[type(self.stock).__module__]
         before, function = table.get(key), table.get(key, home.eager_attention_forward)
@@ -135,7 +135,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule()
     def train(self):
-        """Run a step of gradient descent, then restore the weights."""
+        """Compare loss and gradients of a training step, which changes the weights in place and restores them."""
         results = []
         for model in (self.stock, self.prepared()):
             weights = [parameter.detach().clone() for parameter in model.parameters()]

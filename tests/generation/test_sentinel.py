@@ -1,4 +1,4 @@
-"""Replays that become wrong later are detected at the next comparison, and the returned tokens equal stock's."""
+"""Replays that become wrong later are detected at the next comparison. The call returns stock's tokens or raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def faulty(pair, monkeypatch):
-    """(prepared, stock), where the prepared model has this fault in its replays `first` to `last`."""
+    """A function that returns (prepared, stock). The prepared model has a fault in its replays `first` to `last`."""
 
     def build(fault, first, last=10**9, kind="llama"):
         monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=first, last=last))
@@ -213,7 +213,7 @@ def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
 
 
 def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(faulty, monkeypatch):
-    """Every replay is wrong from the fifth call on. That call starts enough replays after the last comparison."""
+    """From the fifth call on, replays are wrong. The first of them comes long enough after the last comparison."""
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)

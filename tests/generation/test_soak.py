@@ -34,7 +34,7 @@ def test_random_calls(family):
 
 @in_the_newest
 def test_memory_does_not_grow():
-    # less than one row of logits (244 bytes) per call; up to 20 KiB in total have been measured
+    # the limit is one row of logits (244 bytes) per call; growth of up to 20 KiB in total has been measured
     assert Soak("llama").grown(200, memory_of_tensors) < 200 * 244
 
 

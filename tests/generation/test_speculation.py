@@ -44,7 +44,7 @@ def looked_up(model, inputs, seed=0, *, tokens=4, **arguments):
 
 
 def alike_greedy(tokens, stock, inputs):
-    """Whether these are the tokens of greedy decoding. Before 5.14, the last draft may exceed the length."""
+    """Whether these are the tokens of greedy decoding. Before 5.14, the last draft may exceed the maximum length."""
     expected = generate(stock, inputs, new=NEW)
     excess = tokens.shape[1] - expected.shape[1]
     return torch.equal(tokens[:, : expected.shape[1]], expected) and (excess == 0 or before("5.14"))
@@ -107,9 +107,9 @@ def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
             in_place.clear()
             call = repeating(seed, padded=padded)
             assert alike_greedy(looked_up(prepared, call), stock, call)
-            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all steps except the prompt
+            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all steps except the prompt's
         recorded.append(counted(prepared)[0])
-    assert recorded[1] == recorded[2] > 1  # alternating the padding records nothing again
+    assert recorded[1] == recorded[2] > 1  # alternating the padding records nothing new
 
 
 def test_transformers_prepares_steps_while_a_mask_function_is_replaced(pair, monkeypatch, drafted, in_place):
@@ -327,7 +327,7 @@ def test_a_prompt_of_embeddings(pair):
     embeddings = stock.get_input_embeddings()(inputs.pop("input_ids")).detach()
     inputs["inputs_embeds"] = embeddings
     prompts = [{**inputs, "input_ids": repeating(1)["input_ids"]}]
-    if not before("5.14"):  # stock fails without tokens before
+    if not before("5.14"):  # before 5.14, stock fails without token ids
         prompts.append(inputs)
     for given in prompts:
         assert torch.equal(*(looked_up(model, given) for model in (prepared, stock)))

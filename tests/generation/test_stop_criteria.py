@@ -1,4 +1,4 @@
-"""The stopping criteria of recorded steps stop where transformers' own stop."""
+"""The stopping criteria of recorded steps stop the same rows at the same length as transformers' own criteria."""
 
 from __future__ import annotations
 

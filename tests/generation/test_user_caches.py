@@ -1,4 +1,4 @@
-"""Caches that a call names, passes or returns: steps are recorded, and the user's cache ends up as in stock."""
+"""Caches that a call names, passes or returns: steps are recorded, and a user's cache gets stock's contents."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def contents(cache):
 def close(one, two):
     """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps of the largest value.
 
-    These random weights amplify rounding errors. The largest error that was seen is 45 eps, in T5, which doesn't scale
-    its attention scores.
+    The random weights of the tested models amplify rounding errors. The largest error that was seen is 45 eps, in T5,
+    which doesn't scale its attention scores.
     """
     assert one.isfinite().all() and two.isfinite().all()
     assert (one - two).abs().max() <= 512 * torch.finfo(two.dtype).eps * two.abs().max()

@@ -76,7 +76,7 @@ def test_an_assistant(pair, read):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Compare the tokens of every search with those on the device. Collects whether each search had to copy them."""
+    """Compare the tokens of every search with those on the device. Returns whether each search had to copy them."""
     copies = []
     of = HostTokens.of
 
@@ -230,7 +230,8 @@ def test_the_result_of_criteria_that_stop_nothing():
 
 def test_end_tokens_after_uncaptured_steps(pair):
     prepared, stock = pair()
-    for seed in (1, 2):  # here uncaptured steps accept as many tokens as there are drafts, and the last is an end token
+    # with these seeds, an uncaptured step accepts as many tokens as there are drafts, and the last one is an end token
+    for seed in (1, 2):
         new = looked_up(stock, repeating(seed))[0, repeating(seed)["input_ids"].shape[1] :]
         for end in dict.fromkeys(new.tolist()):
             results = [looked_up(model, repeating(seed), eos_token_id=end) for model in (prepared, stock)]
@@ -259,7 +260,7 @@ def test_tokens_of_other_tensors_are_copied():
     drafts = tokens.of(ids)[1:]
     candidates = torch.cat((ids, ids[:, 1:]), dim=1)
     tokens.draft(drafts, candidates)
-    tokens.of(other)  # of a nested call
+    tokens.of(other)  # as in a nested call
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 6]]
     candidates[0, -1] = 1
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 1]] and tokens.last(candidates) is None
@@ -342,7 +343,7 @@ def test_nested_calls(pair):
     prepared, stock = pair()
 
     class Nested:
-        """Runs other prompts of the same length after every step, also with a model that is not prepared."""
+        """A streamer that runs other prompts of equal length after every step, with a prepared and a stock model."""
 
         ids = torch.empty((1, 0), dtype=torch.long)
 

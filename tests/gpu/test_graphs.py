@@ -25,7 +25,7 @@ FIRST = 3  # steps after the prompt whose results are not taken from a replay: f
 
 @pytest.fixture
 def pair(monkeypatch):
-    """Build (prepared, stock) models on the GPU. Windows move and buffers grow after only a few tokens."""
+    """A function that builds (prepared, stock) models on the GPU. Windows move and buffers grow after a few tokens."""
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)

@@ -1,4 +1,4 @@
-"""Experts in MXFP4 on a GPU: the kernels, also at gpt-oss-20b's hidden size, in recorded graphs, and a checkpoint."""
+"""Experts in MXFP4 on a GPU: the kernels at sizes that include gpt-oss-20b's, recorded graphs, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_is_selected_and_checked_in_a_child():
 
 
 def test_a_checkpoint_stays_packed_and_its_steps_are_recorded(tmp_path):
-    """The weights stay packed on the device, and results equal those of dequantised weights and of uncaptured steps."""
+    """Weights stay packed, logits are as accurate as stock's, and recorded and uncaptured tokens are equal."""
     from tests.weights import mxfp4_checkpoints as mxfp4
 
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4}

@@ -26,7 +26,7 @@ SIZES["deepseek_v3"] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
 }
-# with tied weights, these models repeat the last token whatever their attention returns
+# with tied weights, Gemma 2 and Gemma 3 repeat the last token whatever their attention returns
 SIZES |= {name: {**DECODER, "tie_word_embeddings": False} for name in ("gemma2", "gemma3")}
 # T5 does not scale its attention scores: with larger weights, changes of the weights by 2e-7 change stock's tokens
 SIZES |= {name: {"d_model": 256, "d_kv": 64, "scale": 0.35} for name in ("t5", "mt5")}
@@ -55,6 +55,6 @@ def test_random_calls(family, short_buffers):
 
 def test_memory_does_not_grow(short_buffers):
     soak = Soak("llama", device="cuda", **DECODER)
-    # PyTorch allocates blocks of 512 bytes, so a leak of one block per call is noticed
+    # PyTorch allocates blocks of at least 512 bytes, so a leak of one block per call is noticed
     assert soak.grown(1000, torch.cuda.memory_allocated) < 2**18
     assert counted(soak.prepared)[1] > 1000

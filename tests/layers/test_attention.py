@@ -34,7 +34,7 @@ def test_the_kernel_runs_if_the_dtypes_are_equal(case):
 
 
 def test_the_models_function_runs_if_the_dtypes_differ(case):
-    """This happens under autocast: the projections are bf16, while cos and sin are fp32."""
+    """Under autocast, for example, the projections are bf16, while cos and sin are fp32."""
     query, key, position_embeddings = case
     query, key = query.bfloat16(), key.bfloat16()
     with ops.recording() as routes:
@@ -46,7 +46,7 @@ def test_the_models_function_runs_if_the_dtypes_differ(case):
 
 @pytest.mark.parametrize("s", [1, 63])
 def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
-    """With fewer key heads than query heads, sizes and strides are equal, and values are equal up to rounding."""
+    """There are fewer key heads than query heads. Sizes are equal, and values are equal up to rounding."""
     names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
     module = torch.nn.Module()
     for name, count in zip(names, heads, strict=True):

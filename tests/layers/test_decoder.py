@@ -68,7 +68,7 @@ def pair():
 
 @pytest.fixture
 def few(monkeypatch):
-    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU the parts run one by one."""
+    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU, the parts run one by one."""
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 
@@ -181,7 +181,7 @@ def _changed(output: Any, calls: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj"])
 def test_a_wrapped_projection_is_called(pair, few, name):
-    """Adapters wrap projections like this."""
+    """Adapters wrap projections in modules like `Wrapped`."""
 
     class Wrapped(nn.Module):
         def __init__(self, base: nn.Module) -> None:

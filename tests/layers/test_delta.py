@@ -132,7 +132,10 @@ def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_left_padding_does_not_change_results(cached, name):
-    """Rows with padding on the left have the same results as rows without padding. Stock sets padding to zero."""
+    """Rows with padding on the left have the same results as rows without padding.
+
+    Stock sets the hidden states of padding tokens to zero.
+    """
     stock, prepared = pair(name)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
     mask[0, :7] = 0

@@ -54,7 +54,7 @@ def logits(model, ids=models.IDS):
 
 
 def state_of(model):
-    """The contents of every module's dictionary."""
+    """Every module, with the contents of its dictionary, by name."""
     return {path: (module, dict(module.__dict__)) for path, module in model.named_modules()}
 
 
@@ -109,7 +109,7 @@ def read_by_stock(checked, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     built = {}
     for kind in KINDS:
-        # compressed-tensors decompresses MXFP4 to bf16 only
+        # compressed-tensors decompresses MXFP4 only to bf16
         built[kind] = quantized(kind, attention_bias=True, dtype=torch.bfloat16 if kind == "mxfp4" else torch.float32)
         hf_rocm.save_quantized(built[kind], folder / kind)
     command = [sys.executable, "-c", STOCK, str(folder)]

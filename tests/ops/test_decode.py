@@ -62,7 +62,7 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 def test_a_rolling_cache_has_the_last_keys(tier):
-    """Every row has 25 keys so far, and the cache contains the last 8. Three of the second row's are padding."""
+    """Every row has 25 keys so far, and the cache contains the last 8. In the second row, three of them are padding."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
     how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
     output = run(tier, query, key, value, torch.tensor([25]), **how)

@@ -41,7 +41,7 @@ def drawn(dtype, *, batch=2, groups=3, shared=2, key_dim=8, value_dim=6, taps=4,
 
 
 def converted(keywords, dtype=None):
-    """Copy the tensors, because a call updates the states in place."""
+    """Copy the tensors, because a call updates the states in place. dtype: the dtype of the copies, if it differs."""
     return {
         name: value if name == "eps" else value.clone() if dtype is None else value.to(dtype, copy=True)
         for name, value in keywords.items()

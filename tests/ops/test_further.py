@@ -181,7 +181,7 @@ def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
 @each_tier
 @pytest.mark.parametrize(("name", "module"), [("quick_gelu", "QuickGELUActivation"), ("gelu_new", "NewGELUActivation")])
 def test_act(name, module, tier, dtype):
-    """The torch tier and its gradient are bitwise equal to those of transformers' modules."""
+    """In the torch tier, outputs and gradients are bitwise equal to those of transformers' modules."""
     from transformers import activations
 
     stock = getattr(activations, module)()

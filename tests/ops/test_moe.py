@@ -1,4 +1,4 @@
-"""Routed experts in every tier and layout, compared with float64."""
+"""Routed experts in the torch and eager tiers, in every layout, compared with float64."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_nan_scale_makes_its_block_nan():
 
 
 def nearest(value):
-    """The code of the nearest number, computed in float64. If two numbers are equally near, it is the even code."""
+    """The code of the nearest number, computed in float64. Of two equally near numbers, it is the even code."""
     return min(range(8), key=lambda code: (abs(number(code) - abs(value)), code & 1)) | (value < 0) << 3
 
 
@@ -60,7 +60,7 @@ def test_numbers_are_rounded_to_the_nearest_code(dtype):
     back = dequantize(pack(codes), scales, torch.float64)
     size = powers(scales).double().repeat_interleave(BLOCK, 1)
     inside = weight.double().abs() <= 6 * size
-    # the error is at most half of the largest step, which is that from 4 to 6, or twice as much for saturated values
+    # the error is at most half of the largest step (from 4 to 6), or a whole step for saturated values
     assert ((back - weight.double()).abs() <= torch.where(inside, size, 2 * size)).all() and not inside.all()
 
 

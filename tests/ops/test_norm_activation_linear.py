@@ -1,4 +1,4 @@
-"""rms_norm, act_and_mul and linear in every tier, compared with float64."""
+"""rms_norm, act_and_mul and linear in the torch and eager tiers, compared with float64."""
 
 from __future__ import annotations
 

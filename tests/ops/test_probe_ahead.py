@@ -1,4 +1,4 @@
-"""The process that checks kernels is started while a model loads if it will be needed, and its imports are cheap."""
+"""If the process that checks kernels will be needed, it is started while a model loads. Its imports are cheap."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_prepare_starts_it_unless_the_model_stays_stock(started):
 
 
 def test_no_process_can_be_started(started, monkeypatch):
-    """`prepare` does not raise the error, which a later first-use check reports."""
+    """`prepare` does not raise the error. A later first-use check reports it."""
 
     def start(device):
         raise OSError(12, "Cannot allocate memory")

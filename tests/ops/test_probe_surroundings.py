@@ -241,7 +241,7 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
-    """The cache may be part of a container image that root built. Files of other users are not trusted.
+    """The cache may be part of a container image that root built. Files of root are trusted, files of others are not.
 
     A user who finds no trusted file stores a separate one in the same folder.
     """

@@ -1,4 +1,4 @@
-"""quantized_linear: errors within the format's bound in every tier, rows of zeros and NaN, and refusals."""
+"""quantized_linear: errors within bounds in the torch and eager tiers, rows of zeros and NaN, and refusals."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def whole(rows, weight):
 
 
 def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
-    """Simulate oneDNN on a CPU with AMX, which supports one scale per tensor, but not for FP8_FNUZ."""
+    """Simulate oneDNN on a CPU with AMX, which refuses FP8_FNUZ if each tensor has a single scale."""
     if scale_a.numel() == scale_b.numel() == 1 and rows.dtype == FP8_FNUZ:
         refuse()
     return scaled(rows, weight, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)

@@ -61,7 +61,7 @@ def installed_package() -> Path:
 
 
 def hashes(folder: Path) -> dict[str, tuple[str, int]]:
-    """Content and mode of every file below a folder, except bytecode, which every import writes."""
+    """Content hash and mode of every file and folder below a folder, except bytecode, which imports write."""
     return {
         path.relative_to(folder).as_posix(): (
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder",
@@ -73,7 +73,7 @@ def hashes(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def fingerprint(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and modification time of every file. A run that writes nothing changes none of them."""
+    """Inode, size and modification time of every file and folder. A run that writes nothing changes none of them."""
     results = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -88,7 +88,7 @@ def next_release(version: str) -> str:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """A copy of the parts of the installed transformers that overlays change."""
+    """A copy of the installed transformers with only the files that the overlays of MODELS need."""
     return make_site(tmp_path / "site")
 
 

@@ -1,4 +1,4 @@
-"""Vision towers and language models that contain one, with every feature of their files enabled."""
+"""Vision towers, language models that contain one, and Qwen3.5 MoE, with optional features enabled."""
 
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
@@ -7,7 +7,7 @@ from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, mixture
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
-DINO3 |= {"pos_embed_rescale": None}  # this rescaling would be random in training
+DINO3 |= {"pos_embed_rescale": None}  # with a rescaling, training would draw random numbers
 LLAMA = {**SMALL, "model_type": "llama"}
 SECTIONS = {"rope_type": "default", "mrope_section": [4, 2, 2]}
 WITH_IMAGES = {"image_token_id": inputs.IMAGE_TOKEN, "pad_token_id": 0}
@@ -59,7 +59,7 @@ def ernie(transformers):
         "video_token_id": inputs.VIDEO_TOKEN,
         "image_start_token_id": inputs.IMAGE_START,
         "image_end_token_id": inputs.IMAGE_END,
-        "video_start_token_id": 200,  # these tokens do not occur in the text
+        "video_start_token_id": 200,  # tokens that do not occur in the text
         "video_end_token_id": 201,
     }
 
@@ -154,7 +154,7 @@ MULTIMODAL = [
         since="5.2",
         kind="images in text",
         variant="images",
-        # with seed 0, one layer of both models amplifies errors of 1e-7 to 1e-5, by chance more in one model
+        # with seed 0, one layer amplifies errors from 1e-7 to 1e-5, by chance more in one of the two compared models
         seed=1,
     ),
     Case(

@@ -1,4 +1,4 @@
-"""Text decoders of other shapes, for example with fused QKV in the checkpoint, or with keys shared by layers."""
+"""Text decoders with unusual layers, for example with fused QKV in the checkpoint, or with keys shared by layers."""
 
 from tests.coverage.case import SMALL, Case
 from tests.coverage.cases.windows import MIXED

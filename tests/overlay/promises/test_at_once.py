@@ -39,7 +39,7 @@ for round in range(int(sys.argv[2])):
     for command in (install, uninstall) if (round + int(sys.argv[3])) % 2 else (uninstall, install):
         command(transformers_path=sys.argv[1], catalog=catalog)[0].check()
 """
-# reads a file that changes: at any time, it is valid Python with a complete block or without one
+# reads a file while it changes; at any time, the file is valid Python with a complete block or without one
 READER = """
 import sys
 stock, installed = [open(path, "rb").read() for path in sys.argv[2:4]]

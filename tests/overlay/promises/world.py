@@ -153,7 +153,7 @@ def clean() -> dict[str, str]:
 
 
 def _bridge(folder: Path) -> None:
-    """Link hf_rocm and all packages on this interpreter's import path, except transformers, into the folder."""
+    """Link hf_rocm and all packages in this interpreter's site-packages, except transformers, into the folder."""
     folder.mkdir()
     hf_rocm = importlib.util.find_spec("hf_rocm")
     assert hf_rocm is not None and hf_rocm.origin is not None

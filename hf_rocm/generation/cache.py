@@ -342,8 +342,7 @@ class DecodeCache(Cache):
         for layer in self.attending:
             layer.rows -= forgotten
         if forgotten:
-            self._placed = -1, 1
-            self._spare = 0
+            self._placed, self._spare = (-1, 1), 0
 
     def activate_past_recording(self) -> None:
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""

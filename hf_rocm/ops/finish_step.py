@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.bits import ROWS, rows, sum_of_words
+from hf_rocm.ops.bits import ROWS, sum_of_words
+from hf_rocm.ops.bits import rows as rows_of
 from hf_rocm.ops.bits import words as words_of
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
@@ -55,8 +56,8 @@ def _specification(
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     grad = torch.is_grad_enabled() and logits.requires_grad
     dtype, words_dtype, device = logits.dtype, words.dtype, logits.device
-    count, dim, kept = tokens.numel(), logits.shape[-1], len(digests)
-    return (dtype, words_dtype, device, count, dim, kept, further is not None, contiguous, grad)
+    rows, dim, kept = tokens.numel(), logits.shape[-1], len(digests)
+    return (dtype, words_dtype, device, rows, dim, kept, further is not None, contiguous, grad)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -110,14 +111,14 @@ def _finish(
     tokens.copy_(largest)
     digest = sum_of_words([words, largest, *([] if further is None else [further])])
     digests.copy_(torch.cat((digests[1:], digest)))
-    doubt.add_(rows(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
+    doubt.add_(rows_of(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
     return out, tokens, digests, doubt
 
 
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
     """Two of the largest logits of every row are equal, so that the first one must be chosen."""
     draw = Draw(spec.dtype, spec.device)
-    count, dim = min(spec.count, LENGTH), spec.dim
+    count, dim = min(spec.rows, LENGTH), spec.dim
     logits = draw(count, 1, dim)
     first = (torch.arange(count, device=spec.device) * 7919 + dim // 3) % dim
     for place in (first, (first + dim // 2) % dim):

@@ -135,9 +135,7 @@ CALLS = {  # a call, and the shapes that it records, which are not always those 
     ),
     "attention": (lambda: ops.attention(*HEADS, scale=0.3), ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 1, 6))),
     "finish_step": (
-        lambda: ops.finish_step(
-            ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())
-        ),
+        lambda: ops.finish_step(ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())),
         ((2, 1, 8),),
     ),
     "choose_experts": (lambda: ops.choose_experts(ONES(3, 4), top=2), ((3, 4),)),

@@ -10,14 +10,14 @@ import torch
 class FinishStepSpec(NamedTuple):
     """The specification of `finish_step`.
 
-    words_dtype: the dtype of the integers with the bits of the logits. count: the number of rows, B · N. dim: V. kept:
+    words_dtype: the dtype of the integers with the bits of the logits. rows: B · N. dim: V. kept:
     the number of digests. further: whether there is a digest of further tensors. contiguous: whether all tensors are.
     """
 
     dtype: torch.dtype
     words_dtype: torch.dtype
     device: torch.device
-    count: int
+    rows: int
     dim: int
     kept: int
     further: bool

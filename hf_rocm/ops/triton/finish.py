@@ -30,8 +30,8 @@ def refuses(spec: FinishStepSpec, device: Device) -> str | None:
         return f"our kernel for logits supports fp32, bf16 and fp16, not {spec.dtype}"
     if not spec.contiguous:
         return "our kernel for logits needs contiguous tensors"
-    if not 0 < spec.count <= MOST:
-        return f"our kernel for logits takes at most {MOST} rows, got {spec.count}"
+    if not 0 < spec.rows <= MOST:
+        return f"our kernel for logits takes at most {MOST} rows, got {spec.rows}"
     return detect.unavailable(device)
 
 

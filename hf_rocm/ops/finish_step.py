@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def _cases(spec: FinishStepSpec) -> Iterator[Case]:
     first = (torch.arange(count, device=spec.device) * 7919 + dim // 3) % dim
     for place in (first, (first + dim // 2) % dim):
         logits.scatter_(-1, place[:, None, None], 50.0)
-    integers = {"dtype": torch.int64, "device": spec.device}
+    integers: dict[str, Any] = {"dtype": torch.int64, "device": spec.device}
     yield Case(
         (
             logits,

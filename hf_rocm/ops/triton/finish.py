@@ -69,7 +69,7 @@ def _finish_step(
         (1,),
         (largest[0], largest[1], wrong, further, tokens, digests, doubt, count),
         {"PARTS": pieces, "ROWS": power_of_two(count), "KEPT": len(digests), "SLOTS": power_of_two(len(digests))},
-        num_warps=warps(256, logits.device),
+        num_warps=1,
     )
     return out, tokens, digests, doubt
 

@@ -25,7 +25,8 @@ def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> d
     """Return a replacement for the stopping criteria in the arguments of a loop. It stops at the same steps.
 
     arguments: the keyword arguments of `_sample`. tokens: with the arguments of `_assisted_decoding`, the tokens of the
-    call as far as they are known on the host. Returns the changed argument; an empty dict if the criteria stay.
+    call as far as they are known on the host. Returns the changed argument, or an empty dict if the criteria are not
+    replaced.
     """
     criteria = arguments.get("stopping_criteria")
     if type(criteria) is not StoppingCriteriaList or features.refuses(FEATURE) is not None:

@@ -1,4 +1,4 @@
-"""Assess a transformers that is newer than all releases that this hf-rocm was checked with, file by file."""
+"""Assess, file by file, a transformers release that is newer than all releases with which this hf-rocm was checked."""
 
 from __future__ import annotations
 

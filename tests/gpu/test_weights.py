@@ -1,4 +1,4 @@
-"""Fused weights on a real GPU: the memory and time of loading, and moves of the model."""
+"""Fused weights on a real GPU: the memory and time that loading takes, and moves of the model."""
 
 from __future__ import annotations
 

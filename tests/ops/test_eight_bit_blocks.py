@@ -22,7 +22,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(("n", "k"), SIZES, ids=str)
 def test_blocks_are_rounded_to_the_nearest_number(n, k, format):
-    """The largest magnitude in a block becomes the largest number of the format. The scale of zeros is not zero."""
+    """The largest magnitude in a block becomes the format's largest number. All-zero blocks have a positive scale."""
     weight = random(n, k)
     weight[:, BLOCK : 2 * BLOCK] *= 2.0**30
     weight[2 * BLOCK :, :BLOCK] = 0

@@ -41,7 +41,10 @@ def begin(model):
 
 
 def collect(manager, count):
-    """Wait for this number of answers, or until the manager stops or `WAIT` ends. Returns name → (tokens, error)."""
+    """Wait for this number of answers, at most `WAIT` seconds or until the manager stops.
+
+    Returns name → (tokens, error).
+    """
     answers = {}
     deadline = time.monotonic() + WAIT
     while len(answers) < count and time.monotonic() < deadline:

@@ -125,7 +125,7 @@ def test_every_shape_of_heads_is_supported(heads, dims):
 
 
 @pytest.mark.parametrize("terms", [{}, {"softcap": 2.0, "sinks": True}], ids=str)
-def test_the_new_key_takes_the_place_of_another(terms):
+def test_a_new_key_replaces_an_older_one(terms):
     """In a full ring of a sliding layer, the pages already contain keys at the positions of new keys."""
     lengths = [33, 16, None, 63]
     check(

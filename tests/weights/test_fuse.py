@@ -309,7 +309,7 @@ def test_with_gradients_the_layers_run_and_equal_stock(bias):
     same(group)
 
 
-def test_gradients_of_the_input_alone_run_the_layers_too():
+def test_layers_run_one_by_one_if_only_the_input_requires_grad():
     group = make().requires_grad_(False)
     with torch.enable_grad():
         assert live(group) is not None

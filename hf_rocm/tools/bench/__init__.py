@@ -1,1 +1,1 @@
-"""hf-rocm bench: compare stock and hf_rocm on one machine. Results are checked, and times are compared with a floor."""
+"""hf-rocm bench: compare stock and hf_rocm on one machine, check the results, and compare times with the roofline."""

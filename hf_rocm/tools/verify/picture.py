@@ -17,7 +17,7 @@ _VERDICT = {True: "#2f855a", False: _OURS}
 def picture(
     model: str, machine: Mapping[str, str], errors: Iterable[LayerError], verdict: str, *, passed: bool
 ) -> Picture:
-    """Return the chart. Curves show the error end to end up to a layer; dots show a layer alone, on stock's input."""
+    """Return the chart. Curves show the error accumulated up to a layer; dots show a layer alone, on stock's input."""
     layers = [layer for layer in errors if math.isfinite(layer.stock_travelled)]
     scale, title = _Scale(layers), f"{model}: error by layer"
     parts: list[Part] = [

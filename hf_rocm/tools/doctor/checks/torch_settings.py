@@ -1,4 +1,4 @@
-"""Settings of torch that make it slower, or that only affect NVIDIA GPUs."""
+"""Settings of torch and the ROCm runtime that make torch slower, or that only affect NVIDIA GPUs."""
 
 from __future__ import annotations
 

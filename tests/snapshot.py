@@ -24,7 +24,10 @@ Snapshot = dict[tuple[str, ...], tuple[Any, dict[Any, Any]]]
 
 
 def take() -> Snapshot:
-    """Returns a namespace's path → (owner, entries). References keep all objects alive, so identities are unique."""
+    """Returns path → (owner, entries) for all namespaces.
+
+    The references keep all objects alive, so identities are unique.
+    """
     snapshot: Snapshot = {}
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any, int]] = [
@@ -99,7 +102,7 @@ def is_hf_rocm(value: Any, depth: int = 4) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Compare the type itself, because `isinstance` reads `__class__`, which warns in torch."""
+    """Check the type itself, because `isinstance` reads `__class__`, which warns in torch."""
     return issubclass(type(value), kinds)
 
 

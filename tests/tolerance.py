@@ -29,7 +29,7 @@ def allowed_error(eager: torch.Tensor, expected: torch.Tensor, summed: torch.Ten
 def assert_as_good_as_eager(
     actual: torch.Tensor, eager: torch.Tensor, expected: torch.Tensor, *, summed: torch.Tensor | None = None
 ) -> None:
-    """Check the shape, the dtype and for non-finite values first, then apply the derived tolerance."""
+    """Check shape and dtype, and that all values are finite; then apply the derived tolerance."""
     assert actual.shape == expected.shape and actual.dtype == eager.dtype
     assert torch.isfinite(actual).all(), "not finite"
     error = (actual.double() - expected).abs().max().item()
@@ -51,8 +51,9 @@ def assert_run_as_good_as_eager(
     with the order of the sums. Errors are relative to the largest value of the part.
 
     least: the minimum of this largest value, as a share of the run's largest value. rounded: float64 runs whose weights
-    have one rounding error of eager's dtype. These runs show the effect of rounding independently of the order of the
-    sums, and are computed only if an error exceeds the limit derived from the eager run.
+    or inputs have random relative errors of up to half of eps of eager's dtype. These runs show the effect of rounding
+    independently of the order of the sums, and are computed only if an error exceeds the limit derived from the
+    eager run.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

@@ -221,7 +221,7 @@ def print_wrapped(text: str, *, indent: str = "", hanging: str = "  ") -> None:
 
 
 def print_report(text: str) -> None:
-    """Print lines that are already aligned. Long lines continue below their last column, if there is room."""
+    """Print lines that are already aligned. Long lines wrap within their last column, if there is room."""
     for line in _fitted(text):
         print(line)
 

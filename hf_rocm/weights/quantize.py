@@ -106,7 +106,7 @@ def quantize(
 def dequantize(model: ModelT) -> ModelT:
     """Replace the quantised layers and experts of a model with ordinary ones in place.
 
-    After `keep="cpu"` they have the original weights, otherwise the dequantised weights in the original dtype. The
+    After `keep="cpu"` they have the original weights, otherwise the dequantised ones, in the model's current dtype. The
     `quantization_config` of a quantised checkpoint is removed from the model's config.
     Returns the same model. Raises `OptionError` if model is not a `torch.nn.Module`.
     """

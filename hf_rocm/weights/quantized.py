@@ -78,8 +78,8 @@ class Replacement(nn.Module):
 class QuantizedLinear(PackedLinear, Replacement):
     """Replaces an `nn.Linear`: some rows of a `QuantizedWeight`.
 
-    State dicts contain the weight in its own dtype on the CPU: the original if it was kept, else the dequantised
-    weight. A loaded weight is quantised again.
+    State dicts contain the weight in `dtype` on the CPU: the original if it was kept, else the dequantised weight. A
+    loaded weight is quantised again.
     """
 
     quantized: QuantizedWeight
@@ -110,7 +110,7 @@ class QuantizedLinear(PackedLinear, Replacement):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight [N, K] in the layer's original dtype. Every access creates a new tensor."""
+        """The dequantised weight [N, K] in `dtype`. Every access creates a new tensor."""
         return self.quantized.read(self.start, self.start + self.out_features, self.dtype)
 
     @property
@@ -225,8 +225,8 @@ class Quantized(WeightGroup):
             raise OptionError(
                 "this model was quantised, and its original weights were not kept",
                 facts={"layers": f"{len(gone)}, first {gone[0]}"},
-                hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) makes ordinary layers of '
-                "the rounded weights, after which restore works",
+                hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) converts the layers to '
+                "ordinary ones with the rounded weights, after which restore works",
             )
         replace(model, lambda module: module.original())
 

@@ -30,8 +30,8 @@ _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", t
 class QuantizedExperts(Mxfp4Experts, Replacement):
     """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and optional biases.
 
-    State dicts contain the weights in their own dtype and layout on the CPU: the originals if they were kept, else the
-    dequantised weights. Loaded weights are quantised again. Biases stay the parameters of the replaced module.
+    State dicts contain the weights in `dtype` and the original layout on the CPU: the originals if they were kept,
+    else the dequantised weights. Loaded weights are quantised again. Biases stay the parameters of the replaced module.
     """
 
     def __init__(self, experts: Any, *, warns: bool) -> None:

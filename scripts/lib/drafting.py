@@ -64,7 +64,11 @@ _ROTATE_HALF = "return torch.cat((-x2, x1), dim=-1)"
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft. text: the overlay; served: the classes that it binds; left: the other classes, with the reasons."""
+    """A draft of an overlay.
+
+    text: its source; served: the classes that it binds or whose forward it replaces; left: the classes and tables that
+    are left to the author, with the reasons.
+    """
 
     text: str
     served: tuple[str, ...]
@@ -348,7 +352,7 @@ def _projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
             "query, key, value = joined.chunk(3, dim=-1)  # [B, H, S, D]",
         ]
     if not (query.bounds and key.bounds and value.bounds) or key.bounds != (query.bounds[1], value.bounds[0]):
-        raise Unknown("a joined projection whose parts are not neighbours")
+        raise Unknown("a joined projection whose parts are not adjacent")
     return [
         f"bounds = ({key.bounds[0]}, {key.bounds[1]})",
         f"parts = self.{query.linear}({x}).tensor_split(bounds, dim=-1)",

@@ -290,8 +290,8 @@ def test_the_shuffled_order_matches_aiter(kernels):
     assert torch.equal(ops.shuffle(weight).data, shuffle_weight(weight))
 
 
-def test_every_operation_compiles_without_a_graph_break(kernels):
-    def every_operation(query, key, x, weight, matrix):
+def test_operations_compile_without_a_graph_break(kernels):
+    def operations(query, key, x, weight, matrix):
         attended, _ = ops.attention(query, key, key, scale=0.3, causal=True)
         sunk, _ = ops.attention(query, key, key, scale=0.3, causal=True, sinks=query[0, :, 0, 0])
         long, _ = ops.attention(query.repeat(1, 1, 1, 8), key.repeat(1, 1, 1, 8), key.repeat(1, 1, 1, 8), scale=0.3)
@@ -299,7 +299,7 @@ def test_every_operation_compiles_without_a_graph_break(kernels):
         return attended, sunk, long, ops.linear(normed, matrix)
 
     torch._dynamo.reset()
-    compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier="aiter", probe=False):
         for length in (7, 9, 12):  # from the second length on, the dimension is dynamic
             arguments = (
@@ -309,5 +309,5 @@ def test_every_operation_compiles_without_a_graph_break(kernels):
                 random(8, dtype=torch.bfloat16),
                 random(8, 8, dtype=torch.bfloat16),
             )
-            for actual, expected in zip(compiled(*arguments), every_operation(*arguments), strict=True):
+            for actual, expected in zip(compiled(*arguments), operations(*arguments), strict=True):
                 torch.testing.assert_close(actual, expected)

@@ -30,7 +30,7 @@ def pack(program: Program, values: Sequence[bytes], grid: tuple[int, int, int], 
         out[argument.offset : argument.offset + argument.size] = value
     left = len(list(given))
     if left:
-        raise ValueError(f"{left} arguments more than the kernel has")
+        raise ValueError(f"got {left} more arguments than the kernel has")
     return bytes(out)
 
 

@@ -44,7 +44,7 @@ PACKED = {  # H, Hkv, D, D_v; queries per sequence; keys per sequence; other arg
     "gemma": ((8, 4, 256, 256), [300, 17], [300, 700], {"softcap": 50.0, "window": 100}),
     "phi": ((8, 8, 96, 96), [130], [130], {}),
     "unequal dims": ((4, 4, 192, 128), [65], [130], {"softcap": 2.0}),
-    "blind queries": ((4, 2, 80, 80), [100], [40], {"sinks": True}),
+    "queries without keys": ((4, 2, 80, 80), [100], [40], {"sinks": True}),
     "many": ((8, 2, 64, 64), [n % 19 for n in range(100)], [n % 19 + n % 5 for n in range(100)], {}),
 }
 

@@ -67,7 +67,7 @@ def test_keys_that_no_query_sees_are_removed(padding):
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (1, 7)])
-def test_a_single_query_on_a_filled_cache_is_recognised(lengths):
+def test_a_single_query_on_a_partly_filled_cache_is_recognised(lengths):
     check((torch.arange(12)[None] < torch.tensor(lengths)[:, None])[:, None, None], 1, 12)
 
 
@@ -122,7 +122,7 @@ def altered():
         "one future key": future,
         "right padding, whose queries see keys": causal_mask(PADDING["right"], 9),
         "a gap, whose queries see keys": causal_mask(PADDING["gap"], 9),
-        "a blind last query": causal_mask([[1] * 9, [0] * 9], 9),
+        "a last query that sees no key": causal_mask([[1] * 9, [0] * 9], 9),
         "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
         "additive, weighing keys": torch.full((2, 1, 9, 9), -3.0),
     }

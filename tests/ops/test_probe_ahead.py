@@ -78,7 +78,7 @@ def question():
     return probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
 
 
-def test_it_warms_up_once_per_device_and_answers_as_before():
+def test_it_warms_up_once_per_device_and_then_runs_checks():
     worker = probe_worker._Worker(warm=True)
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)

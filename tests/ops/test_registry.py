@@ -195,14 +195,14 @@ def test_a_cached_choice_is_used_until_choices_are_dropped(operation):
 
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
-def test_every_operation_compiles_without_a_graph_break(tier):
-    def every_operation(query, key, x, weight):
+def test_operations_compile_without_a_graph_break(tier):
+    def operations(query, key, x, weight):
         attended, _ = ops.attention(query, key, key, scale=0.3, causal=True)
         normed = ops.rms_norm(ops.act_and_mul(x, activation="silu"), weight, eps=1e-6)
         return attended, ops.linear(normed, torch.eye(8))
 
     torch._dynamo.reset()
-    compiled = torch.compile(every_operation, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier=tier):
         for length in (7, 9, 12):  # the shape is dynamic from the second length on
             arguments = (
@@ -211,5 +211,5 @@ def test_every_operation_compiles_without_a_graph_break(tier):
                 torch.randn(3, 16),
                 torch.randn(8),
             )
-            for actual, expected in zip(compiled(*arguments), every_operation(*arguments), strict=True):
+            for actual, expected in zip(compiled(*arguments), operations(*arguments), strict=True):
                 torch.testing.assert_close(actual, expected)

@@ -97,7 +97,7 @@ def test_a_second_block_is_not_appended() -> None:
         render(render(b"import os\n"))
 
 
-def test_an_executed_block_passes_its_version() -> None:
+def test_an_executed_block_sets_its_version() -> None:
     namespace: dict[str, object] = {}
     exec(render(b"import os"), namespace)
     assert namespace["__hf_rocm_block__"] == "1.2.3"

@@ -1,4 +1,4 @@
-"""Whole mixture-of-experts models with interpreted kernels, which read the selected experts in place."""
+"""Whole mixture-of-experts models with the Triton kernels, which read the selected experts in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models with the interpreted elementwise Triton kernels: stock's logits and greedy tokens, and the routes."""
+"""Whole models with the elementwise Triton kernels: stock's logits and greedy tokens, and the routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantised model with few rows in the interpreted Triton kernels: norm, gate and residual sum are fused."""
+"""A quantised model with few rows in the Triton kernels: norm, gate and residual sum are fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained model with the interpreted Triton kernels. A few tokens take seconds, so tests/gpu runs all 512."""
+"""The trained model with the Triton kernels. A few tokens take seconds, so tests/gpu runs all 512."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ from lib.upstream_passes import Interpreter, Pass, Result, overlaid_site, run
 from lib.upstream_tree import from_checkout, from_mixins, model_of, source_distribution
 
 DESCRIPTION = """\
-Run transformers' own tests of each MODEL in the environment of RELEASE, stock and then with overlays installed (in a
-copy of that transformers) and forced, and print the tests that pass stock and fail overlaid.
+Run transformers' own tests of each MODEL in the environment of RELEASE, with stock transformers and then with overlays
+installed (in a copy of that transformers) and forced, and print the tests that pass with stock and fail with overlays.
 
 Without --source, the shared mixins of the release's source distribution are applied to thin test classes
 (tests/upstream). A model's own test file is only in transformers' public repository: pass a checkout of it.
 """
 
 EPILOG = """\
-Exit codes: 0 no test passes stock and fails overlaid, except those that tests/upstream/differences.toml lists with a
-reason; 1 a test does, a listed difference no longer occurs, an overlay never ran, or the tests could not be run; 2
-usage.
+Exit codes: 0 no test passes with stock and fails with overlays, except those that tests/upstream/differences.toml
+lists with a reason; 1 a test does, a listed difference no longer occurs, an overlay never ran, or the tests could not
+be run; 2 usage.
 """
 
 OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")
@@ -97,7 +97,7 @@ def show(comparison: Comparison) -> None:
     for model in comparison.idle:
         say(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
     if comparison.repaired:
-        say(f"  {len(comparison.repaired)} tests fail stock and pass overlaid")
+        say(f"  {len(comparison.repaired)} tests fail with stock and pass with overlays")
     result = "failed" if comparison.failed else "passed"
     line(f"{len(comparison.regressions)} regressions", result, "red" if comparison.failed else "green")
 
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model(text: str) -> str:
     if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no model's name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a model")
     return text
 
 

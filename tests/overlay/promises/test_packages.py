@@ -178,7 +178,7 @@ def test_15_only_the_running_environment_is_written_to(environments: Make, tmp_p
     shadowed = one.hf_rocm("install-overlays", PYTHONPATH=str(two.site.path))
     assert shadowed.returncode == 1 and "more than one transformers" in shadowed.stderr
     assert str(one.site.root) in shadowed.stderr and str(two.site.root) in shadowed.stderr
-    # a transformers that belongs to another environment is refused, too
+    # a transformers package of another environment is refused, too
     one.uninstall()
     (one.site.path / "borrowed.pth").write_text(str(two.site.path))
     borrowed = one.hf_rocm("install-overlays")

@@ -48,8 +48,9 @@ def is_rocm() -> bool:
 def gpu_available() -> bool:
     """Return whether torch can use a GPU on this machine, AMD or NVIDIA.
 
-    Replaces pynvml, which supports NVIDIA only and fails elsewhere at import or at its first call. Where torch counts
-    GPUs without opening them (ROCm and CUDA builds since 2.4 on one node), processes can still be forked afterwards.
+    Replaces pynvml, which supports only NVIDIA and fails elsewhere at import or at its first call. By default, torch
+    calls the CUDA or HIP runtime, after which worker processes that use the GPU can no longer be forked. With
+    `PYTORCH_NVML_BASED_CUDA_CHECK=1`, torch reads the number of GPUs from NVML or AMD SMI instead, if it can.
     """
     return torch.cuda.is_available() and torch.cuda.device_count() > 0
 

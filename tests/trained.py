@@ -53,7 +53,10 @@ def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[
 
 @torch.inference_mode()
 def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.bfloat16) -> set[str]:
-    """Compare teacher-forced logits in `dtype`. Returns the operations that the Triton tier served."""
+    """Check that teacher-forced logits in `dtype` are as accurate as eager's.
+
+    Returns the operations that the Triton tier served.
+    """
     text = trained.greedy(trained.stock(), new=60)
 
     def logits(model: Any) -> Tensor:

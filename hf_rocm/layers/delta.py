@@ -1,4 +1,4 @@
-"""Linear attention with the gated delta rule: select the calls that the operations serve, and call them.
+"""Linear attention with the gated delta rule: decide whether the operations can serve a call, and run them.
 
 A step of one token updates the two states of its layer's cache in place, as stock does. A prompt, or a part of one,
 starts from the states of the cache, and the cache's own methods write the resulting states.

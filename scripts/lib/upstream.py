@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model(text: str) -> str:
     if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no model's name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a model")
     return text
 
 

@@ -15,8 +15,8 @@ from tests.generation.conftest import KINDS, counted, generate, prompt
 FIVE = Version(transformers.__version__) >= Version("5")
 SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
 
-# number of steps after the prompt whose results are not taken from a replay: the first step, the one that is recorded,
-# and the one that is compared first
+# the number of steps after the prompt that are not counted as replayed: the first step, the one that is recorded, and
+# the one with the first comparison
 FIRST = 3
 
 
@@ -96,7 +96,7 @@ def test_streamed_tokens_equal_stock(late, pair, request):
 def test_rows_end_at_different_steps(at, late, pair, request):
     """Rows end at different steps, at the same step, at the last step, or never.
 
-    The late check returns no extra token.
+    The deferred stop check returns no extra token.
     """
     if late:
         request.getfixturevalue("ends_asked_late")
@@ -112,7 +112,7 @@ def test_rows_end_at_different_steps(at, late, pair, request):
     assert expected.shape[1] == max(first) + 1
 
 
-def test_the_late_check_is_disabled_where_the_extra_step_is_observable(pair, ends_asked_late):
+def test_the_extra_step_of_the_deferred_check_is_not_observable(pair, ends_asked_late):
     """A user's criterion is called once per token, and sampling draws as many numbers as in stock."""
     prepared, stock = pair()
 
@@ -142,7 +142,7 @@ def test_batch_sizes_change_between_calls(pair):
     for rows in (1, 3, 2, 1, 3):
         inputs = prompt(rows=rows, seed=rows)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
-    assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)  # each batch size was recorded and compared once
+    assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)  # each batch size was recorded once
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])

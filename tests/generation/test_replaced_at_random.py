@@ -87,7 +87,7 @@ class Replacing(RuleBasedStateMachine):
 
     @rule(data=st.data(), call=st.sampled_from(("generated", "run")), again=st.booleans())
     def replace_between_calls(self, data, call, again):
-        """Replace or restore one function between calls."""
+        """Replace a function between two calls, and restore it after the second one."""
         holder, place, replacement = self.pieces[data.draw(st.sampled_from(sorted(self.pieces)))]
         call = getattr(self, call)
         call()

@@ -143,7 +143,7 @@ def test_a_fault_is_detected_after_a_row_has_ended(faulty):
     assert len(ledger.events()) == 1
 
 
-def test_a_fault_is_detected_with_the_late_check(faulty, ends_asked_late):
+def test_a_fault_is_detected_with_the_deferred_check(faulty, ends_asked_late):
     prepared, stock = faulty(faults.garbage, 6)
     ends = generate(stock, prompt(rows=1), repetition_penalty=9.0, new=25)[0, 22].item()
     how = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}
@@ -151,7 +151,7 @@ def test_a_fault_is_detected_with_the_late_check(faulty, ends_asked_late):
     assert len(ledger.events()) == 1
 
 
-def test_tokens_that_a_streamer_has_received_raise(faulty):
+def test_wrong_tokens_that_a_streamer_has_received_raise(faulty):
     prepared, stock = faulty(faults.garbage, 6)
     streamer = Streamer()
     with pytest.raises(GraphError, match="the streamer has received"):

@@ -71,7 +71,7 @@ def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypat
     assert sum(drawn) > 60 and known(prepared).disabled is None
 
 
-def test_sampling_with_the_late_check_restores_the_random_state(pair):
+def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
     prepared, stock = pair()
     free = generate(stock, asked(rows=1), seed=0, new=25, do_sample=True)[0]
     for at in (8, 9, 12, 20, 31):
@@ -84,7 +84,7 @@ def test_sampling_with_the_late_check_restores_the_random_state(pair):
 
 
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
-def test_ends_with_the_late_check(at, pair):
+def test_rows_end_at_different_steps_with_the_deferred_check(at, pair):
     prepared, stock = pair()
     how = {"repetition_penalty": 9.0, "pad_token_id": 0}
     free = generate(stock, asked(), **how)

@@ -83,7 +83,7 @@ def test_it_warms_up_once_per_device_and_then_runs_checks():
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        for device in ("cuda:97", "cuda:97", "cuda:96"):  # these devices don't exist, so requests for them get an error
+        for device in ("cuda:97", "cuda:97", "cuda:96"):  # no such devices; the child ignores errors
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
         assert worker.ask(question(), 60.0) == {"reason": None}
@@ -123,8 +123,8 @@ def test_prepare_starts_it_unless_the_model_stays_stock(started):
     assert started
 
 
-def test_no_process_can_be_started(started, monkeypatch):
-    """`prepare` does not raise the error. A later first-use check reports it."""
+def test_prepare_raises_no_error_if_the_process_cannot_be_started(started, monkeypatch):
+    """A later first-use check reports the error."""
 
     def start(device):
         raise OSError(12, "Cannot allocate memory")

@@ -125,14 +125,14 @@ def results(lib: SimpleNamespace, hits: int = 1, **outcomes: str):
 
 
 @pytest.mark.parametrize("after", ["failed", "skipped", "network", "timeout", "crashed", "absent"])
-def test_tests_that_passed_stock_must_pass(after: str, lib: SimpleNamespace) -> None:
+def test_tests_that_passed_with_stock_must_pass_with_overlays(after: str, lib: SimpleNamespace) -> None:
     overlaid = results(lib, one="passed") | ({} if after == "absent" else results(lib, two=after))
     result = lib.differences.compare("5.23.0", results(lib, one="passed", two="passed"), overlaid, [])
     assert result.regressions == (f"{PREFIX}test_two",) and result.failed
 
 
 @pytest.mark.parametrize("before", ["failed", "skipped", "timeout"])
-def test_tests_that_failed_stock_are_no_regression(before: str, lib: SimpleNamespace) -> None:
+def test_tests_that_did_not_pass_with_stock_are_not_regressions(before: str, lib: SimpleNamespace) -> None:
     stock, overlaid = results(lib, one="passed", two=before), results(lib, one="passed", two="passed")
     result = lib.differences.compare("5.23.0", stock, overlaid, [])
     assert result.repaired == (f"{PREFIX}test_two",) and not result.failed

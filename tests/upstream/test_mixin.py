@@ -22,7 +22,7 @@ MODELS = (
     *("gpt_oss", "glm4", "deepseek_v3", "bert", "siglip", "whisper"),
 )
 
-# More tests than this pass in the smallest test class. Fewer would mean that pytest did not find the tests.
+# In every test class, more than this number of tests pass. If fewer pass, pytest did not find all tests.
 FEWEST = 60
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def comparison(lib, tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_tests_that_pass_stock_pass_with_overlays(model, comparison, lib):
+def test_tests_that_pass_with_stock_pass_with_overlays(model, comparison, lib):
     own = [test for test in comparison.stock if lib.tree.model_of(test) == model]
     assert sum(comparison.stock[test].outcome == "passed" for test in own) > FEWEST
     assert {test: comparison.overlaid[test].reason for test in comparison.regressions if test in own} == {}

@@ -1,7 +1,7 @@
-"""Timed calls of `generate`, and one that returns its logits for the parity check.
+"""Timed calls of the model's `generate`, and one that returns its logits for the parity check.
 
-The timed calls of `generate` have no processor or streamer of the benchmark: with one, transformers and hf_rocm choose
-tokens and check for the end of a call in a different way from a user's call.
+`generate` measures the time to the first token with a second, shorter call, not with a logits processor or a streamer:
+with one, transformers and hf_rocm choose tokens and check for the end of a call differently than in a user's call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _FirstFewLogits:
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
     """Generate exactly `case.new` tokens greedily, and then the first token alone with the same maximum length.
 
-    Times run from an idle device to an idle device. The time per later token is the difference of the two calls.
+    Times run from an idle device to an idle device. The time per later token is the difference between the
+    two times, divided by the number of later tokens.
     """
     device = ids.device
     whole = timed(lambda: call(side, ids, case.new), device)

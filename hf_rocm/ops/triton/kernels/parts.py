@@ -33,9 +33,9 @@ def inverted(below, row, LEVELS: tl.constexpr):
 def times(a, b, PARTS: tl.constexpr):
     """The product of two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
 
-    Products of parts i and j with i + j > 2 are left out: they are below the last bit of fp32. PARTS: the parts of `a`.
-    Without it, Triton would compile (1 part, 3 parts) and (2 parts, 2 parts) into one function: the names of compiled
-    functions contain the types of all parts, but not to which argument they belong.
+    Products of parts i and j with i + j > 2 are left out: they are below the last bit of fp32. PARTS: the number of
+    parts of `a`. Without it, Triton would compile (1 part, 3 parts) and (2 parts, 2 parts) into one function: the names
+    of compiled functions contain the types of all parts, but not which argument a part belongs to.
     """
     total = tl.dot(a[0], b[0])
     if PARTS + len(b) > 2:

@@ -93,7 +93,7 @@ def _permissions(facts: Facts) -> Finding:
     groups = sorted({node.group for node in closed.values()})
     paths = ", ".join(closed)
     if facts.container and NOBODY.intersection(groups):
-        fix = "rootless: podman run --group-add keep-groups …, by a user of the host's group render"
+        fix = "rootless: podman run --group-add keep-groups …, as a user in the host's render group"
     elif facts.container:
         fix = f"start the container with: {' '.join(f'--group-add {number}' for number in _numbers(groups))}"
     else:
@@ -107,7 +107,7 @@ def _permissions(facts: Facts) -> Finding:
 
 
 def _numbers(groups: list[str]) -> list[str]:
-    """Return group numbers: a container may have other names for the host's groups, but the numbers are the same."""
+    """Return group IDs: a container may have other names for the host's groups, but the IDs are the same."""
     return [group if group.isdecimal() else f"$(getent group {group} | cut -d: -f3)" for group in groups]
 
 

@@ -95,7 +95,7 @@ def _at_work(facts: Facts) -> Iterator[Finding]:
             "torch-gpu",
             f"torch sees no GPU: {answer.facts.get('why_not') or 'no reason given'}",
             means="models run on the CPU",
-            fix="fix the lines above first (driver, visible-devices); then AMD_LOG_LEVEL=3 shows what the runtime does",
+            fix="solve the problems above first (driver, visible-devices); AMD_LOG_LEVEL=3 shows what the runtime does",
         )
     served = [(index, device) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
     wrong = [_wrong(index, device) for index, device in served if device.get("product")]
@@ -158,7 +158,7 @@ def _flash(facts: Facts) -> Iterator[Finding]:
                 "(at 4,096 tokens on a gfx1200 about 12 times slower, with 16 times the memory)",
                 fix="export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1, then `hf-rocm verify MODEL`"
                 if gate
-                else f"use a torch whose AOTriton has {gfx}: {install(gfx)}",
+                else f"install a torch whose AOTriton supports {gfx}: {install(gfx)}",
                 link=FLASH,
             )
 

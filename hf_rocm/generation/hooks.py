@@ -307,8 +307,7 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
     arguments, cache = attempt.arguments, attempt.cache
     if not args:
         cache.choice = token_choice.of_call(self, arguments)
-        processors = {} if cache.choice is None else {"logits_processor": cache.choice.instead()}
-        arguments = {**arguments, **processors, **stop_criteria.instead(arguments)}
+        arguments = {**arguments, **stop_criteria.of_sampling(arguments, cache.choice)}
     try:
         with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
             result = stock(input_ids, *args, **arguments)

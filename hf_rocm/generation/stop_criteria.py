@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaLi
 
 from hf_rocm import features
 from hf_rocm.generation.host_tokens import HostTokens, Unchanged
-from hf_rocm.generation.token_choice import FEATURE, StandIn
+from hf_rocm.generation.loop_rows import Rows, Stopped
+from hf_rocm.generation.token_choice import FEATURE, Choice
 from hf_rocm.overlay.dependencies import of_method
 from hf_rocm.overlay.replacements import Watch
 
@@ -34,31 +35,67 @@ def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> d
     return {"stopping_criteria": _Criteria(criteria, tokens)}
 
 
-class _Criteria(StoppingCriteriaList):
-    """Skips the criteria whose result is False, if at most one `EosTokenCriteria` remains."""
+def of_sampling(arguments: Mapping[str, Any], choice: Choice | None) -> dict[str, Any]:
+    """Return replacements for arguments of `_sample`. choice: how the call chooses its tokens, if this is recorded."""
+    replaced = instead(arguments)
+    if choice is None:
+        return replaced
+    if replaced:
+        criteria = replaced["stopping_criteria"]
+        choice.rows = criteria.rows = Rows(criteria.ends)
+    return {**replaced, "logits_processor": choice.instead()}
 
-    _none: Any = None  # [B] False
+
+class _Criteria(StoppingCriteriaList):
+    """Skips the criteria whose result is False, if at most one `EosTokenCriteria` remains.
+
+    rows: the rows of the sampling loop, if it may handle stand-ins for them.
+    """
+
+    _none: Tensor | None = None  # [B] False
 
     def __init__(self, stock: StoppingCriteriaList, tokens: HostTokens | None) -> None:
         super().__init__(stock)
         self._stock = stock
         self._tokens = tokens
+        self.rows: Rows | None = None
         self._ends: Unchanged | None = None  # the end tokens
         self._set: frozenset[int] = frozenset()  # the same as a set
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        acting = [criterion for criterion in self._stock if _acts(criterion, input_ids.shape[1])]
-        if len(acting) > 1 or any(type(criterion) is not EosTokenCriteria for criterion in acting):
+        rows = self.rows if self.rows is not None and self.rows.active else None
+        if rows is not None:
+            appended, rows.appended, rows.current = rows.appended, None, None
+            if appended is not None and appended.ids is input_ids:
+                return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
+        criterion = self._acting(input_ids.shape[1])
+        if criterion is False:
             if self._tokens is not None:
                 self._tokens.forget()  # a criterion of the user may change the tokens in place
             return self._stock(input_ids, scores, **kwargs)
+        none = criterion is None or self._goes_on(criterion, input_ids)
+        stopped = self._no_row(input_ids) if criterion is None or none else criterion(input_ids, scores, **kwargs)
+        if rows is None and (self._tokens is None or not none):
+            return stopped
+        return Stopped(lambda: stopped, rows, none=none)
+
+    def _acting(self, length: int) -> EosTokenCriteria | None | Literal[False]:
+        """The only criterion that may stop a row at this length; None if there is none, False if there are others."""
+        acting = [criterion for criterion in self._stock if _acts(criterion, length)]
+        if len(acting) > 1 or any(type(criterion) is not EosTokenCriteria for criterion in acting):
+            return False
         if not _skipped().holds():
-            return self._stock(input_ids, scores, **kwargs)
-        if acting and not self._goes_on(acting[0], input_ids):
-            return acting[0](input_ids, scores, **kwargs)
+            return False
+        return acting[0] if acting else None
+
+    def ends(self, ids: Tensor, length: int) -> Tensor | None | Literal[False]:
+        """The end tokens, [E], that end a row of this length; None if no row ends, False if other criteria apply."""
+        criterion = self._acting(length)
+        return criterion.eos_token_id.to(ids.device) if isinstance(criterion, EosTokenCriteria) else criterion
+
+    def _no_row(self, input_ids: Tensor) -> Tensor:
         if self._none is None:
-            none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-            self._none = none if self._tokens is None else _NotDone(none)
+            self._none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         return self._none
 
     def _goes_on(self, criterion: EosTokenCriteria, input_ids: Tensor) -> bool:
@@ -70,65 +107,6 @@ class _Criteria(StoppingCriteriaList):
             self._ends = Unchanged(criterion.eos_token_id)
             self._set = frozenset(criterion.eos_token_id.flatten().tolist())
         return last not in self._set
-
-
-class _NotDone(StandIn):
-    """Represents the result of criteria that stop no row, [B] False, and values that the loop derives from it.
-
-    The loop of assisted decoding negates the result, combines it with the unfinished rows (one, which is unfinished
-    until the loop ends) and waits for the largest of these. For a result that is known, all of this would be constant.
-    """
-
-    def __init__(self, value: Tensor, *, negated: bool = False) -> None:
-        self._value, self._negated = value, negated
-
-    def tensor(self) -> Tensor:
-        return ~self._value if self._negated else self._value
-
-    def __bool__(self) -> bool:
-        return self._negated
-
-    def __invert__(self) -> _NotDone:
-        return _NotDone(self._value, negated=not self._negated)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ in ("bitwise_and", "__and__") and len(args) == 2 and type(args[1]) is cls and not kwargs:
-            rows, going = args
-            if going._negated and len(rows) == 1:
-                return _Unfinished(rows)
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-class _Unfinished(StandIn):
-    """The unfinished rows of assisted decoding, [1], while the row is unfinished."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def tensor(self) -> Tensor:
-        return self._rows
-
-    def __and__(self, other: Any) -> Any:
-        return self if type(other) is _NotDone and bool(other) else self._rows & other
-
-    def max(self, *args: Any, **kwargs: Any) -> Any:
-        return self._rows.max(*args, **kwargs) if args or kwargs else _One(self._rows)
-
-
-class _One(StandIn):
-    """The largest element of the unfinished rows."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def tensor(self) -> Tensor:
-        return self._rows.max()
-
-    def __eq__(self, other: object) -> Any:
-        return False if type(other) is int and other == 0 else self.tensor() == other
-
-    __hash__ = StandIn.__hash__
 
 
 def _acts(criterion: Any, length: int) -> bool:

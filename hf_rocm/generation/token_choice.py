@@ -22,9 +22,11 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import logits_process
 
 from hf_rocm import features
+from hf_rocm.generation.loop_rows import Tokens
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.recorded_draw import draws_like_multinomial, probabilities_of, scores_of
 from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
@@ -58,6 +60,7 @@ class Choice:
         self._list = processors
         self.processors = tuple(processors)
         self.key = _key(processors) if sampled else None
+        self.rows: Any = None  # the `Rows` of the sampling loop, or None
         self._watch = _skipped(tuple(dict.fromkeys(map(type, processors))))
         self._settings = [dict(vars(processor)) for processor in processors]
 
@@ -74,6 +77,10 @@ class Choice:
             if len(settings) != len(before) or not all(map(is_, settings.values(), before.values())):
                 return False
         return self._watch.holds()
+
+    def chosen(self, tokens: Tensor) -> Any:
+        """The next tokens as the loop receives them. tokens: [B]."""
+        return tokens if self.rows is None or not self.rows.active else Tokens(self.rows, tokens)
 
     def stand_in(self, step: RecordedStep, draw: Draw) -> Any:
         """The stand-in for the logits of all replays of a step. draw: a weak reference to the runner's method."""
@@ -163,49 +170,6 @@ class _Step(NamedTuple):
     draw: Draw
 
 
-def _computed(name: str) -> Callable[..., Any]:
-    function = getattr(Tensor, name)
-
-    def operator(self: StandIn, *args: Any) -> Any:
-        return function(self.tensor(), *map(_real, args))
-
-    return operator
-
-
-# Python looks these methods up on the class, where `__getattr__` is not called.
-_OPERATORS = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
-    *("invert", "bool", "int", "float", "complex", "index", "len", "iter", "contains", "setitem"),
-)
-_Operators: Any = type("Operators", (), {f"__{name}__": _computed(f"__{name}__") for name in _OPERATORS})
-
-
-class StandIn(_Operators):
-    """Represents a tensor that the loop passes on without reading it. Any other use computes the tensor."""
-
-    def tensor(self) -> Tensor:
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor(), name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensor()[index]
-
-    __hash__ = object.__hash__  # Python sets it to None in a class that defines __eq__, such as _Operators
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*_real(args), **{name: _real(value) for name, value in (kwargs or {}).items()})
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_real, value))
-    return value.tensor() if isinstance(value, StandIn) else value
-
-
 class _Logits(StandIn):
     """The logits, [B, 1, V]."""
 
@@ -253,7 +217,8 @@ class _Processed(StandIn):
         if len(args) == 1 and type(args[0]) is cls and kwargs is not None and kwargs.get("dim") == -1:
             step, name = args[0].step, function.__name__
             if name == "argmax" and len(kwargs) == 1 and step.choice.key is None:
-                return step.recorded.last_tokens
+                assert step.recorded.last_tokens is not None
+                return step.choice.chosen(step.recorded.last_tokens)
             if name == "softmax" and kwargs.get("dtype") is None and step.choice.key is not None:
                 return args[0].probabilities
         return super().__torch_function__(function, types, args, kwargs)
@@ -274,5 +239,19 @@ class _Probabilities(StandIn):
             step = args[0].step
             draw = step.draw()
             if draw is not None:
-                return draw(step.recorded, step.choice)
+                return _Drawn(step.choice, draw(step.recorded, step.choice))
         return super().__torch_function__(function, types, args, kwargs)
+
+
+class _Drawn(StandIn):
+    """The tokens that were drawn, [B, 1]."""
+
+    def __init__(self, choice: Choice, tokens: Tensor) -> None:
+        self._choice, self._tokens = choice, tokens
+
+    def tensor(self) -> Tensor:
+        return self._tokens
+
+    def squeeze(self, *args: Any) -> Any:
+        result = self._tokens.squeeze(*args)
+        return self._choice.chosen(result) if args == (1,) else result

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.recorded_step import RecordedStep
-from hf_rocm.generation.token_choice import UPDATE, StandIn, may_stand_in
+from hf_rocm.generation.stand_in import StandIn
+from hf_rocm.generation.token_choice import UPDATE, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 

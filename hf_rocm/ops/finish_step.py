@@ -21,7 +21,7 @@ from hf_rocm.ops.bits import words as words_of
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.specs.step import FinishStepSpec
-from hf_rocm.ops.triton import finish as triton
+from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
 

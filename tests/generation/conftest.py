@@ -12,7 +12,16 @@ import transformers
 
 import hf_rocm
 from hf_rocm.device import Device, simulated
-from hf_rocm.generation import cache_layer, continuous_batching, deferred_stop, pool, recorder, suspects, token_choice
+from hf_rocm.generation import (
+    cache_layer,
+    continuous_batching,
+    deferred_stop,
+    loop_rows,
+    pool,
+    recorder,
+    suspects,
+    token_choice,
+)
 from hf_rocm.generation.recorded_draw import RecordedDraw
 from hf_rocm.generation.state import known
 from tests.generation.emulator import EmulatedRecorder
@@ -248,7 +257,8 @@ def chosen(monkeypatch):
 
     def taking(cls, function, types, args=(), kwargs=None):
         result = largest(cls, function, types, args, kwargs)
-        counts["largest"] += function is torch.argmax and result is args[0].step.recorded.last_tokens
+        tokens = result.tensor() if isinstance(result, loop_rows.Tokens) else result
+        counts["largest"] += function is torch.argmax and tokens is args[0].step.recorded.last_tokens
         return result
 
     monkeypatch.setattr(RecordedDraw, "draw", drawing)

@@ -134,6 +134,10 @@ CALLS = {  # a call, and the shapes that it records, which are not always those 
         ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 5, 8)),
     ),
     "attention": (lambda: ops.attention(*HEADS, scale=0.3), ((1, 4, 1, 8), (1, 2, 1, 8), (1, 2, 1, 6))),
+    "append_tokens": (
+        lambda: ops.append_tokens(ONES(2, 5).long(), ONES(2).long(), ONES(2).long()),
+        ((2, 5),),
+    ),
     "finish_step": (
         lambda: ops.finish_step(ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())),
         ((2, 1, 8),),

@@ -20,6 +20,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "act_and_mul": "pointwise._activation_specification",
     "add_layer_norm": "layer_norm.add_layer_norm",
     "add_rms_norm": "pointwise.add_rms_norm",
+    "append_tokens": "append_tokens._specification",
     "attention": "attention._specification",
     "choose_experts": "routing.specification",
     "decode_attention": "decode.decode_attention",

@@ -1,4 +1,4 @@
-"""The specification of `finish_step`."""
+"""The specifications of the operations that end a decode step."""
 
 from __future__ import annotations
 
@@ -23,3 +23,19 @@ class FinishStepSpec(NamedTuple):
     further: bool
     contiguous: bool
     grad: bool
+
+
+class AppendTokensSpec(NamedTuple):
+    """The specification of `append_tokens`.
+
+    rows: B. ends: the number of end tokens. padded: whether there is a padding token. contiguous: whether all tensors
+    are. wide: whether all are int64.
+    """
+
+    device: torch.device
+    rows: int
+    ends: int
+    padded: bool
+    contiguous: bool
+    wide: bool
+    grad: bool = False

@@ -1,4 +1,4 @@
-"""finish_step through hf_rocm's kernels: the programs of the first one read the logits, and the second one combines."""
+"""The end of a decode step through hf_rocm's kernels: what is derived from the logits, and the appended tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hf_rocm.ops.triton.launch import launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.specs.step import FinishStepSpec
+    from hf_rocm.ops.specs.step import AppendTokensSpec, FinishStepSpec
 
-NAME = "logits_kernel"
+NAME, APPEND = "logits_kernel", "append_kernel"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 256  # the largest number of rows
-PROGRAMS = 512  # of the first kernel; the second one reads the result of each
+PROGRAMS = 512  # of the kernel that reads the logits; the next one reads the result of each
+MOST_ENDS = 16  # the largest number of end tokens
 BLOCK = 1024
 
 
@@ -51,7 +52,7 @@ def _finish_step(
     further: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to."""
-    from hf_rocm.ops.triton.kernels.finish import finish_kernel, logits_kernel
+    from hf_rocm.ops.triton.kernels.step import finish_kernel, logits_kernel
 
     count, dim = tokens.numel(), logits.shape[-1]
     pieces = parts(count, dim)
@@ -74,4 +75,39 @@ def _finish_step(
     return out, tokens, digests, doubt
 
 
+def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
+    """Why the kernel can't append the tokens, or None."""
+    if not spec.contiguous or not spec.wide:
+        return "our kernel that appends tokens needs contiguous tensors of int64"
+    if not 0 < spec.rows <= MOST:
+        return f"our kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"
+    if spec.ends > MOST_ENDS:
+        return f"our kernel that appends tokens takes at most {MOST_ENDS} end tokens, got {spec.ends}"
+    return detect.unavailable(device)
+
+
+def _append_tokens(
+    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from hf_rocm.ops.triton.kernels.step import append_kernel
+
+    rows, length = ids.shape
+    out, going = ids.new_empty((rows, length + 1)), torch.empty_like(unfinished)
+    done = torch.empty((), dtype=torch.bool, device=ids.device)
+    launch(
+        append_kernel,
+        (-(-(length + 1) // BLOCK), rows),
+        (ids, tokens, unfinished, ends, pad, out, going, done.view(torch.uint8), length, rows),
+        {
+            "ENDS": 0 if ends is None else len(ends),
+            "ROWS": power_of_two(rows),
+            "SLOTS": 1 if ends is None else power_of_two(len(ends)),
+            "BLOCK": BLOCK,
+        },
+        num_warps=warps(256, ids.device),
+    )
+    return out, going, done
+
+
 finish_step = on_its_device(_finish_step)
+append_tokens = on_its_device(_append_tokens)

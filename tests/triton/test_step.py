@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_rocm import ops
+from hf_rocm.ops.append_tokens import one_kernel, stock
 from hf_rocm.ops.bits import sum_of_bits
-from hf_rocm.ops.triton import finish
+from hf_rocm.ops.triton import step
 from tests.triton.routed import random, routed
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -75,8 +76,8 @@ def test_a_doubt_stays():
 
 @pytest.mark.parametrize(("count", "dim"), [(1, 128256), (1, 32000), (8, 151936), (33, 1000), (256, 262144), (1, 7)])
 def test_rows_are_divided_into_few_programs(count, dim):
-    pieces = finish.parts(count, dim)
-    assert pieces & (pieces - 1) == 0 and 1 <= pieces <= 128 and pieces * count <= 2 * finish.PROGRAMS
+    pieces = step.parts(count, dim)
+    assert pieces & (pieces - 1) == 0 and 1 <= pieces <= 128 and pieces * count <= 2 * step.PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,44 @@ def test_unsupported_steps_use_pytorch(logits, word):
     digests, doubt = torch.zeros(5, dtype=torch.int64), torch.zeros(())
     words = logits.detach().view(torch.int32)
     spec = FinishStepSpec(*_specification(logits, words, out, tokens, digests, doubt, None))
-    assert word in finish.refuses(spec, describe(logits.device))
+    assert word in step.refuses(spec, describe(logits.device))
     ops.finish_step(logits.detach(), out, tokens, digests, doubt)
     assert torch.equal(tokens, logits.argmax(-1))
+
+
+def appended(ids, tokens, unfinished, ends=None, pad=None):
+    return routed("append_tokens", ids, tokens, unfinished, ends, pad)
+
+
+@pytest.mark.parametrize("length", [1, 7, 1023, 1024, 2500])
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("ends", [(), (4,), (4, 61, 7)], ids=str)
+@pytest.mark.parametrize("pad", [None, 4, 2**40], ids=str)
+def test_append_tokens(length, rows, ends, pad):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 2**50, (rows, length), generator=generator)
+    tokens = torch.tensor([61, 5, 4, 7, 8])[torch.arange(rows) % 5]
+    end_tokens = torch.tensor(ends) if ends else None
+    padding = None if pad is None else torch.tensor(pad)
+    for unfinished in (torch.arange(rows) % 4 != 2, torch.ones(rows), torch.zeros(rows), torch.arange(rows) < 1):
+        given = ids, tokens, unfinished.long(), end_tokens, padding
+        for actual, expected in zip(appended(*given), stock(*given), strict=True):
+            assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ((torch.ones(2, 8, dtype=torch.int64).t(), *[torch.ones(8, dtype=torch.int64)] * 2), "contiguous"),
+        ((torch.ones(2, 8, dtype=torch.int32), *[torch.ones(2, dtype=torch.int64)] * 2), "int64"),
+        ((torch.ones(257, 1, dtype=torch.int64), *[torch.ones(257, dtype=torch.int64)] * 2), "at most 256"),
+        ((torch.ones(1, 1).long(), torch.ones(1).long(), torch.ones(1).long(), torch.arange(17)), "end tokens"),
+    ],
+    ids=["strided", "int32", "rows", "ends"],
+)
+def test_tokens_that_the_kernel_cannot_append(given, word):
+    from hf_rocm.errors import TierUnavailable
+
+    with pytest.raises(TierUnavailable, match=word):
+        appended(*given)
+    assert not one_kernel(*given)

@@ -1,4 +1,5 @@
 """The end of a decode step: the largest logits, a copy and a digest of them, and a check for values that aren't finite.
+The tokens that were chosen are appended in another kernel, after the logits were processed.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
 descending column. So one maximum returns the first of the largest logits, in two stages.
@@ -84,6 +85,52 @@ def finish_kernel(
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
 
 
+@triton.jit
+def append_kernel(
+    ids,  # [B, S] int64
+    tokens,  # [B] int64
+    unfinished,  # [B] int64, 1 or 0
+    ends,  # [ENDS] int64, or None
+    pad,  # [] int64, or None
+    out,  # [B, S + 1] int64
+    going,  # [B] int64, the rows that are unfinished afterwards
+    done,  # [] uint8
+    length,  # S
+    rows,  # B
+    ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of one row; the first program also finds the unfinished rows."""
+    this = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(ids + this * length + column, mask=column < length, other=0)
+    value = tl.where(column == length, _next(tokens + this, unfinished + this, pad, None), value)
+    tl.store(out + this * (length + 1) + column, value, mask=column <= length)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        row = tl.arange(0, ROWS)
+        there = row < rows
+        on = tl.load(unfinished + row, mask=there, other=0)
+        if ENDS:
+            slot = tl.arange(0, SLOTS)
+            end = tl.load(ends + slot, mask=slot < ENDS, other=0)
+            token = _next(tokens + row, unfinished + row, pad, there)
+            equal = (token[:, None] == end[None, :]) & (slot < ENDS)[None, :]
+            on = tl.where(tl.max(equal.to(tl.int32), 1) > 0, 0, on)
+        tl.store(going + row, on, mask=there)
+        tl.store(done, tl.where(tl.max(on, 0) == 0, 1, 0).to(tl.uint8))
+
+
+@triton.jit
+def _next(tokens, unfinished, pad, there):
+    """The tokens of rows: the padding token if they have ended, provided that there is one."""
+    token = tl.load(tokens, mask=there)
+    if pad is not None:
+        token = tl.where(tl.load(unfinished, mask=there) != 0, token, tl.load(pad))
+    return token
+
+
 _LEAST = tl.constexpr(-(2**63))  # below every packed logit
 
 
@@ -123,6 +170,22 @@ def _finish_build(parts: int, rows: int, *, further: bool = False) -> Build:
     )
 
 
+def _append_build(rows: int, ends: int, *, padded: bool = True) -> Build:
+    absent = {**({} if ends else {"ends": None}), **({} if padded else {"pad": None})}
+    names = ("ids", "tokens", "unfinished", "ends", "pad", "out", "going")
+    return Build(
+        append_kernel,
+        {
+            **{name: "*i64" for name in names if name not in absent},
+            "done": "*u8",
+            "length": "i32",
+            "rows": "i32",
+        },
+        {**absent, "ENDS": ends, "ROWS": rows, "SLOTS": max(1, triton.next_power_of_2(ends)), "BLOCK": 1024},
+        threads=256,
+    )
+
+
 BUILDS = (
     _logits_build(128),
     _logits_build(16, dtype="fp16"),
@@ -130,4 +193,7 @@ BUILDS = (
     _logits_build(128, words="i16"),
     _finish_build(128, 1),
     _finish_build(16, 32, further=True),
+    _append_build(1, 0, padded=False),
+    _append_build(1, 3),
+    _append_build(32, 1),
 )

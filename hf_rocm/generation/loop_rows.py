@@ -1,0 +1,268 @@
+"""The rows of transformers' loops: which are unfinished, and in the sampling loop also the tokens so far.
+
+After the choice of the next tokens, the sampling loop gives the padding token to rows that have ended, appends the
+tokens, calls the stopping criteria, and checks whether any row is unfinished: five to eleven kernels between two
+recorded steps. Here stand-ins represent the values in between, and appending the tokens computes all of them in one
+kernel (`ops.append_tokens`). Any other use of a stand-in computes the value, as in stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_rocm import ops
+from hf_rocm.generation.stand_in import StandIn
+from hf_rocm.ops.append_tokens import one_kernel
+
+# Returns the end tokens, [E] or None, with which rows of this length end on this device. False if other criteria apply.
+Ends = Callable[[Tensor, int], Tensor | None | bool]
+
+
+class Appended(NamedTuple):
+    """The result of `ops.append_tokens`. done: whether no row is unfinished, [] bool."""
+
+    ids: Tensor
+    unfinished: Tensor
+    done: Tensor
+
+
+class Rows:
+    """The rows of one call of the sampling loop.
+
+    current: the last value of the unfinished rows, [B]; None if it is not a stand-in. appended: the result of the last
+    step; None if transformers' operations computed it.
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self._serves: bool | None = None  # whether the kernel serves the rows of this call
+        self.current: Unfinished | None = None
+        self.appended: Appended | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the loop handles stand-ins."""
+        return self._serves is not False
+
+    def append(self, ids: Tensor, tokens: Tensor, unfinished: Tensor, pad: Tensor | None) -> Tensor | None:
+        """Append the next tokens, [B]. Returns the tokens so far, [B, S + 1]; None if the kernel can't append them.
+
+        unfinished: the unfinished rows before this step, [B]. pad: the padding token, [], or None if the loop does not
+        give it to rows that have ended.
+        """
+        ends = self._ends(ids, ids.shape[1] + 1)
+        if isinstance(ends, bool):
+            return None
+        if self._serves is None:
+            self._serves = one_kernel(ids, tokens, unfinished, ends, pad)
+        if not self._serves:
+            return None
+        self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, ends, pad))
+        return self.appended.ids
+
+
+class Tokens(StandIn):
+    """The next tokens as the loop receives them, [B], before it gives the padding token to rows that have ended."""
+
+    def __init__(self, rows: Rows, tokens: Tensor) -> None:
+        self.rows, self._tokens = rows, tokens
+
+    def tensor(self) -> Tensor:
+        return self._tokens
+
+    def __mul__(self, other: Any) -> Any:
+        return _Kept(self, other) if type(other) is Unfinished else super().__mul__(other)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != (slice(None), None) or self.rows.current is None:
+            return super().__getitem__(index)
+        return _Column(self, self, self.rows.current, None)
+
+
+class _Kept(StandIn):
+    """The next tokens of unfinished rows, and 0 for the others, [B]."""
+
+    def __init__(self, tokens: Tokens, unfinished: Unfinished) -> None:
+        self._tokens, self._unfinished = tokens, unfinished
+
+    def tensor(self) -> Tensor:
+        return self._tokens.tensor() * self._unfinished.tensor()
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is _Padding and other.unfinished is self._unfinished:
+            return _Padded(self._tokens, self._unfinished, other.pad)
+        return super().__add__(other)
+
+
+class _Padded(StandIn):
+    """The next tokens, [B], with the padding token for rows that have ended."""
+
+    def __init__(self, tokens: Tokens, unfinished: Unfinished, pad: Tensor) -> None:
+        self._tokens, self._unfinished, self._pad = tokens, unfinished, pad
+
+    def tensor(self) -> Tensor:
+        unfinished = self._unfinished.tensor()
+        return self._tokens.tensor() * unfinished + self._pad * (1 - unfinished)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != (slice(None), None):
+            return super().__getitem__(index)
+        return _Column(self, self._tokens, self._unfinished, self._pad)
+
+
+class _Ended(StandIn):
+    """1 for rows that have ended, else 0, [B]."""
+
+    def __init__(self, unfinished: Unfinished) -> None:
+        self._unfinished = unfinished
+
+    def tensor(self) -> Tensor:
+        return 1 - self._unfinished.tensor()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("mul", "__mul__") and len(args) == 2 and type(args[1]) is cls and not kwargs:
+            pad, ended = args
+            if isinstance(pad, Tensor) and pad.ndim == 0:
+                return _Padding(pad, ended._unfinished)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class _Padding(StandIn):
+    """The padding token for rows that have ended, and 0 for the others, [B]."""
+
+    def __init__(self, pad: Tensor, unfinished: Unfinished) -> None:
+        self.pad, self.unfinished = pad, unfinished
+
+    def tensor(self) -> Tensor:
+        return self.pad * (1 - self.unfinished.tensor())
+
+
+class _Column(StandIn):
+    """The next tokens, [B, 1]. next_tokens: the same as [B]. The other arguments are those of `Rows.append`."""
+
+    def __init__(self, next_tokens: StandIn, tokens: Tokens, unfinished: Unfinished, pad: Tensor | None) -> None:
+        self._next_tokens, self._tokens, self._unfinished, self._pad = next_tokens, tokens, unfinished, pad
+
+    def tensor(self) -> Tensor:
+        return self._next_tokens.tensor()[:, None]
+
+    def after(self, ids: Tensor) -> Tensor | None:
+        """The tokens so far, [B, S + 1], if one kernel computes them. ids: those before this step, [B, S]."""
+        return self._tokens.rows.append(ids, self._tokens.tensor(), self._unfinished.tensor(), self._pad)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ == "cat" and kwargs == {"dim": -1} and len(args) == 1 and len(args[0]) == 2:
+            ids, column = args[0]
+            result = column.after(ids) if type(column) is cls and isinstance(ids, Tensor) else None
+            if result is not None:
+                return result
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Stopped(StandIn):
+    """The rows that the stopping criteria end, [B].
+
+    compute: returns them. rows: the rows of the sampling loop, or None in assisted decoding, whose single row is
+    unfinished until the loop ends. appended: the result of appending the tokens, if that has computed it. none: whether
+    no row ends.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[], Tensor],
+        rows: Rows | None,
+        appended: Appended | None = None,
+        *,
+        none: bool = False,
+    ) -> None:
+        self.compute, self.rows, self.appended, self.none = compute, rows, appended, none
+
+    def tensor(self) -> Tensor:
+        return self.compute()
+
+    def __bool__(self) -> bool:
+        return False if self.none else bool(self.tensor())
+
+    def __invert__(self) -> _GoingOn:
+        return _GoingOn(self)
+
+
+class _GoingOn(StandIn):
+    """The rows that the stopping criteria do not end, [B]."""
+
+    def __init__(self, stopped: Stopped) -> None:
+        self._stopped = stopped
+
+    def tensor(self) -> Tensor:
+        return ~self._stopped.tensor()
+
+    def __bool__(self) -> bool:
+        return True if self._stopped.none else bool(self.tensor())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("bitwise_and", "__and__") and len(args) == 2 and type(args[1]) is cls and not kwargs:
+            unfinished, going_on = args
+            if isinstance(unfinished, Tensor):
+                return going_on.among(unfinished)
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def among(self, unfinished: Tensor) -> Any:
+        """The rows that are unfinished after this step. unfinished: those before it, [B]."""
+        stopped = self._stopped
+        done = None
+        if stopped.appended is not None:
+            _, unfinished, done = stopped.appended
+        elif not stopped.none:
+            unfinished = unfinished & self.tensor()
+        result = Unfinished(unfinished, done, one=stopped.rows is None)
+        if stopped.rows is not None:
+            stopped.rows.current = result
+        return result
+
+
+class Unfinished(StandIn):
+    """1 for rows that are unfinished, else 0, [B] int64.
+
+    done: whether no row is unfinished, [] bool, if it was computed. one: whether the only row is unfinished.
+    """
+
+    def __init__(self, rows: Tensor, done: Tensor | None, *, one: bool) -> None:
+        self._rows, self.done, self.one = rows, done, one
+
+    def tensor(self) -> Tensor:
+        return self._rows
+
+    def __and__(self, other: Any) -> Any:
+        return other.among(self._rows) if type(other) is _GoingOn else super().__and__(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _Ended(self) if type(other) is int and other == 1 else super().__rsub__(other)
+
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        return self._rows.max(*args, **kwargs) if args or kwargs else _Largest(self)
+
+
+class _Largest(StandIn):
+    """The largest element of the unfinished rows, []."""
+
+    def __init__(self, unfinished: Unfinished) -> None:
+        self._unfinished = unfinished
+
+    def tensor(self) -> Tensor:
+        return self._unfinished.tensor().max()
+
+    def __eq__(self, other: object) -> Any:
+        if type(other) is int and other == 0:
+            if self._unfinished.one:
+                return False
+            if self._unfinished.done is not None:
+                return self._unfinished.done
+        return self.tensor() == other
+
+    __hash__ = StandIn.__hash__

@@ -1,0 +1,86 @@
+"""append_tokens: the bookkeeping of transformers' sampling loop after a step, in one operation.
+
+Rows that have ended get the padding token, the tokens are appended, and rows that reach an end token end. transformers
+computes this in five to eleven kernels per step, between two recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
+from hf_rocm.ops.specs.step import AppendTokensSpec
+from hf_rocm.ops.triton import step as triton
+from hf_rocm.ops.triton.detect import checked as checked_triton
+
+
+def append_tokens(
+    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append a token to every row, and find the rows that are still unfinished. All tensors but the last are int64.
+
+    ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
+    row, or None. pad: [], the token of rows that have ended, or None if these get their token like the others. Returns
+    (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new tensors.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](
+        ids, tokens, unfinished, ends, pad
+    )
+    return result
+
+
+def one_kernel(
+    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
+) -> bool:
+    """Whether one kernel computes `append_tokens`, so that it is faster than transformers' operations."""
+    return kernel_serves(_operation, _specification(ids, tokens, unfinished, ends, pad))
+
+
+def _specification(
+    ids: Tensor, tokens: Tensor, unfinished: Tensor, end_tokens: Tensor | None, pad: Tensor | None
+) -> tuple[object, ...]:
+    tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad) if tensor is not None]
+    device, rows, padded, grad = ids.device, len(ids), pad is not None, False
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    wide = all(tensor.dtype == torch.int64 for tensor in tensors)
+    ends = 0 if end_tokens is None else len(end_tokens)
+    return (device, rows, ends, padded, contiguous, wide, grad)
+
+
+def stock(
+    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """transformers' operations."""
+    if pad is not None:
+        tokens = tokens * unfinished + pad * (1 - unfinished)
+    if ends is not None:
+        unfinished = unfinished & ~torch.isin(tokens, ends)
+    return torch.cat((ids, tokens[:, None]), dim=-1), unfinished.clone(), unfinished.max() == 0
+
+
+def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
+    """Rows end now, have ended before, and go on; in the last case, all of them have ended."""
+    rows, count = min(spec.rows, 37), min(spec.ends, 5)
+    row = torch.arange(rows, device=spec.device)
+    ends = 3 + torch.arange(count, device=spec.device) if count else None
+    pad = torch.tensor(9, device=spec.device) if spec.padded else None
+    for length, going in ((1, row % 3 != 1), (1100, row % 2 == 0), (5, row < 0)):
+        ids = torch.arange(rows * length, device=spec.device).view(rows, length)
+        yield Case((ids, row % 11, going.long(), ends, pad))
+
+
+_operation = Operation("append_tokens", AppendTokensSpec, _cases, family="linear", recorded=(0,))
+_operation.register(
+    Implementation(
+        "triton",
+        triton.APPEND,
+        triton.append_refuses,
+        triton.append_tokens,
+        checked_triton("append_tokens", triton.APPEND),
+    )
+)
+_operation.register(Implementation("torch", "isin, cat", refuses_nothing, stock))
+_operation.register(Implementation("eager", "isin, cat", refuses_nothing, stock))

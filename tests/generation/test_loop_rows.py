@@ -1,0 +1,136 @@
+"""The sampling loop appends tokens in one operation and returns stock's tokens, whatever ends its rows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers import MaxTimeCriteria, StoppingCriteriaList
+
+from hf_rocm import ops
+from hf_rocm.generation import loop_rows
+from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt
+
+
+@pytest.fixture
+def appended(monkeypatch):
+    """Append tokens in one operation, as on a GPU. Returns the list of results."""
+    results, append = [], ops.append_tokens
+    monkeypatch.setattr(loop_rows, "one_kernel", lambda *_: True)
+    monkeypatch.setattr(ops, "append_tokens", lambda *given: results.append(append(*given)) or results[-1])
+    return results
+
+
+@pytest.fixture(params=["at once", "late"])
+def stop_check(request):
+    """Whether the loop checks at once or one step late whether all rows have ended."""
+    if request.param == "late":
+        request.getfixturevalue("ends_asked_late")
+
+
+def ends_of(tokens, at):
+    """A token that row 0 first has at this place, so that its rows end at different steps."""
+    return [int(tokens[0, 7 + place]) for place in at]
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("at", [(), (12,), (9, 15)], ids=str)
+def test_rows_end_like_stocks(at, rows, how, pair, appended, stop_check):
+    prepared, stock = pair()
+    inputs = prompt(rows=rows)
+    ends = ends_of(generate(stock, inputs, new=25, seed=0, **how), at)
+    given = {**how, **({"eos_token_id": ends} if ends else {})}
+    for seed in (0, 0, 1):
+        for pad in (0, *ends[:1]):
+            expected = generate(stock, inputs, new=25, seed=seed, pad_token_id=pad, **given)
+            tokens = generate(prepared, inputs, new=25, seed=seed, pad_token_id=pad, **given)
+            assert torch.equal(tokens, expected) and tokens.is_contiguous()
+    assert len(appended) > 4 and counted(prepared)[1] > 4
+    if ends and rows == 3:
+        assert any(bool((unfinished == 0).any()) and not done for _, unfinished, done in appended)
+
+
+def test_streamed_tokens_equal_the_result(pair, appended, stop_check):
+    prepared, stock = pair()
+    inputs = prompt(rows=1)
+    ends = ends_of(generate(stock, inputs, new=25), (14,))
+    for _ in range(2):
+        streamers = Streamer(), Streamer()
+        for model, streamer in zip((prepared, stock), streamers, strict=True):
+            generate(model, inputs, new=25, eos_token_id=ends, pad_token_id=0, streamer=streamer)
+        assert streamers[0].values == streamers[1].values
+    assert len(appended) > 15
+
+
+def test_other_criteria_leave_the_rows_to_transformers(pair, appended):
+    prepared, stock = pair()
+    late = StoppingCriteriaList([MaxTimeCriteria(1000.0, initial_timestamp=time.time())])
+    for _ in range(2):
+        tokens = generate(prepared, new=15, eos_token_id=3, pad_token_id=0, stopping_criteria=late)
+        assert torch.equal(tokens, generate(stock, new=15, eos_token_id=3, pad_token_id=0, stopping_criteria=late))
+    assert not appended and counted(prepared)[1] > 10
+
+
+def test_a_function_that_is_replaced_during_a_call(pair, appended, monkeypatch):
+    """A wrapper around torch.cat reads the next tokens."""
+    prepared, stock = pair()
+    inputs, seen, cat = prompt(rows=2), [], torch.cat
+
+    def wrapped(tensors, *args, **kwargs):
+        seen.extend(int(tensor.sum()) for tensor in tensors)
+        return cat(tensors, *args, **kwargs)
+
+    class Replacing(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 9:
+                monkeypatch.setattr(torch, "cat", wrapped)
+
+    for model in (stock, prepared, prepared):
+        with monkeypatch.context():
+            streamer = Replacing()
+            tokens = generate(model, inputs, new=20, eos_token_id=3, pad_token_id=0, streamer=streamer)
+            monkeypatch.setattr(torch, "cat", cat)
+        if model is stock:
+            expected = tokens
+        assert torch.equal(tokens, expected) and seen
+        seen.clear()
+
+
+def test_without_a_kernel_no_value_has_a_stand_in(pair, monkeypatch):
+    prepared, stock = pair()
+    made = []
+    monkeypatch.setattr(loop_rows, "_Column", lambda *given: made.append(given) or pytest.fail("not expected"))
+    monkeypatch.setattr(loop_rows.Rows, "active", False)
+    assert torch.equal(generate(prepared, new=20, eos_token_id=3), generate(stock, new=20, eos_token_id=3))
+    assert not made
+
+
+@pytest.mark.parametrize("kind", [loop_rows.Tokens, loop_rows._Padded])
+def test_a_stand_in_has_the_value_that_stock_computes(kind):
+    unfinished = loop_rows.Unfinished(torch.tensor([1, 0, 1]), None, one=False)
+    rows = loop_rows.Rows(lambda ids, length: False)
+    tokens, pad = torch.tensor([5, 6, 7]), torch.tensor(9)
+    next_tokens = loop_rows.Tokens(rows, tokens)
+    real = tokens
+    if kind is loop_rows._Padded:
+        next_tokens = next_tokens * unfinished + pad * (1 - unfinished)
+        real = tokens * unfinished.tensor() + pad * (1 - unfinished.tensor())
+        assert real.tolist() == [5, 9, 7]
+    assert type(next_tokens) is kind
+    rows.current = unfinished
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    for column in (next_tokens[:, None], next_tokens[:, None]):
+        assert torch.equal(torch.cat([ids, column], dim=-1), torch.cat([ids, real[:, None]], dim=-1))
+        assert torch.equal(torch.cat((column, column), 1), torch.stack((real, real), 1))
+    assert torch.equal(next_tokens + 1, real + 1) and torch.equal(next_tokens * real, real * real)
+    assert torch.equal(next_tokens[1:], real[1:]) and torch.equal(next_tokens.cpu(), real)
+    assert torch.equal(torch.zeros(3, dtype=torch.int64).copy_(next_tokens), real)
+    assert torch.equal(1 - unfinished, torch.tensor([0, 1, 0])) and torch.equal(
+        unfinished - 1, torch.tensor([0, -1, 0])
+    )
+    assert torch.equal(2 * (1 - unfinished), torch.tensor([0, 2, 0])) and int(unfinished.max()) == 1
+    assert bool(unfinished.max() == 1) and not bool(unfinished.max() == 0)
+    assert torch.equal(unfinished & torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0]))

@@ -77,7 +77,7 @@ class StoredQuantizer(HfQuantizer):
                 and {"cpu", "disk"} & {str(device) for device in devices.values()}
                 and (len(set(devices.values())) > 1)
             ):
-                raise Unsupported("parts of it are offloaded, and its tensors have names that hooks can't move")
+                raise Unsupported("parts of it are offloaded, and hooks can't move its tensors because of their names")
             self._ignore_unexpected(model)
         return model
 

@@ -47,7 +47,7 @@ class Disk:
         os.close(descriptor)
 
     def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)  # noqa: PTH105 (one call, by its name)
+        os.replace(source, target)  # noqa: PTH105 (the system call)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -131,7 +131,7 @@ def details(explanation: Explanation) -> str:
     if explanation.forwards:
         lines += ["", "forwards", *(f"  {line}" for line in explanation.forwards)]
     if explanation.replaced:
-        lines += ["", "replaced after hf_rocm by other code, whose function runs first"]
+        lines += ["", "replaced later by other code, whose function runs first"]
         lines += [f"  {name}" for name in explanation.replaced]
     if explanation.without_overlay:
         lines += ["", "without an overlay"]
@@ -208,7 +208,7 @@ def _notes(explanation: Explanation) -> Iterator[str]:
     if explanation.quantized is not None:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:
-        lines.append(f"replaced after hf_rocm by other code: {', '.join(explanation.replaced)}")
+        lines.append(f"replaced later by other code: {', '.join(explanation.replaced)}")
     listed = {one.reason for one in explanation.stock}
     lines += [
         f"{name}: {reason}"

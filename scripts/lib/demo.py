@@ -17,9 +17,9 @@ from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
 
 NOTICE = """\
-Everything below runs on this machine's CPU with the ROCm path forced on. It shows that results agree with stock
-transformers and that the overlays can be removed without a trace. The times do not predict those under ROCm: the
-forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
+Everything below runs on this machine's CPU, where the ROCm path runs only if it is forced on. It shows that results
+agree with stock transformers and that the overlays can be removed without a trace. The times do not predict those under
+ROCm: the forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
 
 NEXT = """\
   next, here:

@@ -91,7 +91,7 @@ def test_the_fault_depends_on_the_kernel_and_the_gpus(kernel: str, gpus: tuple[s
     [(STALLS, ("gfx1100",), True), (USUAL, ("gfx1151",), True), (USUAL, ("gfx1100",), False), (STALLS, (), False)],
 )
 @pytest.mark.parametrize("way", ["from_pretrained", "auto_prepare"])
-def test_loaded_weights_are_not_a_mapped_file(on, folder, kernel, gpus, copied, way) -> None:
+def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(on, folder, kernel, gpus, copied, way) -> None:
     on(kernel, *gpus)
     stock = vars(modeling_utils)["safe_open"]
     if way == "auto_prepare":

@@ -13,7 +13,7 @@ from hf_rocm.ops.bits import sum_of_bits
 @pytest.mark.parametrize("further", [None, torch.tensor([-5])], ids=["alone", "further"])
 @pytest.mark.parametrize("shape", [(1, 1, 256), (2, 3, 63), (1, 1, 7)], ids=str)
 def test_finish_step(shape, further, tier):
-    """A requested tier that can't serve it, such as triton on a CPU, leaves the operation to PyTorch."""
+    """If the requested tier can't serve the operation, such as triton on a CPU, PyTorch computes it."""
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     logits[..., 5] = logits[..., 2] = 9
     out, tokens = torch.zeros_like(logits), torch.full(shape[:2], -1)

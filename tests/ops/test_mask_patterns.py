@@ -134,7 +134,7 @@ def test_other_masks_are_not_replaced(name):
 
 
 @pytest.mark.parametrize("real", [[0, 1, 1], [1, 0, 1], [0, 0, 0]])
-def test_a_single_query_that_does_not_see_the_first_keys_is_not_recognised(real):
+def test_a_single_query_on_a_cache_not_filled_from_the_front_is_not_recognised(real):
     mask = torch.tensor([real, [1, 1, 1]], dtype=torch.bool)[:, None, None]
     assert recognise(mask, *qkv(1, 3)) is None
 

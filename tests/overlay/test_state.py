@@ -80,7 +80,7 @@ def test_one_more_byte_in_a_known_release_is_an_edit(site: Site, catalog: Catalo
 
 
 @pytest.mark.parametrize("ending", [b"\r\n", b"\n"])
-def test_other_line_endings_are_an_edit(site: Site, catalog: Catalog, ending: bytes) -> None:
+def test_other_line_endings_and_a_byte_order_mark_are_edits(site: Site, catalog: Catalog, ending: bytes) -> None:
     data = site.model("llama").read_bytes()
     site.model("llama").write_bytes(b"\xef\xbb\xbf" + data if ending == b"\n" else data.replace(b"\n", ending))
     assert state(site, catalog).match is Match.CHANGED

@@ -166,8 +166,8 @@ def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
 
 
 @each_model
-def test_autocast_has_stocks_dtypes_and_at_most_its_error(name, checkpoint):
-    """An fp32 model in mixed precision has stock's dtypes, and an error within the tolerance derived from stock's."""
+def test_autocast_has_stocks_dtypes_and_an_error_within_the_tolerance(name, checkpoint):
+    """Outputs of an fp32 model in mixed precision have stock's dtypes. The tolerance is derived from stock's error."""
     folder = checkpoint(name, torch.float32)
     prepared, stock = models.load_prepared(folder), models.load_stock(name, folder)
     exact = models.in_float64(models.load_stock(name, folder))(input_ids=tokens(2, 9), output_hidden_states=True)

@@ -167,7 +167,7 @@ def test_generate_and_padded_forwards(kind):
 
 
 @served
-def test_other_models_are_refused_as_in_stock_and_restore_removes_it():
+def test_other_models_are_refused_as_in_stock_and_restore_undoes_all_changes():
     gc.collect()
     patches.sweep()
     model, other = make("llama"), make("llama")
@@ -190,7 +190,7 @@ def test_other_models_are_refused_as_in_stock_and_restore_removes_it():
 
 
 @served
-def test_a_copy_has_it_after_the_original_is_gone():
+def test_a_copy_keeps_flash_attention_after_the_original_is_restored():
     model = hf_rocm.prepare(make("llama"), force=True)
     model.set_attn_implementation(NAME)
     expected = one_by_one(model, prompts())

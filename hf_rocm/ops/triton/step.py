@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME, APPEND = "logits_kernel", "append_kernel"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 256  # the largest number of rows
-PROGRAMS = 512  # of the kernel that reads the logits; the next one reads the result of each
+PROGRAMS = 512  # the largest number of programs that read the logits; the next kernel reads the result of each
 MOST_ENDS = 16  # the largest number of end tokens
 BLOCK = 1024
 
@@ -37,7 +37,10 @@ def refuses(spec: FinishStepSpec, device: Device) -> str | None:
 
 
 def parts(count: int, dim: int) -> int:
-    """The number of programs for a row: a power of two, with at least one block of logits for each of them."""
+    """The number of programs for a row: the smallest power of two for which each program reads at most one block.
+
+    It is limited to 128, and to PROGRAMS for all rows together.
+    """
     most = min(PROGRAMS // power_of_two(count), power_of_two(-(-dim // BLOCK)), 128)
     return max(1, most)
 

@@ -53,7 +53,7 @@ class _FirstFewLogits:
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
     """Generate exactly `case.new` tokens greedily, and then the first token alone with the same maximum length.
 
-    Times run from an idle device to an idle device. The time per later token is the difference between the
+    Both calls are timed from an idle device to an idle device. The time per later token is the difference between the
     two times, divided by the number of later tokens.
     """
     device = ids.device

@@ -43,7 +43,8 @@ class Parity(NamedTuple):
 
 class Trial(NamedTuple):
     """The output of one side, and the arguments for the reference. same: whether the inputs are those of the timed
-    case. tokens: the whole sequence, [B, S + new]; for a forward pass, the largest index at the last position."""
+    case. tokens: the whole sequence, [B, S + new]; for a forward pass, the index of the largest value at the last
+    position."""
 
     arguments: dict[str, Any]
     actual: Tensor

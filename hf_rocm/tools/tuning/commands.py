@@ -103,8 +103,8 @@ def prepare(
 ) -> Tuning:
     """Record the GEMMs of `model`, or read them from the file `shapes`, and determine which of them to tune.
 
-    Recorded shapes are written to the cache, from which `explain` reads them. If `output` is given, all shapes are also
-    written there.
+    Only shapes that the engine supports are kept. Those of `model` are written to the cache, from which `explain` reads
+    them. If `output` is given, the shapes of either source are also written there.
     """
     meant, here = machine.release(release), machine.gpu(gpu)
     chosen = _engine(engine, here)

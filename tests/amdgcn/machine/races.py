@@ -18,9 +18,9 @@ from .errors import Race
 
 @dataclass(eq=False)
 class Access:
-    """One instruction's accesses. places: int64 [n], addresses divided by `unit`. who: wave numbers [n], or (waves,
-    lanes, every, lanes per wave) to compute them from. first, last: the intervals between barriers to which the access
-    belongs. values: the stored values."""
+    """One instruction's accesses. places: int64 [n], addresses divided by `unit`; `repeat` consecutive units are
+    accessed at each of them. who: wave numbers [n], or (waves, lanes, every, lanes per wave) to compute them from.
+    first, last: the intervals between barriers to which the access belongs. values: the stored values."""
 
     index: int
     writes: bool

@@ -201,7 +201,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert names == {path.relative_to(stock) for path in stock.rglob("*")}
 
     @invariant()
-    def status_tells_the_truth(self) -> None:
+    def status_is_correct(self) -> None:
         states = status(transformers_path=self.site.path, catalog=CATALOG).states
         for state in states:
             if state.model in self.edited:

@@ -58,6 +58,6 @@ def test_one_bit_changes_a_checksum(dtype, monkeypatch):
     assert checksum(torch.empty(0, dtype=dtype)) != checksum(torch.empty(0, 1, dtype=dtype))
 
 
-def test_the_difference_is_named():
+def test_entries_with_different_checksums_are_named():
     first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}
     assert differing(first, second) == ["b", "c"] and together(first) != together(second) == together(second)

@@ -83,7 +83,7 @@ def test_answers_are_streamed_or_whole_or_alternate():
     assert streams[:4] == [True, False, True, False]
 
 
-def test_arrivals_are_poisson_by_seed():
+def test_arrivals_are_a_seeded_poisson_process():
     times = arrivals(4.0, 4001, seed=1)
     assert times == arrivals(4.0, 4001, seed=1) != arrivals(4.0, 4001, seed=2)
     gaps = [after - before for before, after in pairwise(times)]

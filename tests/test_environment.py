@@ -55,7 +55,7 @@ def test_without_arguments_nothing_changes(settings) -> None:
 
 
 @pytest.mark.parametrize("users", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
-def test_on_rocm_incompatible_settings_are_separated(settings, users: dict[str, str] | None) -> None:
+def test_on_rocm_max_split_size_is_removed_if_segments_are_expandable(settings, users: dict[str, str] | None) -> None:
     text, result = settings(allocator=None if users else BOTH, users=users)
     assert list(result.values()) == ["expandable_segments:True"]
     assert "expandable_segments:True" in text[0]

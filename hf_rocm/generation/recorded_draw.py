@@ -38,7 +38,7 @@ class RecordedDraw(Recorded):
     [B, V] fp32.
     """
 
-    alarms = False  # the recorded step raises the alarm
+    alarms = False  # logits that are not finite already raise the alarm in the recorded step
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
         logits = step.last_logits
@@ -70,7 +70,8 @@ class RecordedDraw(Recorded):
         equals one of a few uncaptured draws. Between these replays the logits are replaced, so that a replay of stale
         logits does not count as equal.
         """
-        self._compared.fill_(True)  # on a GPU a failed assertion would end the process before the draw is taken back
+        # on a GPU, a failed assertion would end the process before a wrong draw could be rejected
+        self._compared.fill_(True)
         try:
             return self._agrees(step, processors)
         finally:

@@ -30,8 +30,8 @@ class Unrecordable(Exception):
 def take_apart(arguments: Mapping[str, Any], ignored: Sequence[object] = ()) -> Inputs:
     """Split a forward's keyword arguments, including nested dicts, into tensors and a key for everything else.
 
-    ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a value of any other
-    type, and for a tensor that requires gradients.
+    ignored: objects that the caller checks itself, such as the cache. Raises `Unrecordable` for a tensor that
+    requires gradients, and for objects other than tensors, dicts and plain values.
     """
     tensors: list[Tensor] = []
     key = [_add(name, value, tensors, ignored) for name, value in arguments.items()]

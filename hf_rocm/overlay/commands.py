@@ -60,7 +60,7 @@ def install(
     with _lock(installation, dry_run) as notices:
         plan = plan_install(installation, survey(installation, catalog, models))
         if not models:
-            # a leftover block of a model that this release no longer serves is not installed again
+            # a leftover block of a model without an overlay for this release is not installed again
             plan = plan_install(installation, [state for state in plan.states if state.overlay is not None])
             plan = replace(plan, left_out=left_out(installation, catalog))
         if skip_changed:

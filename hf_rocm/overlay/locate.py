@@ -152,9 +152,9 @@ def _metadata(root: Path) -> Path | None:
     records = sorted(root.parent.glob("transformers-*.dist-info"))
     if len(records) > 1:
         raise OverlayError(
-            "the package manager left two records of transformers, so its version is unclear",
+            "the package manager left several records of transformers, so its version is unclear",
             facts={"found": " and ".join(path.name for path in records), "path": root.parent},
-            hint="remove both folders, then reinstall transformers",
+            hint="remove these folders, then reinstall transformers",
         )
     return records[0] if records else None
 

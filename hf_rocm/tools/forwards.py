@@ -45,7 +45,7 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
     if state.compared:
         yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
     if recordings:
-        yield f"{recordings} recordings ({nbytes / 2**20:.1f} MiB) are kept"
+        yield f"recordings kept: {recordings} ({nbytes / 2**20:.1f} MiB)"
     for length, count in sorted(state.padded.items()):
         yield f"padded × {count}: to {length} tokens"
     for length, count in sorted(state.slower.items()):

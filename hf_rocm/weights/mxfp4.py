@@ -1,4 +1,4 @@
-"""Checkpoints of gpt-oss (transformers' `Mxfp4Config`): experts in blocks of 32 4-bit floats with one power of two."""
+"""Checkpoints of gpt-oss (transformers' `Mxfp4Config`): experts as blocks of 32 4-bit floats with a shared scale."""
 
 from __future__ import annotations
 

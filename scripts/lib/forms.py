@@ -1,7 +1,7 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-Like a digest, the text ignores layout, comments, docstrings and annotations. Definitions with the same text have the
-same digest.
+The text ignores layout, comments, docstrings and the annotations of functions, as a digest does. Definitions with the
+same text have the same digest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition or of a class's member, without the parts that its digest ignores.
+    """The code of a top-level definition or of a class's member, without docstrings and the annotations of functions.
 
     `A|B` means the first one that exists. The text is empty if there is none.
     """

@@ -169,7 +169,7 @@ DESCRIPTION = f"""\
 Set up the tests' environments in .envs/ and run the tests. Nothing needs to be installed first.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
-With --all: also the slow tests, and those that depend on transformers with {", ".join(RUNNABLE[:-1])}.
+With --all: also the slow tests, and the tests that depend on the release with transformers {", ".join(RUNNABLE[:-1])}.
 Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, or with --all a larger
 sample and a few cases for three related architectures.
 With --machine-code: all of these cases, and no other tests.
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: bool) -> list[Suite]:
-    """All tests in the newest release, those that depend on the release in the others, and the separate suites."""
+    """All tests with the newest release, those that depend on the release with the others, and the separate suites."""
     selection = ["-m", "not slow"] if quick else []
     parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]

@@ -1,4 +1,4 @@
-"""A code object decodes to its assembly, and a change of either is detected."""
+"""A code object decodes to its assembly, and differences between them are detected."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_the_child_names_the_stage_where_it_failed(tmp_path: Path, monkeypatch: 
     assert (answer.stage, answer.error) == ("import", "RuntimeError: ROCm version file not found")
 
 
-def test_the_child_names_what_an_aiter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_lists_the_functions_that_aiter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "aiter"
     package.mkdir()
     (package / "__init__.py").write_text("print('aiter is noisy')\ndef rms_norm(): ...\ndef silu_and_mul(): ...\n")

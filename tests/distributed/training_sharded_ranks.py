@@ -32,7 +32,7 @@ from tests.weights.models import blocks, live, logits
 
 
 def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
-    """Train and evaluate sharded models, and check that their results equal stock's.
+    """Train and evaluate sharded models, and check that their results are as accurate as stock's.
 
     One model is prepared before it is sharded, and one afterwards. words: every reason why nothing is fused contains
     one of these words.

@@ -49,7 +49,7 @@ CASES = {  # shape, lengths, starts, other arguments
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_correct_and_reads_nothing_else(case, dtype):
+def test_results_are_correct_and_hidden_keys_are_not_read(case, dtype):
     shape, lengths, starts, terms = case
     query, key, value = tensors(shape, dtype)
     lengths = torch.tensor(lengths, device="cuda")

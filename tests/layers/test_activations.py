@@ -86,7 +86,7 @@ def test_a_function_set_by_a_config_is_called(joined, monkeypatch):
     assert any(route.operation == "rms_norm" for route in routes)
 
 
-def test_experts_with_such_an_activation_stay_stock(recorded_on_cpu):  # noqa: F811
+def test_experts_with_a_function_as_activation_stay_stock(recorded_on_cpu):  # noqa: F811
     stock = make("mixtral")
     actual = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     for model in (stock, actual):

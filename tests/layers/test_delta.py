@@ -257,7 +257,7 @@ REPLACED = {
 @served
 @pytest.mark.parametrize("change", REPLACED)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_stock_calls_is_called(name, change, monkeypatch):
+def test_replaced_parts_are_called_as_in_stock(name, change, monkeypatch):
     """The replacements are called in a prompt and in the steps after it."""
     stock, prepared = pair(name)
     before = run(stock, tokens(2, 7))[0]
@@ -313,7 +313,7 @@ def test_under_autocast_layers_are_stock(dtype, name):
     ],
 )
 @pytest.mark.parametrize("length", [1, 2])
-def test_stock_serves_the_rest(length, change, reason, monkeypatch):
+def test_unsupported_calls_run_stock(length, change, reason, monkeypatch):
     stock, prepared = pair("qwen3_next")
     cache = run(prepared, tokens(1, 6))[1]
     layer, stock_layer = linear_layer(prepared), linear_layer(stock)

@@ -26,7 +26,7 @@ def loads(function: ast.FunctionDef, name: str) -> list[ast.AST]:
     return [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
 
 
-def test_more_than_30_overlay_functions_have_such_an_input() -> None:
+def test_more_than_30_overlay_functions_take_fused() -> None:
     assert sum(1 for path in OVERLAYS for _ in functions(path)) > 30
 
 
@@ -45,4 +45,4 @@ def test_an_input_that_is_not_normalised_is_only_passed_to_shared_layers(path: P
         for name, call in taken.values():
             assert name == "stock" or name in NORMALISE, f"{function.name} passes {x} to {name}"
             given = [ast.unparse(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
-            assert name == "stock" or "fused" in given, f"{function.name} keeps `fused` from {name}"
+            assert name == "stock" or "fused" in given, f"{function.name} does not pass `fused` to {name}"

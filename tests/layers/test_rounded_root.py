@@ -11,7 +11,7 @@ from tests.coverage.cases import CASES
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [row for row in CASES if row.overlay in ("gptj", "codegen")], ids=lambda case: case.id)
-def test_the_scale_is_the_number_in_stocks_tensor(case, dtype, monkeypatch):
+def test_the_scale_is_the_reciprocal_of_stocks_root(case, dtype, monkeypatch):
     scales = []
     attention = ops.attention
 

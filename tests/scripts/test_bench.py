@@ -26,7 +26,7 @@ def lib(monkeypatch):
     return bench_plan, bench_render, data_sheets
 
 
-def test_every_segment_names_existing_shapes_and_operations(lib):
+def test_every_segment_names_existing_shapes_and_sides(lib):
     plan, render, _ = lib
     for name, value in plan.SEGMENTS.items():
         assert value.shape in SHAPES and set(value.sides) <= set(LABELS) and value.rounds > 0

@@ -88,7 +88,7 @@ def blocks(model: nn.Module) -> int:
 
 
 def follows(model: Any, groups: int, *, twin: Any = None) -> None:
-    """Check that results equal stock's with the current weights, and that this number of groups runs fused.
+    """Check that results are as accurate as stock's with the current weights, and that `groups` groups run fused.
 
     The fused GEMMs are counted in the recorded calls and in the stored state.
     """

@@ -336,7 +336,7 @@ def test_the_global_patch_nests_and_restores_the_previous_function(net):
     assert nn.Linear.__dict__["forward"] is stock
 
 
-def test_global_patches_that_end_in_the_wrong_order(net):
+def test_global_patches_that_end_in_the_wrong_order_restore_stock(net):
     stock = nn.Linear.__dict__["forward"]
     first, second = hf_rocm.routed_linear(force=True), hf_rocm.routed_linear(force=True)
     first.__enter__()

@@ -26,7 +26,7 @@ def test_the_head_is_quantised_on_request(kind):
     assert isinstance(model.lm_head, nn.Linear)
 
 
-def test_a_head_that_shares_the_embedding_is_not():
+def test_a_tied_head_is_not_quantised():
     model = models.build(tie_word_embeddings=True)
     hf_rocm.quantize(model, "int8", force=True, head=True)
     assert "embed_tokens" in model.__dict__[quantizing.REPORT]["left"]["lm_head"]

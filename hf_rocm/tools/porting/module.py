@@ -1,9 +1,10 @@
 """A parsed Python file for the rules, with names resolved through its imports and the guards of every statement.
 
-The guards of a statement are the words in the conditions that decide whether it runs. These conditions are in the `if`s
-and `while`s that contain it, even in their `else`; in an earlier `if` of its block that ends with `return`, `raise`,
-`continue` or `break`; in an earlier `assert`; in earlier operands of `and` and `or`; or in a decorator. A rule decides
-which words count: `hip` guards against everything, `flash` only against a missing flash-attn.
+The guards of a statement are the words in the conditions that decide whether it runs. These conditions are in the
+`if`s, `while`s and conditional expressions that contain it, even in their `else`; in an earlier `if` of its block that
+ends with `return`, `raise`, `continue` or `break`; in an earlier `assert`; in earlier operands of `and` and `or`; or in
+a decorator. A rule decides which words count: `hip` guards against everything, `flash` only against a missing
+flash-attn.
 `torch.cuda.is_available()` is not a guard, because it is true on ROCm.
 """
 

@@ -1,4 +1,4 @@
-"""No speed is reported for wrong results: correct results pass the check, and errors injected on any side fail it."""
+"""No speed is reported for wrong results: correct results pass the check, and errors on any side are detected."""
 
 from __future__ import annotations
 

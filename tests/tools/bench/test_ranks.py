@@ -157,7 +157,7 @@ def nothing_starts(monkeypatch):
         ([*TINY, "--tp", "1"], 2, "--tp"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
+def test_unsupported_arguments_are_refused_before_the_start(nothing_starts, arguments, code, words, capsys):
     assert main(["bench", *arguments]) == code
     captured = capsys.readouterr()
     assert words in " ".join((captured.out + captured.err).replace("│", " ").split())

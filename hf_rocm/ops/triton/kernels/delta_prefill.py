@@ -205,7 +205,7 @@ def recurrence_kernel(
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
-    """Compute some columns of one value head's state, over all chunks."""
+    """Compute some columns of one value head's outputs and state, over all chunks."""
     heads: tl.constexpr = GROUPS * SHARED
     channels: tl.constexpr = 2 * GROUPS * KEY_DIM + heads * VALUE_DIM
     number = tl.program_id(1).to(tl.int64)

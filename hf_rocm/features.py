@@ -60,7 +60,7 @@ _CAUSAL_MASKS = (
 )
 
 # Encoders whose results do not depend on masked tokens at the end of a row → the prefix of their class names, and the
-# classes that depend on the length of a call, in addition to the classes in `_PADDED_TASKS`
+# classes that depend on the length of a call, in addition to those that end in `_PADDED_TASKS`
 _PADDED_PARTS = {
     "bert": ("Bert", ("BertEmbeddings", "BertEncoder", "BertPooler")),
     "camembert": ("Camembert", ("CamembertEmbeddings", "CamembertEncoder", "CamembertClassificationHead")),

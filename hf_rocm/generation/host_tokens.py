@@ -16,8 +16,9 @@ from torch import Tensor
 class HostTokens:
     """The tokens of one sequence, and the drafts of its current step.
 
-    Values are known for one tensor of tokens and one with drafts. For any other tensor, also of the same length, the
-    values are copied: the sequence may have been continued in an uncaptured step or belong to a nested call.
+    Values are known for one tensor of tokens and one with drafts. For any other tensor, even one of the same
+    length, the values are copied: the sequence may have been continued in an uncaptured step, or may belong to a nested
+    call.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class HostTokens:
         self._tokens = self._candidates = None
 
     def last(self, input_ids: Tensor) -> int | None:
-        """Return the last token of a sequence, with or without the drafts of the current step, or None."""
+        """Return the last token of input_ids, which may end with the drafts of the current step; None if unknown."""
         if self.knows(input_ids) and self._length:
             return int(self._buffer[self._length - 1])
         candidates = self._candidates
@@ -82,7 +83,7 @@ class HostTokens:
 
 
 class Unchanged:
-    """A tensor whose values were read. Changes in place are noticed, except those of inference tensors."""
+    """A tensor whose values were read. Changes in place are detected, except those of inference tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""The ledger: replays that differed from their steps on this machine, one line of JSON for every event.
+"""The ledger: graph replays on this machine that differed from the uncaptured step, one line of JSON per event.
 
 It is in the cache folder, so that `hf-rocm doctor` and `hf-rocm env` still report the events of processes that have
 ended. Reading it imports neither torch nor transformers.
@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_rocm")
 
 @dataclass(frozen=True)
 class Event:
-    """One difference between a replay and its step.
+    """One difference between a replay and the uncaptured step.
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
     name or path. operators: the number of operators that the step runs, roughly the number of kernels in the graph; 0
@@ -47,7 +47,7 @@ class Event:
 
     @property
     def command(self) -> str:
-        """A command that compares replays with steps again, on the same model."""
+        """A command that compares replays with uncaptured steps again, on the same model."""
         return f"HF_ROCM_GRAPHS=1 hf-rocm verify {shlex.quote(self.checkpoint or 'MODEL')}"
 
     def __str__(self) -> str:

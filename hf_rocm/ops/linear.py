@@ -157,7 +157,7 @@ def fused_linear(
 ) -> Tensor:
     """rms_norm(x) Wᵀ + b, then the gate, then + residual; each part only if its argument is given.
 
-    x: [..., K]; weight: [N, K]; bias: [N] or None. norm: the terms of the norm of x. activation: `silu`, `gelu` or
+    x: [..., K]; weight: [N, K]; bias: [N] or None. norm: the parameters of the norm of x. activation: `silu`, `gelu` or
     `gelu_tanh`: the product is [gate | up], and the result act(gate) · up has N / 2 columns. residual: [..., N] or
     [..., N / 2], in x's dtype. Each part is rounded as a separate layer would round it. Returns [..., N] or
     [..., N / 2]. Raises `OptionError` for any other activation.

@@ -12,7 +12,7 @@ from hf_rocm.ops.varlen import varlen_attention
 
 @dataclass(frozen=True, eq=False)
 class CacheRows:
-    """The written keys of a cache, as device tensors: the terms of `decode_attention`.
+    """The written keys of a cache, as device tensors: arguments of `decode_attention`.
 
     They describe causal attention of the last S_q queries of each row. key_lengths: [B], or [1] for all rows, int32 or
     int64: the number of keys of the row so far, including left padding and the keys of this call's queries. key_starts:
@@ -57,7 +57,7 @@ class CacheRows:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A padded batch without its padding, as packed sequences: the terms of `varlen_attention`.
+    """A padded batch without its padding, as packed sequences: arguments of `varlen_attention`.
 
     queries, keys: flat positions in [B · S] of the tokens that are not padding; query_ends, key_ends: [B + 1] int32,
     the running sum of the number of such tokens in each row; longest_query, longest_key: the largest number in a row.

@@ -39,7 +39,7 @@ def request(operation: str, tier: str, name: str, kind: tuple[Any, ...]) -> Requ
 def start(device: torch.device | None = None) -> None:
     """Start the child if there is none, without waiting for it.
 
-    device: the GPU whose kernels it will check, if it may already initialise that GPU, which takes some memory.
+    device: a GPU that the child initialises in advance, which takes some GPU memory; None to initialise no GPU yet.
     """
     global _worker
     with _lock:

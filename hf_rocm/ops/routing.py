@@ -1,4 +1,4 @@
-"""choose_experts: choose the experts of every token, and their weights, by a router's logits.
+"""choose_experts: choose the experts of every token, and their weights, from a router's logits.
 
 A router is a small GEMM followed by about ten small operations: softmax or sigmoid, a bias, a restriction to groups
 of experts, top-k, and a division by the sum. In a decode step each of them is a separate launch.

@@ -30,7 +30,7 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Within the block, raise `LoadError` where transformers does not recognise the config or has no class for it."""
+    """Within the block, convert ValueError to `LoadError`; transformers raises it for an unknown config or model."""
     try:
         with _one_warning_per_retry():
             yield

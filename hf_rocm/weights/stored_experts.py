@@ -42,7 +42,7 @@ class StoredExperts(Mxfp4Experts, StoredLayer):
 
     @classmethod
     def sizes(cls, module: Any) -> tuple[int, ...]:
-        """E, H and I."""
+        """The number of experts, the hidden size and the intermediate size."""
         return tuple(module.down_proj.shape[index] for index in (0, 2, 1))
 
     def packed(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

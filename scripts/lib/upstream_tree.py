@@ -119,7 +119,7 @@ def from_mixins(target: Path, mixins: Path, models: Sequence[str]) -> list[str]:
 
 
 def _thin(model: str) -> str:
-    """The thin test class of a model: from tests/upstream/thin, or a generated one for a usual causal model."""
+    """The thin test class of a model: from tests/upstream/thin, or a generated one for an ordinary causal model."""
     file = PREPARED / "thin" / f"{model}.py"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -103,8 +103,8 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
-    """The numbers that a value may be the rounding of. The value is the sum of such a number and the rounding terms, or
-    the upper half of this sum; signs and factors may be merged into it."""
+    """The numbers of which a value may be the rounded form. The value is the sum of such a number and the rounding
+    terms, or the upper half of this sum; signs and factors may be merged into it."""
     name, *parts = values.keys[value]
     numbers = [part for part in parts if name in _WITH_CONSTANTS and values.keys[part][0] == "constant"]
     if name == "negative" or (numbers and _WITH_CONSTANTS[name] in (None, values.keys[numbers[0]][1])):

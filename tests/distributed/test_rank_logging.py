@@ -1,4 +1,4 @@
-"""One of N ranks logs, and messages that only another rank has are logged too."""
+"""Messages of all ranks are logged once, by rank 0, and messages that only another rank has are logged too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_messages_of_rank_0_are_not_repeated(messages):
     assert messages() == ["8 layers fused", "all of them"]
 
 
-def test_messages_of_other_ranks_only_are_logged_with_their_number(messages):
+def test_messages_that_only_other_ranks_log_are_prefixed_with_the_rank(messages):
     store = HashStore()
     for rank in range(2):
         with log_once(Place(rank, 2, rank), store):

@@ -1,4 +1,4 @@
-"""Installed overlays that four workers import at the same time: three are served, and no source file is written."""
+"""Installed overlays that four workers import at the same time: three use them, and no source file is written."""
 
 from __future__ import annotations
 

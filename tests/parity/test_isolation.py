@@ -56,7 +56,7 @@ def test_a_stock_model_beside_a_forced_one_stays_stock(name, checkpoint):
 
 
 @each_model
-def test_prepare_serves_a_model_that_stock_classes_built(name, checkpoint):
+def test_prepare_works_on_a_model_of_stock_classes(name, checkpoint):
     model = models.load_stock(name, checkpoint(name, torch.float32))
     expected = model(input_ids=tokens(2, 9)).logits
     assert hf_rocm.prepare(model, force=True) is model

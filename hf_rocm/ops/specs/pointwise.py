@@ -1,4 +1,4 @@
-"""The specifications of norms, activations and rotary embeddings, and the terms of a norm."""
+"""The specifications of norms, activations and rotary embeddings, and the parameters of a norm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Norm(NamedTuple):
-    """The terms of an RMS norm; see `hf_rocm.ops.rms_norm`."""
+    """The parameters of an RMS norm; see `hf_rocm.ops.rms_norm`."""
 
     weight: Tensor
     eps: float

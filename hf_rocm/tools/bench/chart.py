@@ -57,7 +57,7 @@ class Panel(NamedTuple):
 
 
 def check(file: Path) -> None:
-    """Raise `ChartError` early if the chart can't be written to this file."""
+    """Raise `ChartError` early if the suffix is not supported, or if it is .png and Pillow is not installed."""
     if file.suffix not in ("", ".svg", ".png"):
         raise ChartError(
             f"a chart can't be written to {file.name}", hint="use the suffix .svg or .png, or no suffix for both"

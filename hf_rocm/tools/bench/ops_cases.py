@@ -263,7 +263,7 @@ LARGE = (4096, 8192)  # a size at which only memory bandwidth limits a kernel
 
 
 def _elementwise(dims: _Dims, sizes: Sizes, *, wide: int | None = None) -> list[tuple[int, int]]:
-    """Return the model's width with each number of rows and, on a GPU, one large size."""
+    """Return (rows, width) for each number of rows and, on a GPU, one large size. wide: overrides the model's width."""
     large = [LARGE] if sizes.device.type == "cuda" else []
     return [*((rows, wide or dims.hidden) for rows in sizes.rows), *large]
 

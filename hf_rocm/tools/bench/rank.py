@@ -36,7 +36,7 @@ from hf_rocm.tools.bench.roofline import floor, local
 from hf_rocm.tools.bench.run import Subject, describe
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED, Side, silence
 
-LIMIT = timedelta(minutes=30)  # the timeout of a collective operation, in which another rank may be compiling
+LIMIT = timedelta(minutes=30)  # the timeout of a collective operation, during which another rank may be compiling
 JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose attention scores must fit on every rank
 
 
@@ -240,7 +240,7 @@ class _Rank:
         return torch.cuda.memory_allocated(self.device)
 
     def _peak(self, before: int, model: Any) -> int | None:
-        """Return the peak memory on the rank that uses most: the side's allocations plus that rank's weights."""
+        """Return the peak memory on the rank that uses the most: the side's allocations plus that rank's weights."""
         if self.device.type != "cuda":
             return None
         weights = sum(

@@ -19,8 +19,8 @@ from hf_rocm.tools.bench.known_shapes import shape
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
     """Create a stock model with this shape in eval mode, directly on the device and in `dtype`.
 
-    layers: the number of layers, if not that of the shape. Raises `OptionError` if this release of transformers lacks
-    the model.
+    layers: the number of layers, if not that of the shape. Raises `OptionError` for an unknown name, and if this
+    release of transformers lacks the model.
     """
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device(device):
@@ -32,7 +32,7 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
     """Return the model's class and a config with this shape. settings: override those of the shape.
 
-    Raises `OptionError` if this release of transformers lacks the model.
+    Raises `OptionError` for an unknown name, and if this release of transformers lacks the model.
     """
     import transformers
 

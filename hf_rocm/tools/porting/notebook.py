@@ -29,7 +29,7 @@ class Notebook:
 
 
 def read(text: str) -> Notebook:
-    """Return the code cells of a notebook's JSON. Raises ValueError if the text is not a notebook."""
+    """Return the code cells of a notebook's JSON. Raises ValueError if the text is not a Python notebook."""
     content = json.loads(text)
     cells = content.get("cells") if isinstance(content, dict) else None
     if not isinstance(cells, list):

@@ -21,7 +21,7 @@ TITLES = {
     STATIC: "the same on a static cache",
     WINDOW: "a row longer than the sliding window",
 }
-KEPT = 96  # the number of positions that are compared per call: the last positions of all rows together
+KEPT = 96  # the largest number of positions that are compared per call, in all rows together; the last of each row
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def cases(subject: Subject, ids: Tensor, *, quick: bool) -> dict[str, Case | str
     length = min(32 if quick else 64, max(8, len(ids) // 2))
     named: dict[str, Case | str] = {PROMPT: _prompt(subject, ids, length), PADDED: _padded(subject, ids, length)}
     if subject.kind != DECODER:
-        reason = f"the model is an {subject.kind}: it has no cache to fill from outside"
+        reason = f"the model is an {subject.kind}; only decoders are checked with a filled cache"
         named[FILLED] = named[STATIC] = reason
     else:
         named[FILLED] = _chunks(FILLED, ids, length, "dynamic")
@@ -193,9 +193,8 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
 
     if case.cache is None:
         return None
-    if (
-        case.cache == "dynamic"
-    ):  # with the config, newer releases cache only the window of sliding layers, as in generate
+    # with the config, newer releases cache only the window of sliding layers, as in generate
+    if case.cache == "dynamic":
         takes_config = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
         return transformers.DynamicCache(config=subject.text_config) if takes_config else transformers.DynamicCache()
     known = inspect.signature(transformers.StaticCache.__init__).parameters

@@ -188,7 +188,7 @@ def test_guarded_commands_are_recognised(text, guarded):
     )
 
 
-def test_the_line_is_that_of_the_finding(tmp_path):
+def test_a_finding_has_its_line_number_and_severity(tmp_path):
     report = checked(tmp_path, "a.py", "\n\nimport os\n\nimport pynvml\n")
     assert [(finding.line, finding.severity) for finding in report.findings] == [(5, Severity.PROBLEM)]
 

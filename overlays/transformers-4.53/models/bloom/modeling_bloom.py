@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.bloom.modeling_bloom, 4.53 and up.
 
-Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. The MLP, which has no
-gate, LayerNorm, and the sliced product of `slow_but_exact` stay stock, as do calls that pass a head mask or request
+Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. LayerNorm, the MLP,
+which has no gate, and the sliced product of `slow_but_exact` stay stock, as do calls that pass a head mask or request
 attention weights.
 """
 

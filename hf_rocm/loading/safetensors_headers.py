@@ -1,4 +1,4 @@
-"""Read the names and shapes of a checkpoint's tensors from the headers of its safetensors files."""
+"""Read the names, dtypes and shapes of a checkpoint's tensors from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def read(files: Sequence[str | PathLike[str]]) -> dict[str, Entry]:
-    """Return the tensors of all files by name, except those with dtypes that PyTorch lacks.
+    """Return the tensors of all files by name, except those with a dtype that `_DTYPES` lacks.
 
     Raises `LoadError` if a file is not a complete safetensors file.
     """

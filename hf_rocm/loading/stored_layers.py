@@ -1,7 +1,7 @@
 """Find the quantised layers of a checkpoint and the model's layers that they belong to, and check their tensors.
 
 Shapes and dtypes are read from the files' headers, and only the tensors whose values a format checks are read from the
-files. So errors are raised before the weights take memory.
+files. So errors are raised before memory is allocated for the weights.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _tail(path: str) -> str:
 
 
 def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, Entry]) -> None:
-    """Raise `Unsupported` for a tensor that the format lacks, and `LoadError` for a missing or invalid one."""
+    """Raise `Unsupported` for a tensor that is not part of the format, and `LoadError` for a missing or invalid one."""
     unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
     if unknown:
         raise Unsupported(f"its layers have a tensor {unknown[0]} ({prefix})")

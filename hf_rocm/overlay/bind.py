@@ -1,7 +1,7 @@
 """The dispatcher: a `forward` set on a stock class that runs the overlay's forward or the stock one, per instance.
 
 No class is replaced, subclassed or rebound. So class tables, `isinstance`, pickles and remote code that subclasses a
-stock class keep working, and a model that is already loaded can be switched on and off.
+stock class keep working, and overlays can be switched on and off in a model that is already loaded.
 """
 
 from __future__ import annotations

@@ -62,10 +62,11 @@ def quantize(
     that `restore` can bring them back; None frees them. exclude: names or patterns of layers to skip, such as
     `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes the logits, unless it shares the
     embedding's weight. force: as in `prepare`. progress: called with the number of groups that are done and the total.
-    All remaining parameters stop requiring gradients. The peak memory is one group more than before.
+    All remaining parameters stop requiring gradients. The peak memory is that of the original
+    model plus one group.
 
     Returns the same model. Raises `OptionError` on an invalid argument, a model that is already quantised or in
-    training mode, and a model without a layer that can be quantised.
+    training mode, a model without a layer that can be quantised, and if the ROCm path is disabled.
     """
     _check(model, kind, keep, force)
     encoding = encodings()[kind]

@@ -77,8 +77,8 @@ def test_a_replaced_rotary_function_is_called(case, trio):
         assert parts and parts <= set(case.classes())
         for module in prepared.modules():
             name = type(module).__name__
-            assert name not in parts or not hits[name] or noted(module) is not None, "stock ran"
+            assert name not in parts or not hits[name] or noted(module) is not None, "stock did not run"
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     with choosing(case, chosen), counted() as hits:
         run(prepared)
-    assert all(hits[name] for name in parts), "served again"
+    assert all(hits[name] for name in parts), "not served again"

@@ -73,12 +73,12 @@ class Sharded:
     def prepared(self):
         return hf_rocm.from_pretrained(self.checkpoint, tp_plan="auto", force=True, graphs=False, **self.asked)
 
-    def gives_what_stock_gives(self):
+    def returns_the_same_results_as_stock(self):
         expected = run(self.stock)
         same(run(self.model), expected)
         assert run(self.whole)[2].tolist() == expected[2].tolist()
 
-    def multiplies_its_shards_at_once(self):
+    def runs_one_gemm_per_group(self):
         with torch.no_grad():
             result = groups(self.model)
             assert result and all(live(module) is not None for module, _ in result)
@@ -92,7 +92,7 @@ class Sharded:
         assert not self.model.__dict__[REPORT]["skipped"]
         explanation = hf_rocm.explain(self.model)
         assert "DTensor" not in explanation.details()
-        assert not any(part.theirs for part in explanation.parts), "transformers' wrapper does not call it"
+        assert not any(part.theirs for part in explanation.parts), "the wrapper of transformers bypasses hf_rocm"
 
     def can_be_traced(self):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -119,7 +119,7 @@ class Sharded:
                 torch.testing.assert_close(plain(other.grad), plain(one.grad), msg=name)
         self.stock.zero_grad(), self.model.zero_grad()
 
-    def follows_what_is_written(self):
+    def uses_weights_that_were_changed_in_place(self):
         module, names = groups(self.model)[0]
         twin = groups_of_names(self.stock, self.model, module)
         with torch.no_grad():
@@ -128,7 +128,7 @@ class Sharded:
             assert live(module) is not None
         same(run(self.model), run(self.stock))
 
-    def lets_go_of_what_is_replaced(self):
+    def does_not_use_a_group_with_a_replaced_weight(self):
         module, names = groups(self.model)[-1]
         twin = groups_of_names(self.stock, self.model, module)
         for variant in (module, twin):
@@ -147,7 +147,7 @@ class Sharded:
             assert live(module) is not None
         same(run(self.model), run(self.stock))
 
-    def is_fused_again_where_it_is_moved(self):
+    def is_fused_again_after_a_conversion(self):
         model = self.prepared().double()
         with torch.no_grad():
             block = [live(module) for module, _ in groups(model)]
@@ -156,7 +156,7 @@ class Sharded:
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 
-    def saves_what_stock_saves(self):
+    def saves_the_same_weights_as_stock(self):
         folder = self.out / self.checkpoint.name
         self.prepared().save_pretrained(folder, is_main_process=dist.get_rank() == 0)
         dist.barrier()
@@ -166,14 +166,14 @@ class Sharded:
         ):
             assert name == other_name and torch.equal(one, other), name
 
-    def is_stock_again(self):
+    def is_stock_after_restore(self):
         hf_rocm.restore(self.model)
         for module in self.model.modules():
             assert not [name for name in module.__dict__ if name.startswith("_hf_rocm") and name != bind.MODE]
         assert SLOT not in self.model.model.layers[0].__dict__
         same(run(self.model), run(self.stock))
 
-    def leaves_nothing(self):
+    def leaves_no_references(self):
         """transformers, torch and accelerate keep no references to hf_rocm. Only the compiler's caches may."""
         hf_rocm.deactivate()
         gc.collect()
@@ -224,16 +224,16 @@ class counted:
 
 
 CHECKS = (
-    Sharded.gives_what_stock_gives,
-    Sharded.multiplies_its_shards_at_once,
+    Sharded.returns_the_same_results_as_stock,
+    Sharded.runs_one_gemm_per_group,
     Sharded.can_be_traced,
     Sharded.keeps_gradients,
-    Sharded.follows_what_is_written,
-    Sharded.lets_go_of_what_is_replaced,
-    Sharded.is_fused_again_where_it_is_moved,
-    Sharded.saves_what_stock_saves,
-    Sharded.is_stock_again,
-    Sharded.leaves_nothing,
+    Sharded.uses_weights_that_were_changed_in_place,
+    Sharded.does_not_use_a_group_with_a_replaced_weight,
+    Sharded.is_fused_again_after_a_conversion,
+    Sharded.saves_the_same_weights_as_stock,
+    Sharded.is_stock_after_restore,
+    Sharded.leaves_no_references,
 )
 
 

@@ -137,7 +137,7 @@ def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
     assert min(ratios) <= 1.10
 
 
-def test_weights_on_the_cpu_wait_for_the_gpu(tmp_path, monkeypatch):
+def test_without_force_weights_are_fused_only_on_the_gpu(tmp_path, monkeypatch):
     """On ROCm without force, nothing is fused on the CPU, and the move to the GPU fuses everything."""
     models.build().save_pretrained(tmp_path)
     monkeypatch.setattr(preparing, "is_rocm", lambda: True)
@@ -178,7 +178,7 @@ def test_a_replaced_weight_and_a_copy(model):
     follows(model, GROUPS - 1)
 
 
-def test_replays_see_writes_and_a_stale_group_is_not_used_while_capturing():
+def test_replays_use_changed_weights_and_captures_use_no_stale_group():
     group, x = Group(16, 8, 4).cuda().requires_grad_(False), torch.randn(3, 16, device="cuda")
     with torch.no_grad():
         assert fuse.fuse(group, group.names) is None

@@ -69,7 +69,7 @@ def test_the_rows_are_those_that_update_writes():
 
 
 @since
-def test_another_dtype_batch_or_device_has_no_slot():
+def test_another_dtype_batch_head_dim_or_layer_has_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)
     place = {"cache_position": torch.tensor([0])}

@@ -81,7 +81,7 @@ def test_naming_an_absent_model_raises_an_error_with_the_releases_that_have_it(
     assert fingerprint(site.path) == before
 
 
-def test_activate_skips_it_too(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activate_skips_an_absent_model(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     here(newcomer="gemma9", releases=("5.90.0",))
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
@@ -100,7 +100,7 @@ def test_a_removed_file_is_reported_as_missing(site: Site, here: Here) -> None:
     assert (state.installed, state.match) == (Installed.NO, Match.CHANGED)
     assert left_out(site.installation, made).absent == ()
     site.forget_record()
-    assert left_out(site.installation, made).absent == (), "its folder was removed"
+    assert left_out(site.installation, made).absent == (), "its folder still exists"
     for file in site.model("llama").parent.iterdir():
         file.unlink()
     site.model("llama").parent.rmdir()
@@ -134,7 +134,7 @@ def test_a_leftover_block_of_an_unserved_model_is_reported(site: Site, here: Her
     assert [action.model for action in plan.writes] == ["gemma"]
 
 
-def test_commands_report_it_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_absent_models_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     here(newcomer="gemma9", releases=("5.90.0",))
     release = site.installation.version
     line = f"1 model with an overlay is not in transformers {release}"

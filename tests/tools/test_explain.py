@@ -183,7 +183,7 @@ def test_a_model_without_an_overlay_names_the_next_step():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_around_attention_has_its_attention_listed(llama):
+def test_the_attention_of_a_lora_model_is_listed(llama):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     adapted = peft.get_peft_model(llama, config).eval()
     with torch.no_grad():

@@ -95,7 +95,7 @@ def test_the_reference_is_a_model_or_its_name():
 
 
 @pytest.mark.parametrize("model_type", ["bert", "gpt_neox", "t5"])
-def test_an_empty_tokenizer_is_none(model_type, tmp_path):
+def test_an_empty_tokenizer_counts_as_missing(model_type, tmp_path):
     """transformers 5 creates some tokenizers without any file."""
     transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="there is no tokenizer"):

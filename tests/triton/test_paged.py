@@ -58,8 +58,7 @@ def check_once(
 ):
     """Compare the results and the written pages with the oracle.
 
-    lengths: numbers of keys without the queries' own keys. None stands for a row without a request.
-
+    lengths: the number of keys of each row, without the queries' own keys; None for a row without a request.
     full: whether the pages also contain keys at the positions of the new keys.
     """
     h, kv_heads = heads

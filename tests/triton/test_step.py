@@ -39,7 +39,7 @@ def test_finish_step(shape, dtype):
     logits = random(*shape, dtype=dtype)
     check(logits)
     check(logits, further=torch.tensor([2**61 + 3]))
-    check(-logits.abs() - 1)  # no logit is as large as the numbers beside the row
+    check(-logits.abs() - 1)  # every logit is less than the 0 that masked lanes load
 
 
 @each_dtype
@@ -57,7 +57,7 @@ def test_the_first_of_equal_logits_is_chosen(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")], ids=str)
-def test_values_that_are_not_finite_leave_a_doubt(value, dtype):
+def test_logits_that_are_not_finite_set_doubt(value, dtype):
     for place in (0, 1023, 1024, 2099):
         logits = random(2, 1, 2100, dtype=dtype)
         logits[1, 0, place] = value
@@ -67,7 +67,7 @@ def test_values_that_are_not_finite_leave_a_doubt(value, dtype):
     assert finished(logits)[1][1, 0] == 2000
 
 
-def test_a_doubt_stays():
+def test_doubt_stays_set():
     logits, doubt = random(1, 1, 64, dtype=torch.bfloat16), torch.tensor(float("nan"))
     given = torch.empty_like(logits), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     routed("finish_step", logits, *given, doubt)

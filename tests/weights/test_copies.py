@@ -1,4 +1,4 @@
-"""Deep copies and pickles of a fused group have a separate block, which is fused at once or at the first call."""
+"""Deep copies and pickles of a fused group have a separate block, created at once or at the first call."""
 
 from __future__ import annotations
 

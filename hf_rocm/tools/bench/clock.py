@@ -68,9 +68,10 @@ def device_time(
 ) -> list[float]:
     """Time a list of calls `repeats` times, without the host's overhead if possible. Returns seconds per call.
 
-    On a GPU the calls are captured in a graph and replayed, so that launches take no time. Calls that can't be captured
-    are timed with their launches, and so are all calls if record is False. calls: the same work. If
-    cached data would distort the times, their buffers must differ and together be larger than the GPU's caches.
+    On a GPU the calls are captured in a graph and replayed, so that the times do not include the host's launches. Calls
+    that can't be captured are timed with their launches, and so are all calls if record is False. calls: repetitions of
+    the same work. If cached data would distort the times, the calls must use different buffers, which together are
+    larger than the GPU's caches.
     """
     for call in calls[:3]:
         call()

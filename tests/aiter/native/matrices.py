@@ -28,7 +28,7 @@ def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
     )
     need(
         input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0,
-        "the input must be [gate | up], both a multiple of 8 wide",
+        "the input must be [gate | up], and the width of both a multiple of 8",
     )
     gate, up = input.float().chunk(2, -1)
     out.copy_(activation(gate) * up)

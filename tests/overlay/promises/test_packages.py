@@ -243,7 +243,7 @@ def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_p
     before = fingerprint(other.path), hashes(other.path)
     if what not in ("package", "models"):
         install(["bert"], transformers_path=site.path)
-        assert (fingerprint(other.path), hashes(other.path)) == before, "sweeping up"
+        assert (fingerprint(other.path), hashes(other.path)) == before, "the other folder was changed"
     if what in ("package", "models"):
         with pytest.raises(Exception, match="symbolic link"):
             install(transformers_path=site.path)

@@ -68,7 +68,7 @@ def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):
     config.save_pretrained(tmp_path)
     if Version(transformers.__version__) >= Version("5.0"):
         gemms, _ = seen_without(str(tmp_path), [1], [4], dtype="bfloat16")
-        assert (4, 4, 64) in {shape[:3] for shape in gemms}, "the router"
+        assert (4, 4, 64) in {shape[:3] for shape in gemms}, "the router's GEMM is missing"
         return
     with pytest.raises(TuningError, match="cannot be traced without its weights") as refused:
         seen_without(str(tmp_path), [1], [4])

@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
         files.lock(0)
 
 
-def test_polling_tries_at_least_once_and_yields_the_waiting_time(monkeypatch):
+def test_polling_tries_at_least_once_and_reports_the_waiting_time(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(files.time, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)

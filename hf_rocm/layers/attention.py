@@ -3,8 +3,8 @@ transformers' attention arguments to those of `ops.attention`.
 
 `sdpa`, the default of transformers, and flash attention over pages (see `pages`) are served. Any other implementation
 that a user selects (eager, flash_attention_2, flex_attention) runs the stock forward. For models whose attention has
-terms that SDPA lacks (softcap, sinks), transformers' default is `eager`. It can't be distinguished from a user's
-choice, so `eager` is served for them too.
+terms that SDPA lacks (softcap, sinks), transformers' default is `eager` (before 5.21, only for some of them). It can't
+be distinguished from a user's choice, so `eager` is served for them too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One process at a time checks a kernel; other processes wait for it and use its result.
 
-The lock is a file lock of the operating system on a separate file. It ends with the process that holds it, so no lock
-is ever stale. If the file system has no locks, or the wait takes too long, every process runs the check itself.
+The lock is a file lock of the operating system on a separate file. It is released when the process that holds it
+ends, so no lock is ever stale. If the file system has no locks, or the wait takes too long, every process runs the
+check itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A barrier with stores to LDS in flight is an error in the text, whether or not a launch causes a race."""
+"""A barrier with stores to LDS in flight is an error in the program, whether or not a launch causes a race."""
 
 from __future__ import annotations
 

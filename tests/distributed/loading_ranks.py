@@ -62,7 +62,7 @@ def main(checkpoint: str, undivided: str) -> None:
     seen["heads"] = refusal(folder=undivided)
     rank = environment.place().rank
     seen["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
-    assert not dist.is_initialized(), "nothing was begun"
+    assert not dist.is_initialized(), "a refused load created a process group"
     model = load()
     assert dist.is_initialized()
     tokens = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()

@@ -1,4 +1,4 @@
-"""A recorded draw computes transformers' probabilities bitwise, and draws the same tokens as `multinomial`."""
+"""A recorded draw computes the same probabilities as transformers, bitwise, and draws `multinomial`'s tokens."""
 
 from __future__ import annotations
 

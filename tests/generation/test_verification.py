@@ -1,4 +1,4 @@
-"""Drafts are compared on the host with the tokens of recorded steps, and the results are stock's tokens."""
+"""Drafts are compared on the host with the tokens of recorded steps, and the results equal stock's tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.generation.test_speculation import NEVER, NEW, alike_greedy, before, 
 
 @pytest.fixture
 def read(monkeypatch):
-    """Count the steps whose tokens were read on the host, and the stand-ins for logits that were computed."""
+    """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits."""
     counts = Counter()
     for kind, name, what in (
         (verification._Selected, "__init__", "tokens"),

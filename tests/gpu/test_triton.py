@@ -141,7 +141,7 @@ def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan():
     assert out.isnan().all() and not room.any()
 
 
-def test_they_are_selected_and_checked_in_a_child():
+def test_kernels_are_selected_and_checked_in_a_child_process():
     x, weight = random(2, 1032, dtype=torch.bfloat16), random(1032, dtype=torch.bfloat16, seed=1)
     with options.override(tier="triton", probe=True, refresh=True):
         assert torch.isfinite(ops.rms_norm(x, weight, eps=1e-6)).all()

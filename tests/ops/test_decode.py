@@ -175,7 +175,7 @@ def test_every_plan_fits(dim, size, arch):
         assert 2 * how.keys * wide * size <= 64 * 1024  # LDS must hold a block of keys and a block of values
 
 
-def test_small_work_is_split_and_large_work_is_not():
+def test_the_number_of_splits_depends_on_the_batch_and_the_keys():
     assert decode.plan(1, 8, 4, 65536, 128, 2, 132, None).splits == 16
     assert decode.plan(1, 8, 4, 65536, 128, 2, 304, "gfx942").splits == 76
     assert decode.plan(512, 8, 4, 1024, 128, 2, 132, None).splits == 1

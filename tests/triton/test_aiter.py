@@ -1,4 +1,4 @@
-"""aiter's Triton kernel for attention, called as the aiter tier does, and executed as machine code.
+"""aiter's Triton kernel for attention, called as in the aiter tier, and executed as machine code.
 
 The tier calls one Triton kernel of aiter: `flash_attn_func` on Radeon GPUs, in releases that list them. The release in
 the test environment has the same function, but without sinks, and with tile sizes only for MI300X and MI350X.

@@ -142,7 +142,7 @@ def test_strided_terms_of_a_layer_norm_are_copied():
     assert torch.equal(output, routed("add_layer_norm", *packed, eps=1e-5, keep_sum=True)[0])
 
 
-def test_it_rounds_like_transformers():
+def test_an_rms_norm_rounds_like_transformers():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

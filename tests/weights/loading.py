@@ -3,7 +3,7 @@
 test_large.py runs this script.
 
 Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints memory in
-bytes above the value before loading: allocated memory, and pages of the checkpoint's file. The kernel measures peaks,
+bytes above the value before loading: allocated memory, and pages of the checkpoint's file. Linux measures peaks,
 which include all memory and are reset before every step.
 """
 

@@ -1,10 +1,10 @@
 """Memory that torch's CPU allocator allocates and frees during an action.
 
 torch.profiler reports every allocation and release with its size. Their sum is the change, and the highest running sum
-is the peak. Both include blocks that Python can't reach (a DLPack part keeps one alive) and temporary copies. The size
-of a released block is reported only if its allocation was profiled, so models are built under the profiler, and a
-marker separates building from the measured action. The allocator does not count mapped checkpoints, so these models are
-built in memory. As an independent measurement, the union of all storages is checked, too.
+is the peak. Both include blocks that Python can't reach (tensors created through DLPack keep them alive) and temporary
+copies. The size of a released block is reported only if its allocation was profiled, so models are built under the
+profiler, and a marker separates building from the measured action. The allocator does not count mapped checkpoints, so
+these models are built in memory. As an independent measurement, the union of all storages is checked, too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):
     assert 0 < traffic.peak <= one_layer(model)
 
 
-def test_saving_peaks_no_higher_than_stock_by_more_than_one_layer(tmp_path):
+def test_saving_peaks_at_most_one_layer_higher_than_stock(tmp_path):
     model, plain = count(lambda model: model.save_pretrained(tmp_path / "stock"), tmp_path, prepared=False)
     _, prepared = count(lambda model: model.save_pretrained(tmp_path / "prepared"), tmp_path, prepared=True)
     assert prepared.peak <= plain.peak + one_layer(model)

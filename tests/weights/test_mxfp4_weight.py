@@ -1,4 +1,4 @@
-"""`quantize="mxfp4"` for linear layers: kernels, numbers, memory, later changes to the model, and loading."""
+"""`quantize="mxfp4"` for linear layers: kernels, accuracy, memory, later changes to the model, and loading."""
 
 from __future__ import annotations
 

@@ -64,7 +64,10 @@ def _of_run(body: str, line: int) -> Iterator[Command]:
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (word, rest, line) for each instruction, with its line breaks. Comments are replaced by a backslash."""
+    """Yield (word, rest, line) for each instruction, with its line breaks.
+
+    A backslash replaces each comment and each empty line within an instruction.
+    """
     kept: list[str] = []
     start, end = 0, ""  # the current instruction, and the word that ends its here-document
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,4 +1,4 @@
-"""docs/gpus.md lists the architectures that the code lists, and docs/aiter.md names the newest checked aiter."""
+"""docs/gpus.md lists the architectures and tiers of the code, and docs/aiter.md names the newest checked aiter."""
 
 from __future__ import annotations
 

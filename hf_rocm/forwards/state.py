@@ -200,7 +200,7 @@ class State:
         return known
 
     def why_not(self, key: Hashable, path: Path) -> str | None:
-        """Return why recording this shape failed, or None."""
+        """Return why calls of this shape and path are not recorded, or None."""
         return self._seen.get((key, path))
 
     def keep(self, key: Hashable, reads: Sequence[Read], recording: RecordedForward, grown: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensors that are allocated on one stream and used on another, so that the allocator does not reuse them too early.
+"""Record streams on tensors that other streams use, so that the allocator does not reuse their memory too early.
 
 PyTorch's allocator reuses the memory of a freed tensor at once for the stream on which it was allocated, even while
 another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches and their tensors

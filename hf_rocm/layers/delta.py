@@ -27,14 +27,14 @@ _LIBRARIES = ("fla", "causal_conv1d")
 
 
 class DeltaStates(NamedTuple):
-    """The states of one layer: conv [B, C, K], the last inputs of its convolution; recurrent [B, H, D_k, D_v]."""
+    """The states of one layer: conv [B, C, K], the last K inputs of every channel; recurrent [B, H, D_k, D_v]."""
 
     conv: Tensor
     recurrent: Tensor
 
 
 class DeltaTokens(NamedTuple):
-    """The tokens of one call: x [B, K] of a step, or [B, S, K] of a prompt, whose padding is zero.
+    """The tokens of one call: x [B, hidden] of a step, or [B, S, hidden] of a prompt, whose padding is zero.
 
     states: the states before the tokens, or None at the start of a sequence. cache: the call's cache, or None.
     """
@@ -49,8 +49,8 @@ def delta_tokens(
 ) -> DeltaTokens | None:
     """Return the tokens of this call, or None if the stock forward must run; `explain` shows the reason.
 
-    module: the linear-attention layer, with the attributes of Qwen3-Next's layer. x: [B, S, K]. mask: [B, S], 0 for
-    padding, or None. arguments: the call's other keyword arguments.
+    module: the linear-attention layer, with the attributes of Qwen3-Next's layer. x: [B, S, hidden]. mask: [B, S], 0
+    for padding, or None. arguments: the call's other keyword arguments.
     """
     states = None if cache is None else _states(module, cache)
     reason = states if isinstance(states, str) else _refuses(module, x, mask, arguments, states)

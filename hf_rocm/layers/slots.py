@@ -17,8 +17,8 @@ from torch import Tensor
 class Slot(NamedTuple):
     """Rows of a cache.
 
-    keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which the
-    kernel advances (see `ops.rope_into_cache`). written: a function to call after the write, or None.
+    keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which
+    `ops.rope_into_cache` advances. written: a function to call after the write, or None.
     """
 
     keys: Tensor

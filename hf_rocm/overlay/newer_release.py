@@ -30,7 +30,7 @@ class Prospect:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A newer release: the newest release that was checked, and an assessment of every file."""
+    """The assessment of a newer release. newest: the newest checked release. prospects: one for every selected file."""
 
     release: str
     newest: str

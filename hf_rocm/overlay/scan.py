@@ -19,7 +19,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
     """Return the states of the named models' files or, without names, of all files with an overlay or a block.
 
     Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
-    transformers lacks or that has no overlay.
+    transformers lacks, or that has neither an overlay nor a block.
     """
     names = list(dict.fromkeys(models))
     if not names:
@@ -101,7 +101,7 @@ def _link(file: Path) -> Path | None:
 
 
 def _absent(installation: Installation, model: str) -> bool:
-    """Whether this transformers was delivered without the model. A deleted file is missing, not absent."""
+    """Whether this transformers was shipped without the model. A file that was deleted later is not absent."""
     file = _file(installation, model)
     if os.path.lexists(file):
         return False

@@ -36,8 +36,8 @@ class Replacement(nn.Module):
     """A module that replaces another one until `restore` or `dequantize`. `quantize` and `prepare` create it.
 
     dtype: that of the dequantised weights. replaced: the original module. follows: whether inputs are moved to this
-    module's device, as accelerate did for the replaced module. warns: whether state dicts with rounded weights are
-    logged.
+    module's device, as accelerate did for the replaced module. warns: whether a warning is logged if a state dict
+    contains rounded weights.
     """
 
     dtype: torch.dtype
@@ -289,7 +289,7 @@ def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def replace(model: nn.Module, replacement: Callable[[Replacement], nn.Module]) -> None:
-    """Replace the quantised modules, fuse the resulting groups, and make the frozen parameters trainable."""
+    """Replace the quantised modules, fuse the resulting groups, and unfreeze the parameters that were frozen."""
     report = model.__dict__.pop(REPORT, None) or {}
     for module in model.modules():
         for name, child in list(module._modules.items()):

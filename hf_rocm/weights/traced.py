@@ -24,9 +24,9 @@ _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Te
 
 
 def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
-    """Return the output of a fused group while torch.compile traces, through the op, or None.
+    """Return the output of a fused group, computed by the op, while torch.compile traces; None if the op can't be used.
 
-    Also returns None under torch.export, whose programs must not depend on hf_rocm.
+    It is not used under torch.export, for example, because exported programs must not depend on hf_rocm.
     """
     if exporting() or torch.is_autocast_enabled(x.device.type):
         return None

@@ -97,7 +97,8 @@ def table(outcome: Outcome) -> str:
     lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} {before}")
     if outcome.wrong:
         lines.append(
-            f"WRONG: tokens are {outcome.prepared.gap:.3g} below the largest logit (spread {outcome.spread:.3g})"
+            f"WRONG: the logit of a token is {outcome.prepared.gap:.3g} below the largest one "
+            f"(spread {outcome.spread:.3g})"
         )
     return "\n".join(lines)
 

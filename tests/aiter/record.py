@@ -36,7 +36,7 @@ OPERATORS = ("compile_ops", "torch_compile_guard")
 
 
 def differences(checkout: Path, version: str) -> list[str]:
-    """One line per name whose declaration differs from the recorded one."""
+    """One entry per name whose declaration differs from the recorded one."""
     results = []
     for kind in ("operators", "functions"):
         for name in DATA[kind]:

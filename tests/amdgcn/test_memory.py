@@ -372,7 +372,7 @@ def test_scratch_of_inactive_lanes_is_kept_and_starts_as_garbage(arch):
 
 
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])
-def test_scratch_has_a_size_and_its_loads_are_waited_for(arch):
+def test_scratch_accesses_out_of_bounds_or_too_early_are_errors(arch):
     with pytest.raises(OutOfBounds, match="of 32 bytes per lane"):
         execute(arch, [f"scratch_store_{word(arch)} off, v4, off offset:32"], {"v4": 1})
     with pytest.raises(EarlyAccess):

@@ -144,7 +144,7 @@ def test_the_forwards_of_an_encoder_checkpoint_are_timed(model_type, auto, title
     assert title in out and out.count("\nhf_rocm ") == 1 and "no layer is served" not in out
 
 
-def test_a_side_without_a_served_layer_is_called_stock(tmp_path, capsys):
+def test_a_side_without_a_served_layer_is_reported_as_stock(tmp_path, capsys):
     changes = {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]], "vocab_size": 99}
     folder = _checkpoint(tmp_path, "gpt_neo", "AutoModelForCausalLM", **changes)
     arguments = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--kinds", "prefill", "--sides", "stock,hf_rocm"]

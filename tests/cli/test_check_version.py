@@ -101,7 +101,7 @@ def test_it_shows_which_directory_serves_which_model(check: Callable[..., Outcom
         assert rows[model][1:3] == ["no", "verified"]
 
 
-def test_json_has_both_axes_and_the_facts(check: Callable[..., Outcome]) -> None:
+def test_json_has_the_state_of_every_file_and_the_facts(check: Callable[..., Outcome]) -> None:
     data = json.loads(check("--json").out)
     assert data["ok"] is False
     assert {file["installed"] for file in data["files"]} == {"no"}

@@ -30,7 +30,7 @@ def test_the_loss_is_measured_and_printed(kind, tiny_checkpoint, tmp_path, capsy
     assert f"{loss['perplexity'][1]:.4f} before, {loss['perplexity'][0]:.4f} after" in out
 
 
-def test_several_kinds_are_a_table(tiny_checkpoint, capsys):
+def test_several_kinds_are_compared_in_a_table(tiny_checkpoint, capsys):
     command = ["quantize", str(tiny_checkpoint), "--kind", "int8,fp8,int8", "--force", "--device", "cpu"]
     command += ["--tokens", "300"]
     assert main([*command, "--json"]) == 0

@@ -55,7 +55,7 @@ def test_ranks_with_the_same_facts_continue_repeatedly():
         assert ranks_with([lambda: SAME] * 4, store=store) == dict.fromkeys(range(4))
 
 
-def test_a_difference_is_named_with_its_values_and_ranks_on_all_of_them():
+def test_every_rank_raises_the_same_error_with_the_values_that_differ():
     store = HashStore()
     ranks_with([lambda: SAME] * 4, store=store)
     other = {**SAME, "aiter": "amd-aiter 0.1.5"}
@@ -82,7 +82,7 @@ def test_many_differences_are_counted():
 def test_if_one_rank_fails_the_others_raise_at_once(error):
     began = time.monotonic()
     ended = ranks_with([lambda: SAME, raises(error), lambda: SAME])
-    assert time.monotonic() - began < 30, "a rank waited for the time limit"
+    assert time.monotonic() - began < 30, "a rank waited until the time limit"
     assert len({str(error) for error in ended.values()}) == 1
     assert ended[0].message.startswith("rank 1 (") and str(error.args[0]) in ended[0].message
     assert "failed before the model was loaded" in ended[0].message

@@ -1,4 +1,4 @@
-"""docs/gpus.md lists the architectures that the code lists, with their tiers."""
+"""docs/gpus.md lists the architectures and tiers of the code, and docs/aiter.md names the newest checked aiter."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_the_table_of_architectures_is_current():
     assert [line for line in lines if line.startswith("| gfx")] == expected
 
 
-def test_the_page_names_the_newest_checked_release_of_aiter():
+def test_the_page_on_aiter_names_its_newest_checked_release():
     assert f"| {NEWEST_AITER} (the main branch" in (DOCS / "aiter.md").read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ def forgotten():
 
 @pytest.fixture
 def text(monkeypatch):
-    """A function that changes the source of transformers' generation module that the module `features` reads."""
+    """A function that changes the source of transformers' generation module, as read by `features`."""
 
     def change(pattern, replacement):
         read = features._file

@@ -125,7 +125,7 @@ def embedded():
 
 
 @pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
-def test_masks_other_than_left_padding_are_prepared_by_transformers(call, pair, steps):
+def test_calls_with_other_masks_positions_or_embeddings_equal_stock(call, pair, steps):
     served, stock = pair("llama", graphs=None)
     assert torch.equal(generate(served, call(), new=NEW), generate(stock, call(), new=NEW))
     if call in (hole, right):

@@ -21,9 +21,7 @@ def test_every_gpu_is_tested() -> None:
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
-def test_either_setting_of_the_allocator_is_effective_in_its_test(
-    settings: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_settings_of_the_allocator_take_effect(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None and answer.facts["allocator"]["error"] is None

@@ -72,7 +72,7 @@ def test_a_replay_uses_the_current_logits():
     assert torch.equal(weights, expected[0]) and torch.equal(ids, expected[1])
 
 
-def test_they_are_checked_in_a_child():
+def test_the_kernel_is_checked_in_a_child_process():
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         ops.choose_experts(torch.randn(2, 128, device="cuda").bfloat16(), top=8, normalise=True)
     assert [route.name for route in routes] == ["routing_kernel"]

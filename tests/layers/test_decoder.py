@@ -139,7 +139,7 @@ def test_norms_after_the_branches_are_one_operation_with_the_sum(few, monkeypatc
     ("part", "operations"),
     [("post_attention_layernorm", 1), ("pre_feedforward_layernorm", 2), ("post_feedforward_layernorm", 1)],
 )
-def test_a_hooked_norm_is_called_once_beside_the_operation(few, part, operations, monkeypatch):
+def test_a_hooked_norm_is_called_once_outside_the_fused_operation(few, part, operations, monkeypatch):
     """operations: the number of `norm_add` calls that remain in the layer whose norm has a hook."""
     monkeypatch.setattr(decoder, "one_kernel", lambda *norms: True)
     model = build("Gemma2")

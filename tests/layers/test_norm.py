@@ -83,7 +83,7 @@ def test_changed_modules_are_not_plain(name, change, monkeypatch):
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("change", ["forward of the class", "call of the class", "body of the call"])
-def test_a_class_that_was_changed_before_it_was_examined_is_not_stock(change, known, monkeypatch):
+def test_a_changed_class_is_not_stock_whether_or_not_it_was_examined_before(change, known, monkeypatch):
     monkeypatch.delitem(watches, nn.LayerNorm, raising=False)
     if known:
         assert is_stock(nn.LayerNorm)
@@ -119,7 +119,7 @@ def test_a_gelu_with_a_replaced_function_is_not_recognised(monkeypatch):
     assert activation_of(gelu) is None
 
 
-def test_hooks_on_all_modules_are_for_activations_too():
+def test_activations_are_not_recognised_with_hooks_on_all_modules():
     silu = transformers.activations.ACT2FN["silu"]
     assert activation_of(silu) == "silu"
     handle = torch_module.register_module_forward_hook(lambda *_: None)

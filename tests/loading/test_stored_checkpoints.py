@@ -219,7 +219,7 @@ def test_without_force_the_model_is_loaded_as_in_stock(folder, monkeypatch):
     assert outcome(lambda: hf_rocm.from_pretrained(path)) == outcome(lambda: LlamaForCausalLM.from_pretrained(path))
 
 
-def test_a_config_in_the_arguments_is_stock(folder):
+def test_a_load_with_a_quantization_config_is_left_to_stock(folder):
     path = folder()
     given = auto.AutoQuantizationConfig
     config = {"quant_method": "quanto", "weights": "int8"}
@@ -281,7 +281,7 @@ def test_the_tensors_of_a_layer_may_be_in_several_files(folder, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_with_another_dtype_of_the_model_scales_keep_theirs(folder, dtype):
+def test_scales_keep_their_dtype_if_the_model_has_another(folder, dtype):
     """The checkpoint's scales keep their dtype."""
     path = folder(FP8)
     checkpoints.edit_tensors(path, replace(f"{LAYER}.weight_scale", lambda tensor: tensor.float() * 1.0001))

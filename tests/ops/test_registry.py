@@ -100,7 +100,7 @@ def test_switched_off_aiter_is_skipped(operation):
     assert choice.refusals[0].reason == "switched off by an environment variable"
 
 
-def test_changed_options_renew_all_choices(operation):
+def test_changed_options_invalidate_all_choices(operation):
     assert operation.calls[(CPU, 2)]() == "aiter"
     with options.override(tier="eager"):
         assert operation.calls[(CPU, 2)]() == "eager"
@@ -167,7 +167,7 @@ def test_recording_collects_the_shapes_of_every_call(name):
     assert [route.shapes for route in routes if route.operation == name] == [shapes] * 2
 
 
-def test_a_lookup_runs_no_python_and_recording_leaves_nothing(operation):
+def test_a_cached_lookup_runs_no_python_and_recording_leaves_no_trace(operation):
     plain = operation.calls[CPU, 2]
     assert plain is operation.implementations[0].call
     with ops.recording() as outer:

@@ -75,7 +75,7 @@ def test_the_message_names_the_definition_its_digests_and_the_releases(
 
 @pytest.mark.parametrize("packed", [True, False], ids=["wheel", "folder"])
 @pytest.mark.parametrize("model", EDITS)
-def test_the_change_is_shown_against_a_cached_release(
+def test_the_change_is_shown_against_a_known_release(
     newer: Site,
     make: Callable[[str], Site],
     model: str,
@@ -105,7 +105,9 @@ def test_a_path_without_transformers_cannot_be_compared_with(newer: Site, catalo
     assert main(["status", "--against", str(tmp_path), "--transformers-path", str(newer.path)]) == 2
 
 
-def test_all_or_none_unless_changed_models_are_skipped(newer: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_overlays_or_none_are_installed_unless_changed_models_are_skipped(
+    newer: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ["--transformers-path", str(newer.path)]
     before = hashes(newer.path)
     assert main(["install-overlays", *place]) == 1

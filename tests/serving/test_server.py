@@ -30,7 +30,7 @@ ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPL
 
 
 def answers(server, model, endpoints=ENDPOINTS):
-    """Returns the greedy answers of all endpoints, both streamed and whole."""
+    """Returns the greedy answers of these endpoints, streamed and whole. /v1/responses streams in both cases."""
     texts = {}
     for path, ask in endpoints:
         for stream in (False, True):
@@ -74,7 +74,7 @@ def test_it_answers_like_stocks_server(prepared, installed, stocks_answers, chat
 
 @pytest.mark.skipif(
     RELEASE.major == 4,
-    reason="not run: serve in 4.57 streams from a list that its own thread extends: its text varies",
+    reason="not run: in 4.57, serve streams from a list that another thread extends, so its text varies",
 )
 def test_continuous_batching_answers_like_stocks_server(installed, stocks_answers, chatty_checkpoint, tmp_path):
     arguments = ["--device", "cpu", "--continuous-batching", "--cb-num-blocks", "8", "--cb-max-batch-tokens", "64"]

@@ -66,7 +66,7 @@ def test_the_cache_of_recorded_steps_is_written_to_and_its_length_advances():
     assert actual.layers[0].rows == stock.layers[0].rows == 7
 
 
-def test_the_kernel_advances_the_position_for_single_tokens_only():
+def test_calls_with_a_single_token_advance_the_position():
     cache = StaticCache(config=config(), max_cache_len=8)
     for seed in range(3):
         _, operations = call(cache, 1, seed=seed, tier="triton", batch=1)

@@ -27,7 +27,7 @@ RELEASE = Version(transformers.__version__)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(Version("5") <= RELEASE < Version("5.23"), reason="measured in 4.x and in 5.23"),
+    pytest.mark.skipif(Version("5") <= RELEASE < Version("5.23"), reason="measured in 4.x and from 5.23 on"),
     pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="reads the memory counters of Linux"),
 ]
 

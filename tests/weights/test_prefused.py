@@ -47,7 +47,7 @@ def test_phi3_is_reported_and_equals_stock(phi3):
     assert torch.equal(logits(prepared), logits(stock))
 
 
-def test_gpt2s_conv1d_counts_too(tmp_path):
+def test_gpt2s_conv1d_is_recognised_too(tmp_path):
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -58,7 +58,7 @@ def test_gpt2s_conv1d_counts_too(tmp_path):
         torch.testing.assert_close(prepared(IDS).logits, stock(IDS).logits)
 
 
-def test_only_layers_with_these_names_count():
+def test_only_linear_layers_with_known_names_are_recognised():
     module = nn.Module()
     module.qkv_proj, module.o_proj, module.Wqkv = nn.Linear(4, 12), nn.Linear(4, 4), nn.Identity()
     assert joined_already(module) == ["qkv_proj"]

@@ -53,7 +53,7 @@ def test_a_training_step_of_one_reaches_the_other():
     assert torch.equal(logits(prepared), logits(other))
 
 
-def test_they_are_fused_once_the_other_model_is_freed():
+def test_weights_are_fused_once_the_other_model_is_freed():
     prepared, other = two()
     hf_rocm.prepare(prepared, force=True)
     logits(prepared)

@@ -35,7 +35,7 @@ def test_the_svg_is_well_formed_and_complete(tmp_path):
         assert float(entry.get("y")) + float(entry.get("height")) <= height
 
 
-def test_segments_of_several_commits_are_named_with_all_rates():
+def test_the_chart_of_several_segments_names_all_commits_and_rates():
     segments = [segment(), segment(commit="fedcba987654", rates=Rates(4.3e12, 0.8e12)), segment(commit=None)]
     text = " ".join(word.text for word in words_of(chart.draw("x", segments)))
     assert "commit 0123456789ab, fedcba987654, hf_rocm forced" in text

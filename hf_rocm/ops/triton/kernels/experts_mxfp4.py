@@ -150,7 +150,7 @@ def dequantize_mxfp4(
 def _build(
     kernel: Any, cut: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], *, bias: bool = True, **types: str
 ) -> Build:
-    """Build for bf16."""
+    """The build for bf16."""
     return Build(
         kernel,
         {

@@ -1,8 +1,8 @@
 """GEMMs with few rows, x Wᵀ, fused with the operations after them in a decoder layer.
 
-A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads few
-rows of W in long pieces, and also computes the gate of an MLP and the residual sum. Everything is added up in fp32 and
-rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
+A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads a
+few rows of W in long pieces, and also computes the gate of an MLP and the residual sum. Sums are accumulated in fp32
+and rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
 numbers are converted in registers. A row's scale multiplies the result; a block's scale multiplies x or a partial sum.
 """
 
@@ -32,7 +32,7 @@ def matrix_vector(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of the result for one row, by multiplying and adding up."""
+    """BLOCK_N columns of the result for one row of x, without matrix instructions."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]
@@ -225,7 +225,7 @@ def _build(
     residual: bool = False,
     arch: str | None = None,
 ) -> Build:
-    """Build the variant for bf16 inputs on AMD; arch: the only architecture to build it for."""
+    """The build for bf16 inputs on AMD; arch: the only architecture it is for, or None for all that support it."""
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None

@@ -78,7 +78,7 @@ class Directory:
         return files
 
     def overlay(self, model: str) -> Overlay | None:
-        """The overlay of a model, or None if no digests are recorded for it, so that its file could not be checked."""
+        """The overlay of a model, or None without recorded digests, because the stock file can't be checked then."""
         record = self.manifest.records.get(model)
         if record is None:
             return None

@@ -56,7 +56,7 @@ RENAMED = {
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_32_bits(arch):
+def test_32_bit_instructions_equal_their_formulas(arch):
     formulas = dict(BOTH)
     for old, (new, formula) in RENAMED.items():
         formulas[new if arch == "gfx1201" else old] = formula
@@ -70,7 +70,7 @@ def test_32_bits(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_64_bits(arch):
+def test_64_bit_instructions_equal_their_formulas(arch):
     a, b = 0x8123456789ABCDEF, 0x00FF00FF0F0F0F0F
     negated = "and_not1" if arch in RDNA else "andn2"
     cases = {
@@ -94,7 +94,7 @@ def test_64_bits(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_single_operands_and_immediates(arch):
+def test_single_operands_and_immediates_are_supported(arch):
     add = "s_addk_co_i32" if arch == "gfx1201" else "s_addk_i32"
     cases = {
         "s_abs_i32 s8, s4": {0x80000000: 0x80000000, WORD: 1, 7: 7},
@@ -114,7 +114,7 @@ def test_single_operands_and_immediates(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_comparisons_and_selects(arch):
+def test_selects_read_the_result_of_comparisons(arch):
     for text, flag in {
         "s_cmp_lt_i32 s4, s5": 1,
         "s_cmp_lt_u32 s4, s5": 0,
@@ -146,7 +146,7 @@ def test_exec_is_saved_and_changed(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_loops_and_branches(arch):
+def test_loops_and_branches_are_followed(arch):
     """Ten iterations of a loop, and then an unconditional branch."""
     add = "s_add_co_i32" if arch == "gfx1201" else "s_add_i32"
     lines = [
@@ -164,7 +164,7 @@ def test_loops_and_branches(arch):
 
 
 @pytest.mark.parametrize("arch", ["gfx1150", "gfx1201"])
-def test_scalar_floats(arch):
+def test_float_instructions_equal_their_formulas(arch):
     def bits(x: float) -> int:
         return int(np.float32(x).view(np.uint32))
 

@@ -167,7 +167,7 @@ def test_a_refusal_as_json_is_data_with_an_error_exit_code(command: Command, sit
 
 
 @pytest.mark.parametrize("name", ["install-overlays", "uninstall-overlays", "status"])
-def test_a_missing_model_is_an_error(command: Command, name: str) -> None:
+def test_an_unknown_model_is_an_error(command: Command, name: str) -> None:
     refused = command(name, "llama", "mistrall")
     assert refused.code == 1
     assert "mistrall" in refused.err and " models, such as " in refused.err
@@ -312,7 +312,7 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stderr, "isatty", lambda: True)
         shown = command("status", "--record")
-    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\033[2K"), "erased"
+    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\033[2K"), "not erased"
     one_byte(site)
     shown = command("status", "--record", "--json")
     assert shown.code == 1

@@ -93,7 +93,7 @@ def test_names_and_lines_are_printed_without_control_characters(tmp_path, capsys
     assert "no\\x1b[2Jwhere" in capsys.readouterr().err
 
 
-def test_a_file_name_that_is_not_utf8(tmp_path, capfdbinary):
+def test_a_file_name_that_is_not_utf8_is_escaped(tmp_path, capfdbinary):
     name = os.fsdecode(b"caf\xe9.py")
     (tmp_path / name).write_text("import pynvml\n")
     assert main(["port-check", str(tmp_path)]) == 1

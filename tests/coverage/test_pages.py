@@ -103,7 +103,7 @@ def run(model, calls, cache):
     return logits, list(calls)
 
 
-def test_every_model_is_in_the_table():
+def test_every_listed_overlay_has_a_case():
     assert {case.overlay for case in PAGED} == SERVED
 
 

@@ -93,7 +93,7 @@ def test_heads_that_cannot_be_divided_are_refused(tmp_path):
     assert "sizes that fit       1, 3" in log
 
 
-def test_a_rank_that_fails_before_it_loads(checkpoint, tmp_path):
+def test_a_rank_that_fails_before_it_loads_is_reported(checkpoint, tmp_path):
     log = fails("raises", checkpoint, tmp_path)
     words = (
         r"RankError: rank 1 \(.+\) failed before the model was loaded: ValueError: this node's driver does not answer"

@@ -46,7 +46,7 @@ def test_indivisible_heads_are_refused_early(seen):
         assert "shape" in rank["stock heads"]
 
 
-def test_equal_ranks_load_repeatedly_and_count_alike(seen):
+def test_both_ranks_count_the_same_number_of_comparisons(seen):
     assert [rank["calls"] for rank in seen] == [3, 3]
 
 

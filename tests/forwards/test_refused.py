@@ -120,7 +120,7 @@ class Subclass(torch.Tensor):
         (lambda: torch.ones(3).as_subclass(Subclass), "is of type Subclass"),
     ],
 )
-def test_attributes_that_are_not_plain_tensors_run_uncaptured(make_tensor, reason, pair):
+def test_models_with_attributes_that_are_not_plain_tensors_run_uncaptured(make_tensor, reason, pair):
     prepared, stock = pair()
     given = inputs("bert")
     for _ in range(5):

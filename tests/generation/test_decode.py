@@ -137,7 +137,7 @@ def test_the_extra_step_of_the_deferred_check_is_not_observable(pair, ends_asked
     assert torch.equal(*drawn)
 
 
-def test_batch_sizes_change_between_calls(pair):
+def test_each_batch_size_is_recorded_once(pair):
     prepared, stock = pair()
     for rows in (1, 3, 2, 1, 3):
         inputs = prompt(rows=rows, seed=rows)

@@ -195,5 +195,5 @@ def test_a_prepared_model_equals_stock(recorded_on_cpu):
 
 @pytest.mark.slow
 @at_the_ends
-def test_many_random_steps(recorded_on_cpu):
+def test_a_prepared_model_equals_stock_in_many_runs(recorded_on_cpu):
     run(60)

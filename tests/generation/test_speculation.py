@@ -321,7 +321,7 @@ def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
     assert counted(prepared)[1] > 0
 
 
-def test_a_prompt_of_embeddings(pair):
+def test_a_prompt_of_embeddings_runs_as_in_stock(pair):
     prepared, stock = pair(graphs=None)
     inputs = repeating(1)
     embeddings = stock.get_input_embeddings()(inputs.pop("input_ids")).detach()

@@ -18,7 +18,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(Version(transformers.__version__) < Version("4.55"), reason="not run: needs gpt-oss, in 4.55"),
+    pytest.mark.skipif(Version(transformers.__version__) < Version("4.55"), reason="not run: gpt-oss needs 4.55"),
 ]
 SIZES = [(5, 4, 2880, 2880), (8, 8, 2048, 768), (7, 3, 544, 96)]  # E, k, H, I
 
@@ -39,7 +39,7 @@ def on_gpu(shape, dtype):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("tokens", "name"), [(1, "chosen"), (3, "chosen"), (8, "chosen"), (90, "dequantize")])
 @pytest.mark.parametrize("biased", [True, False], ids=["gpt-oss", "silu"])
-def test_experts(tokens, name, sizes, dtype, biased):
+def test_experts_are_as_accurate_as_the_eager_tier(tokens, name, sizes, dtype, biased):
     tensors, keywords = on_gpu((tokens, *sizes), dtype)
     tensors, keywords = (tensors, keywords) if biased else unbiased(tensors)
     with ops.recording() as routes:
@@ -64,7 +64,7 @@ def test_a_replay_uses_the_current_selection(tokens):
     assert not torch.equal(output, before)
 
 
-def test_it_is_selected_and_checked_in_a_child():
+def test_the_kernel_is_selected_and_checked_in_a_child_process():
     tensors, keywords = on_gpu((2, 8, 2, 256, 128), torch.bfloat16)
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         assert torch.isfinite(ops.mxfp4_experts(*tensors, **keywords)).all()

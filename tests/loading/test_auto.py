@@ -142,7 +142,7 @@ def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path,
     hf_rocm.auto_prepare(False)
 
 
-def test_a_failed_load_leaves_the_next_one_prepared(llama, tmp_path):
+def test_after_a_failed_load_the_next_model_is_prepared(llama, tmp_path):
     hf_rocm.auto_prepare(force=True)
     with pytest.raises((OSError, ValueError)):
         transformers.AutoModel.from_pretrained(tmp_path)
@@ -233,6 +233,6 @@ def test_an_installed_block_switches_it_on_if_the_environment_requests_it(llama,
 
 
 @pytest.mark.parametrize("also", ["diffusers", 3, None])
-def test_packages_are_named_in_a_list(also):
+def test_also_must_be_a_list_of_packages(also):
     with pytest.raises(OptionError, match=r"also=.* is not valid"):
         hf_rocm.auto_prepare(also=also)

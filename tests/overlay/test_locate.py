@@ -38,7 +38,7 @@ def refusal(path: Path | None = None) -> OverlayError:
     return refused.value
 
 
-def test_the_installed_one_is_found_without_importing_it() -> None:
+def test_the_installed_transformers_is_located() -> None:
     result = locate()
     assert result.root == installed_package()
     assert result.metadata is not None and result.version in result.metadata.name

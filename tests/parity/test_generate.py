@@ -1,4 +1,4 @@
-"""In fp32, generated greedy tokens equal stock's. In bf16, every token is within tolerance of stock's best."""
+"""In fp32, generated greedy tokens equal stock's. In bf16, the logit of every token is close to stock's maximum."""
 
 from __future__ import annotations
 

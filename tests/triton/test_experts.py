@@ -40,7 +40,7 @@ def blocks(monkeypatch):
 
 @each_dtype
 @each_layout
-def test_experts(layout, dtype):
+def test_experts_are_as_accurate_as_the_eager_tier(layout, dtype):
     tokens, experts_, top, hidden, inner = ODD
     for further in LONGER:
         sizes = (hidden + further, inner + further)

@@ -38,7 +38,7 @@ def tiles(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_experts(tokens, dtype):
+def test_experts_are_as_accurate_as_the_eager_tier(tokens, dtype):
     for further in LONGER:
         check(*drawn((tokens, 5, 2, 96 + further, 64), dtype))
         check(*drawn((tokens, 5, 2, 64, 96 + further), dtype))
@@ -100,7 +100,7 @@ def test_every_number_is_decoded_at_every_position(dtype):
 
 
 @each_dtype
-def test_dequantised_in_one_pass(dtype):
+def test_one_pass_dequantises_as_the_reference_does(dtype):
     blocks = torch.arange(256).to(torch.uint8).view(1, 1, 16, 16).expand(1, 16, 16, 16).contiguous()
     scales = torch.arange(256).to(torch.uint8).view(1, 16, 16)
     actual = experts.dequantized(blocks[0], scales[0], dtype)
@@ -249,7 +249,7 @@ def test_a_gpu_or_the_interpreter_is_needed(monkeypatch):
     assert "need a GPU" in str(experts.refuses(spec(), Device("cpu", rocm=False)))
 
 
-def test_it_raises_if_the_tier_was_named():
+def test_an_unsupported_dtype_raises_if_the_tier_was_named():
     (x, *rest), _ = drawn((2, 4, 2, 32, 32), torch.float64)
     with options.override(tier="experts=triton"), pytest.raises(TierUnavailable, match="float64"):
         ops.mxfp4_experts(x, *rest)

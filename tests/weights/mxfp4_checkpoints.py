@@ -1,4 +1,4 @@
-"""Checkpoints of a small gpt-oss in MXFP4, written according to the format's specification with numpy only."""
+"""Checkpoints of a small gpt-oss in MXFP4, rounded with numpy according to the format's specification."""
 
 from __future__ import annotations
 

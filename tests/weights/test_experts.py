@@ -208,7 +208,7 @@ def test_with_gradients_the_modules_run():
         assert stacked(mixture) is not None
 
 
-def test_parameters_of_functional_call_run_the_modules():
+def test_with_functional_call_the_modules_run():
     mixture = make()
     lent = {name: torch.zeros_like(value) for name, value in mixture.named_parameters()}
     seen = []

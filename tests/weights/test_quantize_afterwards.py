@@ -35,7 +35,7 @@ class TestAfterwards:
         actual, shapes, others = products(model)
         assert torch.equal(actual, expected) and shapes == SHAPES * LAYERS and others == 0
 
-    def test_copies_and_pickles(self):
+    def test_copies_and_pickles_stay_quantised(self):
         model = quantized("fp8")
         expected = logits(model)
         self.still_one_product(copy.deepcopy(model), expected)

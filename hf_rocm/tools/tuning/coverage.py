@@ -28,7 +28,10 @@ class Tuning:
 
 
 def tuning_of(model: nn.Module) -> Tuning | None:
-    """Return the tuning state of this model's GEMMs on this machine; None if there is nothing to tune."""
+    """Return the tuning state of this model's GEMMs on this machine.
+
+    Returns None if no shapes are recorded and the model is not on a ROCm device.
+    """
     file = store.shapes(shapes.fingerprint(model))
     if not file.is_file():
         first = next(model.parameters(), None)

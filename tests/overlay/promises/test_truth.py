@@ -119,7 +119,7 @@ def test_12_the_new_code_runs_with_a_cache_prefix(
     file = site.model("bert")
     for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
         assert runs(file, prefix=prefix) != expected
-        assert list(prefix.rglob("modeling_bert*.pyc")), "compiled there"
+        assert list(prefix.rglob("modeling_bert*.pyc")), "no compiled file is in the prefix"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "pycache_prefix", str(prefix) if known else None)
             command(["bert"], transformers_path=site.path)

@@ -29,7 +29,8 @@ def setup_environment(
     algorithms. Flags that this build lacks are skipped.
 
     Returns one sentence per setting that was changed or skipped, for a log. Imports torch only if a flag is given.
-    Raises `OptionError` if allocator is not a string, or if the allocator is already in use with other settings.
+    Raises `OptionError` if allocator is neither a string nor None, or if the allocator is already in use with other
+    settings.
     """
     if not isinstance(allocator, str | None):
         raise OptionError(

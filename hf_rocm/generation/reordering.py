@@ -1,7 +1,7 @@
 """The reordering of a cache between two steps of a beam search, which is recorded and then replayed.
 
-A reordering copies the keys and values of every layer with dozens of small kernels. Its recording covers a rounded
-number of rows, so that it stays valid for many steps.
+A reordering copies the keys and values of every layer with dozens of small kernels. A recording covers the
+number of tokens rounded up, so that it stays valid for many steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.step import Inputs
 from hf_rocm.ops.bits import bits
 
-# The largest number of recordings of one cache, one for every rounded number of rows.
+# The largest number of recordings of one cache, one for every rounded number of tokens.
 MOST = 16
 
 

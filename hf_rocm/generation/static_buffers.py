@@ -33,5 +33,8 @@ def resident(tensor: Tensor) -> Hashable | None:
 
 
 def written(tensor: Tensor | None) -> bool:
-    """Return whether a tensor was written in place since it was created. Inference tensors don't count their writes."""
+    """Return whether a tensor was written in place since it was created.
+
+    Always False for inference tensors, which have no version counter.
+    """
     return tensor is not None and not tensor.is_inference() and tensor._version != 0

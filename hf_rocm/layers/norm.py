@@ -110,7 +110,8 @@ class PrenormResidual:
         return partial(_normed_stock, self, stock)
 
 
-# For a direct call with many rows: the input is already normalised, and the layer adds the residual itself.
+# For a direct call in which GEMMs include neither norm nor sum, for example one with many rows: the input is already
+# normalised, and the layer adds the residual itself.
 SEPARATE = PrenormResidual(None, None, one_kernel=False)
 
 

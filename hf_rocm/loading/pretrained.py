@@ -66,7 +66,7 @@ def from_pretrained(
     in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
     `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None enables it on ROCm,
     or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend, quantize and graphs: as in `hf_rocm.prepare`.
-    arguments: all arguments of transformers' `from_pretrained`. The default of `dtype` is the checkpoint's own dtype,
+    arguments: any arguments of transformers' `from_pretrained`. The default of `dtype` is the checkpoint's own dtype,
     even on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
@@ -76,8 +76,8 @@ def from_pretrained(
     would log come only from rank 0. If the model stays stock, only the log is deduplicated.
 
     Returns the model, or what transformers returns (a pair with `output_loading_info=True`).
-    Raises `LoadError` (an `OSError`) if the config or the weights can't be found or read, `OptionError` on an argument
-    that transformers does not accept, and `RankError` as above.
+    Raises `LoadError` (an `OSError`) if the config or the weights can't be found or read, `OptionError` if an argument
+    has an invalid value or is one that transformers does not accept, and `RankError` as above.
     """
     options.refresh()
     check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, force=force, graphs=graphs)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from hf_rocm.device import Device
 
-# Up to this many queries, the query heads of a group are stacked into one call with a stacked mask. With more, the mask
-# would cost more than it saves, and there is one call per query head of the group, with the shared key heads.
+# Up to this many queries, the query heads of a group are stacked into one call with a stacked mask. With more, stacking
+# the mask would cost more than it saves, so there is one call per query head of the group, with the shared key heads.
 STACKED_QUERIES = 16
 
 

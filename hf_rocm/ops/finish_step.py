@@ -117,7 +117,7 @@ def _finish(
 
 
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
-    """Two of the largest logits of every row are equal, so that the first one must be chosen."""
+    """The two largest logits of every row are equal, and the first one must be chosen."""
     draw = Draw(spec.dtype, spec.device)
     count, dim = min(spec.rows, LENGTH), spec.dim
     logits = draw(count, 1, dim)

@@ -24,7 +24,7 @@ PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, lim
 def shuffle_experts(weight: Tensor) -> Shuffled:
     """Copy stacked weights [E, N, K] of a 16-bit dtype into aiter's order, expert by expert.
 
-    Raises `OptionError` unless the weights have three dims, N is a multiple of 16 and K is a multiple of 32.
+    Raises `OptionError` unless the weights have three dims and a 16-bit dtype, and N is a multiple of 16 and K of 32.
     """
     if weight.dim() != 3:
         raise OptionError(

@@ -231,5 +231,5 @@ def _group(strategy: str | None, size: int | None) -> int:
     if strategy == "channel":
         return -1
     if strategy != "group" or size not in _GROUPS:
-        raise Unsupported(f"its 4-bit weights have a scale for each {strategy} of {size}")
+        raise Unsupported(f"its 4-bit weights have the strategy {strategy!r} and the group size {size}")
     return size

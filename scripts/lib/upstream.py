@@ -147,9 +147,11 @@ def _parser() -> argparse.ArgumentParser:
         help="multiply the standard deviation of transformers' initial weights by this factor (5.x; "
         "attention over its default weights is nearly uniform)",
     )
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for one test (default 120)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one test (default 120)")
     parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment to use")
-    parser.add_argument("--pytest", action="append", default=[], metavar="ARG", help="for pytest, as --pytest=-kname")
+    parser.add_argument(
+        "--pytest", action="append", default=[], metavar="ARG", help="an argument for pytest, such as --pytest=-kname"
+    )
     return parser
 
 

@@ -109,7 +109,7 @@ def test_every_fault_of_the_sequence_is_reported(arch):
     assert len(kinds) >= 3
 
 
-def test_a_division_does_not_reach_across_a_jump():
+def test_a_jump_into_the_sequence_and_an_overwritten_vcc_are_reported():
     lines = sequence("gfx942")
     assert wrong("gfx942", [*lines[:9], "loop:", *lines[9:], "s_cbranch_scc0 loop"]) == [10]
     assert wrong("gfx942", [*lines[:9], "unused:", *lines[9:]]) == []

@@ -132,7 +132,7 @@ def test_products_by_the_published_map(arch, mnemonic, size, depth, kind):
         np.testing.assert_array_equal(actual, np.array(wanted, dtype))
 
 
-def test_the_published_map_of_one_element_each():
+def test_single_entries_of_the_published_map():
     """Check single entries that the calculator prints, such as A[1][5] of 16x16x16 on CDNA 3: v0.[31:16] of lane 17."""
     codes = np.zeros((16, 16), np.int64)
     codes[1, 5] = 1

@@ -257,7 +257,7 @@ def test_bitop3_is_a_truth_table():
         assert int(vector(state, "v4")[0]) & 255 == table
 
 
-def test_bitop3_of_16_bits_takes_and_writes_the_halves_that_op_sel_names():
+def test_bitop3_of_16_bits_reads_and_writes_the_halves_that_op_sel_selects():
     a, b, c = 0b11110000, 0b11001100, 0b10101010
     rest = {"v2": b, "s3": c, "v4": 0xBEEF5555}
     low, high = {"v1": a, **rest}, {"v1": a << 16, **rest}

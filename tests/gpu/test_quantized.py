@@ -1,4 +1,4 @@
-"""8-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
+"""8- and 4-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
 
 On an NVIDIA GPU of compute capability 8.9 or higher, the torch tier must serve int8 in every dtype, fp8 in bf16 with
 the scales inside the GEMM, and fp8 in fp16 with the scales after it. fp8 in fp32 runs in the eager tier, as do sizes
@@ -106,7 +106,7 @@ def test_odd_sizes_are_served_by_some_tier(kind, k, n):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_a_quantised_model_halves_the_memory_and_runs_one_gemm_per_group(kind):
-    """Quantizing halves the memory of the linear layers of a Llama, and every group of layers runs as one GEMM.
+    """Quantising halves the memory of the linear layers of a Llama, and every group of layers runs as one GEMM.
 
     The logits are as accurate as the eager tier's, and differ from those of the original weights by the reported loss.
     """

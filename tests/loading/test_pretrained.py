@@ -134,7 +134,7 @@ def test_a_missing_folder_is_an_error_with_a_hint(tmp_path):
     assert caught.value.facts == {"found": "the folder does not exist"}
 
 
-def test_a_missing_hub_repository_raises_transformers_error():
+def test_the_error_for_a_missing_hub_repository_includes_transformers_error():
     with pytest.raises(LoadError) as caught:
         hf_rocm.from_pretrained("somebody/nothing", force=True, local_files_only=True)
     assert "transformers error" in caught.value.facts

@@ -140,7 +140,7 @@ def test_it_compiles_into_one_graph(m):
 
 
 @served
-def test_the_first_use_checks():
+def test_the_first_use_checks_pass():
     spec = MANY._replace(format=FP8, group=BLOCK, k=144, n=256, activation="silu")
     names = (quantized.NAME, quantized.DEQUANTIZE)
     assert [probe_cases.check("quantized_linear", "triton", name, spec) for name in names] == [None, None]

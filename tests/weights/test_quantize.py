@@ -1,4 +1,4 @@
-"""quantize: kernels, numbers, unquantised layers, refusals, `dequantize`, `restore`, and groups of 4 bits."""
+"""quantize: kernels, numbers, unquantised layers, refusals, `dequantize`, `restore`, and 4-bit weights."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
-_LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into local memory
+_LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into shared memory
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
 
 

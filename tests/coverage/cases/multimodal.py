@@ -279,7 +279,7 @@ MULTIMODAL = [
         seed=3,  # with seed 0, the error of stock's gradients is by chance smaller than with other seeds
         stock_can_not={
             "static": "4.57 makes no mask for it",
-            "no cache": "it reads missing positions",
+            "no cache": "it requires position ids, which are missing without a cache",
         },
     ),
 ]

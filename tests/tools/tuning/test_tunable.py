@@ -1,4 +1,4 @@
-"""PyTorch's TunableOp is enabled within a block, stores its results in hf_rocm's file, and is disabled afterwards."""
+"""PyTorch's TunableOp is enabled within a block, its results go to hf_rocm's file, and its settings are restored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_settings_are_restored_even_after_an_error(monkeypatch, tmp_path):
     results = tmp_path / "tunableop.csv"
     with pytest.raises(ZeroDivisionError), tunable.scope(results, tuning=False):
         assert settings.state["enable"] is True and settings.state["tuning_enable"] is False
-        assert settings.state["filename"] not in ("user.csv", str(results)), "a file of PyTorch was written"
+        assert settings.state["filename"] not in ("user.csv", str(results)), "an existing file would be overwritten"
         raise ZeroDivisionError
     assert settings.state == before and settings.read == []
     results.write_text("Validator,PT_VERSION,2.13.0\n")

@@ -69,7 +69,10 @@ class Server:
         return children.tail(self.log)
 
     def explained(self, *, timeout: float = 30.0) -> list[str]:
-        """Return `explain`'s sentences about batches and recorded steps in this server's model; none for stock."""
+        """Return `explain`'s sentences about batches and recorded steps in this server's model.
+
+        The list is empty for stock, and if the server does not answer within `timeout` seconds.
+        """
         file = self.folder / "explained.json"
         if self.side != PREPARED or not hasattr(signal, "SIGUSR1"):
             return []

@@ -59,7 +59,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         if module._forward_hooks or module._forward_pre_hooks:
             return "the experts have a forward hook"
         if not accepted_forward(module):
-            return "the experts have a forward of their own"
+            return "the forward of the experts was replaced"
         biases = [module._parameters.get(f"{name}_bias") for name in _NAMES]
         if any(bias is not None for bias in biases) and (not form.interleaved or None in biases):
             return "the experts have biases in a layout that the kernels don't read"

@@ -264,7 +264,7 @@ def _parallel(experts):
     ("spoil", "reason"),
     [
         (_hook, "the experts have a forward hook"),
-        (_own_forward, "the experts have a forward of their own"),
+        (_own_forward, "the forward of the experts was replaced"),
         (_other_class, "no overlay describes the layout"),
         (_width, "the sizes 64 × 95 of the experts are not multiples of 32"),
         (_meta, "gate_up_proj is on the meta device"),

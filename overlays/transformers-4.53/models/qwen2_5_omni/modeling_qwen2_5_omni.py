@@ -33,7 +33,9 @@ if overlay is not None and overlay.wanted(__name__):
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, *more, **kwargs
     ):
         angles = kwargs.get("position_embeddings")
-        extra_reason = "the call has no position embeddings" if more or angles is None else None
+        extra_reason = (
+            "the call has no position embeddings, or more positional arguments" if more or angles is None else None
+        )
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):
@@ -50,7 +52,9 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(Qwen2_5OmniVisionAttention, fuses=("q", "k", "v"))
     def qwen2_5_omni_vision_attention(self, stock, hidden_states, cu_seqlens, *more, rotary_pos_emb=None, **kwargs):
-        extra_reason = "the call has no angles" if more or rotary_pos_emb is None else None
+        extra_reason = (
+            "the call has no angles, or more positional arguments" if more or rotary_pos_emb is None else None
+        )
         if layers.fallback_reason(self, None, kwargs, extra_reason=extra_reason):
             if rotary_pos_emb is not None:
                 kwargs["rotary_pos_emb"] = rotary_pos_emb

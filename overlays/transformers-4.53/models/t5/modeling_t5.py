@@ -27,7 +27,11 @@ if overlay is not None and overlay.wanted(__name__):
         *more,
         **kwargs,
     ):
-        extra_reason = "pruned heads stay stock" if more or getattr(self, "pruned_heads", None) else None
+        extra_reason = (
+            "pruned heads and more positional arguments stay stock"
+            if more or getattr(self, "pruned_heads", None)
+            else None
+        )
         if layers.fallback_reason(self, mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, mask, key_value_states, position_bias, past_key_values, *more, **kwargs)
         seen_before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)

@@ -44,7 +44,11 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(Glm4vMoeVisionAttention)
     def glm4v_moe_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
-        extra_reason = "the call has no position embeddings" if more or position_embeddings is None else None
+        extra_reason = (
+            "the call has no position embeddings, or more positional arguments"
+            if more or position_embeddings is None
+            else None
+        )
         if layers.fallback_reason(self, None, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, cu_seqlens, *more, position_embeddings=position_embeddings, **kwargs)
         query, key, value = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, D]

@@ -55,7 +55,11 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(VisionAttention)
     def qwen2_vl_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
-        extra_reason = "the call has no position embeddings" if more or position_embeddings is None else None
+        extra_reason = (
+            "the call has no position embeddings, or more positional arguments"
+            if more or position_embeddings is None
+            else None
+        )
         dropout = getattr(self, "attention_dropout", 0.0)
         if layers.fallback_reason(self, None, kwargs, dropout=dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, cu_seqlens, *more, position_embeddings=position_embeddings, **kwargs)

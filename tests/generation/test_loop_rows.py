@@ -73,32 +73,6 @@ def test_other_criteria_leave_the_rows_to_transformers(pair, appended):
     assert not appended and counted(prepared)[1] > 10
 
 
-def test_a_function_that_is_replaced_during_a_call(pair, appended, monkeypatch):
-    """A wrapper around torch.cat reads the next tokens."""
-    prepared, stock = pair()
-    inputs, seen, cat = prompt(rows=2), [], torch.cat
-
-    def wrapped(tensors, *args, **kwargs):
-        seen.extend(int(tensor.sum()) for tensor in tensors)
-        return cat(tensors, *args, **kwargs)
-
-    class Replacing(Streamer):
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 9:
-                monkeypatch.setattr(torch, "cat", wrapped)
-
-    for model in (stock, prepared, prepared):
-        with monkeypatch.context():
-            streamer = Replacing()
-            tokens = generate(model, inputs, new=20, eos_token_id=3, pad_token_id=0, streamer=streamer)
-            monkeypatch.setattr(torch, "cat", cat)
-        if model is stock:
-            expected = tokens
-        assert torch.equal(tokens, expected) and seen
-        seen.clear()
-
-
 def test_without_a_kernel_no_value_has_a_stand_in(pair, monkeypatch):
     prepared, stock = pair()
     made = []

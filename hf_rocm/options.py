@@ -116,7 +116,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "
 
 @dataclass(frozen=True)
 class Options:
-    """The options for running models, validated on construction."""
+    """The options for running models. `parse` validates the values from the environment."""
 
     tiers: Mapping[str, str]
     aiter: Mapping[str, Switch]
@@ -157,7 +157,7 @@ def triton_interprets() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of every variable, for reports about the machine (`doctor`, `env`)."""
+    """Return a copy of all environment variables, for checks, reports and child processes."""
     return dict(os.environ)
 
 

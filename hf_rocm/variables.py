@@ -15,8 +15,8 @@ _log = logging.getLogger("hf_rocm")
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
     """Map unknown names to the most similar known name, or to None.
 
-    A name is unknown if it begins with HF_ROCM_, or if it begins with USE_ and is almost the name of an option. Other
-    programs have variables of the second kind too.
+    A name that is not in `known` is unknown if it begins with HF_ROCM_, or if it begins with USE_ and is almost the
+    name of an option: other programs also have variables that begin with USE_.
     """
     options = set(known)
     strange = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))

@@ -50,11 +50,12 @@ def take() -> Snapshot:
 
 
 def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[str, tuple[Any, Any]]:
-    """Returns the entries that were replaced, or are new and refer to hf_rocm: "path.name" → (before, now).
+    """Returns entries that were replaced or removed, or are new and refer to hf_rocm: "path.name" → (before, now).
 
-    New entries count only if they refer to hf_rocm, because transformers and torch import, register and cache at run
-    time. A plain value that replaces another one, such as a number or a string, does not count. ignored: prefixes of
-    modules whose caches PyTorch replaces; their entries count only if they refer to hf_rocm.
+    New entries count only if they refer to hf_rocm, because transformers and torch import modules, register classes and
+    cache results at run time. A plain value, such as a number or a string, that was removed or replaced by another one
+    does not count. ignored: prefixes of modules whose caches PyTorch replaces; their entries count only if they refer
+    to hf_rocm.
     """
     wrong = {}
     for path, (owner, entries) in before.items():

@@ -44,10 +44,10 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
     """Compile a model's forward in place, with settings that are safe on ROCm. Returns the model.
 
     overrides: arguments of `torch.compile`. Its `options` and the options of its `mode` take precedence over the
-    settings of hf_rocm. force: True uses these settings without ROCm too; by default they are used under ROCm or with
-    `HF_ROCM_FORCE`, and PyTorch's defaults elsewhere. The decode steps of a compiled model are no longer recorded.
-    `hf_rocm.restore` removes the compilation. Raises `OptionError` if model is not a `torch.nn.Module`, if force is not
-    True, False or None, or if TF32 was set through both of PyTorch's interfaces.
+    settings of hf_rocm. force: True uses these settings without ROCm too; None uses them under ROCm or with
+    `HF_ROCM_FORCE`, and False only under ROCm. Otherwise, PyTorch's defaults are used. The decode steps of a compiled
+    model are no longer recorded. `hf_rocm.restore` removes the compilation. Raises `OptionError` if model is not a
+    `torch.nn.Module`, if force is not True, False or None, or if TF32 was set through both of PyTorch's interfaces.
     """
     require_module(model, "compile")
     require_switches(force=force)

@@ -1,6 +1,6 @@
 """The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
-In a step of a few tokens the first and the last key that every token sees determine the mask. So there is one resident
+In a step of a few tokens, the first and the last key that each token sees determine the mask. So there is one resident
 tensor per kind of layer. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
 same bounds are attached to the mask as lengths and starts (`CacheRows`), for kernels that need no mask.
 """

@@ -24,8 +24,9 @@ _NAN = 0x7FC00000
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [..., K] to codes [..., K] and scales [..., K / 32], both uint8. K is a multiple of 32.
 
-    A block whose largest magnitude is `a` has the scale 2^(floor(log2(a)) − 2). Its numbers are rounded to the nearest,
-    ties to even, and saturate at 6 times the scale (section 6.3). A NaN or an infinity makes its block NaN.
+    A block whose largest magnitude is `a` has the scale 2^(floor(log2(a)) − 2), but at least 2⁻¹²⁷. Its numbers are
+    rounded to the nearest, ties to even, and saturate at 6 times the scale (section 6.3). A NaN or an infinity makes
+    its block NaN.
     """
     numbers = weight.float().unflatten(-1, (-1, BLOCK))
     largest = numbers.abs().amax(-1)

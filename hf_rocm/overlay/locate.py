@@ -1,8 +1,8 @@
 """Locate transformers without importing it, and check whether it may be patched.
 
 Any installation may be read. `check_writable` refuses to patch a checkout or a symbolic link. Unless the user gave its
-path, the package must also be the only transformers on `sys.path`, and must belong to the active virtual environment,
-if there is one.
+path, the package must also be the only transformers on `sys.path`. In a virtual environment, it must then be in that
+environment, or in the user's site-packages if they are enabled.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from hf_rocm.weights.eligible import accepted_forward
 # A key in a convolution's __dict__: the class of the module around it, which only flattens the output.
 _FLATTENED_BY = "_hf_rocm_flattened_by"
 
-# The functions that the stock forwards call, by class.
+# The stock forwards and the functions that they call, by class.
 _CALLED = {
     cls: (Reference(cls, "forward"), Reference(cls, "_conv_forward"), Reference(vars(functional), function))
     for cls, function in ((Conv2d, "conv2d"), (Conv3d, "conv3d"))

@@ -1,4 +1,4 @@
-"""scripts/install-aiter: install aiter for the GPU and the ROCm build of torch of this machine."""
+"""scripts/install-aiter: install aiter for this machine's GPU and ROCm build of torch."""
 
 from __future__ import annotations
 

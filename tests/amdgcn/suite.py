@@ -43,8 +43,8 @@ HOST = re.compile(
 # different functions as possible.
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
-# For the smallest share, one case per module runs: a case of the named function or, if the text contains a bracket, a
-# case whose name starts with the text.
+# For the smallest share, one case of each of these modules runs: a case of the named function or, if the text contains
+# a bracket, a case whose name starts with the text. Other modules run only in larger shares.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_decode": "test_single_queries",

@@ -1,4 +1,4 @@
-"""`hf-rocm bench --tp` with real ranks over gloo, end to end: transformers shards both sides."""
+"""`hf-rocm bench --tp` with real ranks, end to end, over gloo or on two GPUs: transformers shards both sides."""
 
 from __future__ import annotations
 

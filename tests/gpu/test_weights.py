@@ -96,9 +96,9 @@ def measure(folder, tmp_path, *, prepared):
 
 
 def test_loading_and_saving_stay_within_the_memory_bound(large, tmp_path, monkeypatch):
-    """After loading, allocated memory is within 1 % of stock's. Reserved memory is at most 1 % and SLACK above stock's.
+    """After loading, allocated memory is within 1 % of stock's, and reserved memory at most 1 % + SLACK above stock's.
 
-    The peaks of loading and saving are at most LAYER and SLACK above stock's. The weights are loaded in the
+    The peaks of loading and saving exceed stock's by at most LAYER + SLACK. The weights are loaded in the
     checkpoint's order, because the threads of transformers 5 may swap neighbouring weights in the single allocation for
     all of them. Some fused blocks are then allocated separately, which only increases the reserved memory.
     """
@@ -199,7 +199,7 @@ def test_replays_use_changed_weights_and_captures_use_no_stale_group():
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            outputs = group(x)  # drops the fused block, and its parts are moved after the capture
+            outputs = group(x)  # drops the fused block, but its parts do not move during the capture
         assert group.a.weight.data_ptr() == kept
         again.replay()
         for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):

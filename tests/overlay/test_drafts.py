@@ -262,7 +262,7 @@ def test_releases_and_directory_follow_from_the_wheels(
     assert "no release has a model 'nothing'" in capsys.readouterr().err
 
 
-def test_an_attention_with_the_forward_of_bart_is_drafted_like_bart(script: ModuleType, catalog: Catalog) -> None:
+def test_an_attention_class_with_the_forward_of_bart_is_drafted_like_bart(script: ModuleType, catalog: Catalog) -> None:
     draft = script.from_stock("pegasus", "transformers-4.53", installed_package())
     shipped = catalog.find("pegasus", transformers.__version__)
     assert shipped is not None and draft.text == shipped.text

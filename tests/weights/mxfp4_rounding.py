@@ -1,4 +1,4 @@
-"""MXFP4 according to the format's specification, computed with numpy."""
+"""MXFP4 according to the format's specification, computed with numpy. Ties are rounded toward zero, not to even."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE through aiter's `rope_cached_2c_fwd_impl`: queries and keys of any strides in one launch, without gradients."""
+"""RoPE through aiter's `rope_cached_2c_fwd_impl`: queries and keys with any strides in one launch; no gradients."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _largest(actual: Tensor, exact: Tensor) -> float:
 
 
 def _length(model: Any, case: Case) -> int:
-    """Return the prompt length, limited by `TOKENS`, and so that the scores of eager attention fit in memory."""
+    """Return the prompt length, limited by `TOKENS` and by the memory for the scores of eager attention."""
     if not case.prompt:
         return 0  # images have no prompt
     most = 2**24

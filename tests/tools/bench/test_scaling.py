@@ -26,7 +26,7 @@ def test_a_decoder_has_the_matrices_of_the_model(name):
     assert decoder.weights == 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
 
 
-def test_every_layer_has_two_all_reduces_and_a_ring_sends_almost_every_message_twice():
+def test_every_layer_has_two_all_reduces_and_a_ring_sends_every_message_almost_twice():
     exchange = scaling.exchange(LLAMA_70B, 8)
     assert (exchange.sums, exchange.message, exchange.gathered) == (160, 8192 * 2, 0)
     assert exchange.sent == pytest.approx(160 * 2 * 7 / 8 * 16384)

@@ -1,4 +1,4 @@
-"""The reference runs all layers in float64, one block at a time, and converts every block back."""
+"""The reference runs all layers in a wider dtype, one block at a time, and restores every block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.coverage.inputs import tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_only_one_block_at_a_time_is_float64_and_all_are_restored(dtype, build):
+def test_only_one_block_at_a_time_is_widened_and_all_are_restored(dtype, build):
     model = build("llama", dtype)
     subject = Subject(model)
     before = {name: (id(parameter), parameter.dtype) for name, parameter in model.named_parameters()}

@@ -51,7 +51,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     def _shared(cache, kwargs):
         """Return the dict in which layers store keys and values for later layers: an argument from 5.6 on, an
-        attribute of the cache from 4.56 on, and None in earlier releases.
+        attribute of the cache from 4.56 to 5.5, and None in earlier releases or without a cache.
         """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:

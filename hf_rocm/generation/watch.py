@@ -51,7 +51,7 @@ class Watches(NamedTuple):
 def watches_of(model: nn.Module) -> Watches:
     """The functions that this model's classes call now.
 
-    Returns the same object as long as no function is replaced and the classes and config values do not change.
+    Returns the same object as long as no function is replaced, and the classes and the config's strings stay the same.
     """
     key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)

@@ -9,8 +9,8 @@ from hf_rocm.cli.parameters import Json
 def env(json: Json = False) -> None:
     """Print a description of this machine to paste into an issue.
 
-    It contains versions, GPUs, the relevant variables, and doctor's warnings. Tokens, names and private paths are
-    removed; read it before you publish it.
+    It contains versions, GPUs, the relevant variables, and doctor's warnings and problems. Tokens, names and private
+    paths are removed; read it before you publish it.
     """
     from hf_rocm.tools.doctor.collect import collect
     from hf_rocm.tools.doctor.machine import ThisMachine

@@ -1,4 +1,4 @@
-"""Disable recorded steps where HIP graphs are known to replay wrong results, unless the user requires them.
+"""Disable recorded steps where replays of HIP graphs are known to be wrong, unless the user requires them.
 
 `hf_rocm.known_faults` lists the faults. This module applies them to recorded steps.
 """

@@ -1,4 +1,4 @@
-"""The functions that the classes of a model call: forwards, functions, methods and registry entries, by identity.
+"""The functions that the classes of a model call: forwards, functions, methods and registry entries.
 
 A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as at the start
 of the call of `generate`, and steps are not recorded for a model that calls code of unknown packages.
@@ -49,7 +49,10 @@ class Watches(NamedTuple):
 
 
 def watches_of(model: nn.Module) -> Watches:
-    """The functions that this model's classes call now. Returns the same object as long as nothing is replaced."""
+    """The functions that this model's classes call now.
+
+    Returns the same object as long as no function is replaced, and the classes and the config's strings stay the same.
+    """
     key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():

@@ -4,8 +4,8 @@ The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf
 it if they accept the call. This module also defines which calls always go to PyTorch, and which GEMMs count as GEMMs
 with few rows.
 
-A GEMM with few rows is limited by the time to read its weights, so a kernel that also computes the surrounding
-operations saves their launches. Without such a kernel the operations run one by one.
+A GEMM with few rows is limited by memory bandwidth, so its kernel can compute the surrounding operations at almost no
+extra cost, which saves their launches. Without such a kernel the operations run one by one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def system_errors() -> Iterator[None]:
         raise OverlayError(
             "transformers or hf-rocm could not be read; nothing was written",
             facts={"file": error.filename or "(unknown)", "found": error.strerror or error},
-            hint="fix the permissions or the file system, then run it again",
+            hint="fix the permissions or the file system, then run the command again",
         ) from error
 
 

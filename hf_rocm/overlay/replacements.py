@@ -36,7 +36,7 @@ class Watch:
         self._compile()
 
     def difference(self) -> str | None:
-        """Return a sentence with the first replaced reference and the package that replaced it, or None."""
+        """Return a sentence about the first reference whose value was replaced, or None."""
         for index, reference in enumerate(self.references):
             value = reference.beneath()
             if value is self.expected[index]:

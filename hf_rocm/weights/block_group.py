@@ -53,7 +53,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def join(cls, module: Module, names: tuple[str, ...]) -> None:
-        """Move the weights into one allocation and store the group in the slot. The layers must be eligible."""
+        """Move the weights into the group's allocations and store the group in the slot. Layers must be eligible."""
         raise NotImplementedError
 
     @classmethod

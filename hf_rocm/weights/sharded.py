@@ -75,7 +75,7 @@ class Shards(BlockGroup):
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
-        """Restore the parameters that are still in the group. The others now belong to other code."""
+        """Move the parameters that are still in the group to their own memory. The others were replaced or moved."""
         with lock:
             group = module.__dict__.pop(SLOT, None)
             if isinstance(group, Shards):
@@ -88,7 +88,10 @@ class Shards(BlockGroup):
             cls.form(module, names)
 
     def multiply(self, module: nn.Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:
-        """The group's GEMM. x: a plain tensor, replicated on all ranks."""
+        """Return the group's output, or None if x is not a plain tensor or gradients of x are needed.
+
+        x: replicated on all ranks.
+        """
         if x.__class__ is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
         if norm is None and activation is None:

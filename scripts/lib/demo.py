@@ -170,7 +170,7 @@ class Demo:
         stock, loader = results["stock"]["similarity"][0], results["loader"]["similarity"][0]
         first, *others = results["stock"]["sentences"]
         rows = [(sentence, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, sentence in enumerate(others, start=1)]
-        table((f"how close to “{first}”", "stock", "hf_rocm"), rows)
+        table((f"similarity to “{first}”", "stock", "hf_rocm"), rows)
         say()
         self._table(results, {f"{len(others) + 1} sentences": "all"})
         verdict = self.runs.verdict("embed")

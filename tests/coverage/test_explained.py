@@ -1,4 +1,4 @@
-"""`explain` and `warmup` name the attention that the calls of a model run."""
+"""The attention specifications that `explain` and `warmup` list include those of a model's calls."""
 
 from __future__ import annotations
 

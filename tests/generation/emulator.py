@@ -19,7 +19,7 @@ SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.is_nonze
 
 
 class EmulatedRecorder:
-    """Replaces the recorder for a GPU. Every cache has its own recorder."""
+    """Replaces the recorder for a GPU. Every cache, and every model with recorded forwards, has its own recorder."""
 
     def __init__(self, device):
         pass

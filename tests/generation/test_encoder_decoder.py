@@ -1,4 +1,4 @@
-"""Encoder-decoder models: the decoder's steps are recorded, with stock's tokens."""
+"""Encoder-decoder models: the decoder's steps are recorded, and the tokens equal stock's."""
 
 from __future__ import annotations
 

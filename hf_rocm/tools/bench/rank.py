@@ -178,7 +178,7 @@ class _Rank:
                 raise Mismatch(
                     f"{side.name} returns wrong results over {self.question.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
-                    hint="`hf-rocm bench` without --tp shows whether one device is also wrong; please report this",
+                    hint="`hf-rocm bench` without --tp shows whether one device has the fault too; please report this",
                 )
         for number in range(WARM_ROUNDS + self.question.rounds):
             for side in sides:
@@ -221,7 +221,10 @@ class _Rank:
             )
 
     def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
-        """Return a note on the tokens that agree with the first side's. Tokens after a difference can't be compared."""
+        """Return a note on the tokens that agree with the first side's; None for cases other than decode.
+
+        Tokens after a difference can't be compared.
+        """
         assert first.tokens is not None and other.tokens is not None
         if case.kind != "decode":
             return None

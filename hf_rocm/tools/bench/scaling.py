@@ -1,7 +1,7 @@
 """Compute, without measuring, the data that tensor parallelism exchanges per token and its effect on the speed-up.
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
-MLP's down projection. A message is [B, S, hidden]. At batch 1 it has a few kilobytes and is too small to saturate a
+MLP's down projection. A message is [B, S, hidden]. At batch 1 it is a few kilobytes long, too small to saturate a
 link, so the speed-up depends on the latency of an all-reduce and on the part of a step that can be divided.
 """
 

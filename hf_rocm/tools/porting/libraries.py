@@ -1,4 +1,4 @@
-"""NVIDIA's libraries and tools with their counterparts on ROCm, in tables that all rules and the docs use."""
+"""NVIDIA's libraries and tools with their counterparts on ROCm, in tables for the rules and the docs."""
 
 from __future__ import annotations
 

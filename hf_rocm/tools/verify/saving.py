@@ -31,7 +31,10 @@ def weights_kept(subject: Subject, before: dict[str, str]) -> Check:
 
 
 def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) -> Check:
-    """Save the prepared and the stock model, compare the files, and run again. before: a run before saving."""
+    """Save the prepared and the stock model, compare the files, and run the prepared model again.
+
+    before: a run before saving.
+    """
     if quick:
         return Check(*SAVED, NOT_RUN, note="left out by --quick")
     size = sum(value.nbytes for value in subject.model.state_dict().values() if isinstance(value, torch.Tensor))

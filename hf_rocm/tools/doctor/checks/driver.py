@@ -107,7 +107,7 @@ def _permissions(facts: Facts) -> Finding:
 
 
 def _numbers(groups: list[str]) -> list[str]:
-    """Return group IDs: a container may have other names for the host's groups, but the IDs are the same."""
+    """Return group IDs, or shell expressions for them. Names may differ between host and container, but IDs do not."""
     return [group if group.isdecimal() else f"$(getent group {group} | cut -d: -f3)" for group in groups]
 
 

@@ -160,7 +160,10 @@ class Runner:
         return torch.multinomial(probabilities_of(step.last_logits, choice.processors), num_samples=1)
 
     def _begin(self, model: Any) -> bool:
-        """Fingerprint the model before the call's first step. Returns whether steps of the call may be recorded."""
+        """Fingerprint the model at a call's first step, and again after its experts implementation has changed.
+
+        Returns whether steps of the call may be recorded.
+        """
         watches = last_watches_of(model)
         self._model_state = self._state.number_of(fingerprint(model, watches))
         self._watch = watches.step
@@ -176,7 +179,7 @@ class Runner:
         return not self._uncaptured
 
     def _follow_switches(self, model: Any) -> None:
-        """Fingerprint the model again if a call in another thread has changed its experts implementation."""
+        """Discard the fingerprint if the experts implementation has changed, such as by a call in another thread."""
         self._switches = self._state.switches
         experts = decode_experts.implementation(model)
         if experts != self._experts:

@@ -74,7 +74,7 @@ def ahead(device: torch.device | None = None) -> None:
     """Start the child early if no passed check is stored or `refresh` is set, so that it starts while a model loads.
 
     device: the device of the model's weights once they are loaded; the child then initialises that GPU. Among the ranks
-    of a machine, only the first one starts a child, and the others use its results.
+    of a machine, only the first one starts its child early.
     """
     current = options.current()
     if not _first_of_machine():

@@ -1,4 +1,4 @@
-"""The calls that a model makes, as specifications of operations. `explain` queries the router for them."""
+"""The calls that a model makes, as specifications of operations. `explain` shows which implementations serve them."""
 
 from __future__ import annotations
 

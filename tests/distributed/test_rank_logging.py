@@ -32,7 +32,7 @@ def test_messages_of_rank_0_are_not_repeated(messages):
     assert messages() == ["8 layers fused", "all of them"]
 
 
-def test_messages_that_only_other_ranks_log_are_prefixed_with_the_rank(messages):
+def test_messages_that_only_other_ranks_log_are_prefixed_with_the_rank_except_errors(messages):
     store = HashStore()
     for rank in range(2):
         with log_once(Place(rank, 2, rank), store):

@@ -18,7 +18,7 @@ from tests.releases import RELEASE, TESTED
 
 pytestmark = [pytest.mark.usefixtures("recorded_on_cpu"), pytest.mark.filterwarnings("ignore::UserWarning:peft")]
 
-# Releases other than the newest run half as many calls, because they run the same code of hf_rocm.
+# Releases other than the newest run half as many calls, because they run the same hf_rocm code.
 SOME = CALLS if max(TESTED) == RELEASE else CALLS // 2
 
 

@@ -47,7 +47,10 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
-    """Compare once, and in machine code also with so many 8-bit columns that the loop takes several iterations."""
+    """Compare once. In machine code, also check that a NaN affects only its own row or column.
+
+    8-bit weights with a scale for each row are also compared with so many columns that the loop iterates.
+    """
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
         assert_apart(output, x, weight, scale, bias, round_input=False, **more)

@@ -94,7 +94,7 @@ def test_a_replaced_module_unfuses_its_group(model):
     follows(model, GROUPS - 1)
 
 
-def test_layers_pruned_in_place_are_followed(model):
+def test_pruning_layers_in_place_takes_effect(model):
     mlp = model.model.layers[0].mlp
     with torch.no_grad():
         mlp.gate_proj.weight.data = mlp.gate_proj.weight.data[:40]

@@ -14,7 +14,7 @@ from hf_rocm.ops.specs.linear import MANY
 # A weight is dequantised in pieces. Their number of rows is a multiple of this, so that no piece ends within the 128
 # rows of a block, or within 256 scales that share a factor.
 _STEP = 256
-_AT_ONCE = 2**24  # numbers in a piece, at least one step of rows: 64 MiB in fp32
+_AT_ONCE = 2**24  # the largest number of elements in a piece (64 MiB in fp32), unless `_STEP` rows have more
 
 
 class QuantizedSpec(NamedTuple):

@@ -222,7 +222,7 @@ def _loaded_collectives(maps: Path) -> dict[str, str] | None:
 
 
 def version_of(code: int) -> str:
-    """Convert `22707` to `2.27.7`: since 2.9, every part has two digits."""
+    """Convert `22707` to `2.27.7`: since 2.9, the minor number and the patch number have two digits each."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 

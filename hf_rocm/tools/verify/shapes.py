@@ -38,7 +38,7 @@ def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
     """Create a model from a config, with the same random weights on every machine.
 
     config: a name in `SHAPES`, a config.json, or a folder with one. dtype: the name of a dtype in torch.
-    Raises `OptionError`.
+    Raises `OptionError` for an unknown dtype, or if the config can't be read.
     """
     import transformers
 

@@ -69,7 +69,7 @@ def tables() -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file of the cache atomically, so that only this user can write to it. Raises `TuningError` on failure."""
+    """Write a file of the cache atomically, writable only by this user. Raises `TuningError` on failure."""
     with _errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_own(path, text)

@@ -24,7 +24,7 @@ def aiter(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 "aiter",
                 "aiter, which has AMD's fastest kernels for this GPU, is not installed",
-                means="attention, linear layers and norms use Triton's and PyTorch's kernels: correct, but slower",
+                means="attention, linear layers and norms use hf_rocm's and PyTorch's kernels: correct, but slower",
                 fix=GET,
             )
         elif any(gfx in RADEON for gfx in facts.gpus):
@@ -81,7 +81,7 @@ def _import(here: Aiter) -> Iterator[Finding]:
         yield problem(
             "aiter-import",
             f"aiter can't be imported: {answer.error}",
-            means="none of its kernels are used; PyTorch's kernels run instead",
+            means="none of its kernels are used; hf_rocm's and PyTorch's kernels run instead",
             fix=_mend(answer.error, here),
         )
     elif answer.facts.get("missing"):
@@ -89,7 +89,7 @@ def _import(here: Aiter) -> Iterator[Finding]:
             "aiter-import",
             f"aiter was imported only in part: {', '.join(answer.facts['missing'])} missing",
             means=f"releases {TRUNCATES[0]} to {TRUNCATES[1]} hide the error that stopped the import; "
-            "PyTorch replaces the missing functions",
+            "hf_rocm's and PyTorch's kernels replace the missing functions",
             fix="AITER_LOG_LEVEL=INFO python -c 'import aiter' shows the error; a newer release raises it: " + GET,
         )
     else:

@@ -1,4 +1,4 @@
-"""ROCm overlay of transformers.models.flex_olmo.modeling_flex_olmo, 4.56 and up."""
+"""ROCm overlay of transformers.models.flex_olmo.modeling_flex_olmo, 4.57 and up."""
 
 try:
     from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device

@@ -51,8 +51,8 @@ def decode_attention(
     see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths from 0, which one kernel needs, or None.
 
     Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
-    `attention`. The unused rows must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on the
-    host. Returns [B, S_q, H, D_v].
+    `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on
+    the host. Returns [B, S_q, H, D_v].
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, device = query.dtype, query.device

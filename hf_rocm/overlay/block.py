@@ -67,7 +67,7 @@ def has_block(data: bytes) -> bool:
 
 
 def render(stock: bytes, *, overlay: str, version: str, text: str) -> bytes:
-    """Return the stock bytes followed by the block. Raises `OverlayError` if the text could not be removed again."""
+    """Return the stock bytes followed by the block. Raises `OverlayError` if `refuses` returns a reason."""
     reason = refuses(stock, text)
     if reason:
         raise OverlayError(f"overlay {overlay} can't be appended: {reason}")

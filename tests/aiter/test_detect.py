@@ -87,7 +87,7 @@ def test_importing_the_ops_imports_no_aiter():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_real_package_is_found_and_logs_nothing(kernels, caplog):
+def test_the_real_package_is_found_and_logs_only_warnings(kernels, caplog):
     release = detect.release()
     assert release.name == "amd-aiter 0.1.7.post2.dev18" and release.at_least("0.1.6.post2")
     assert not release.at_least("0.1.7.post2")

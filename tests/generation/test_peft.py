@@ -47,7 +47,7 @@ def test_generate(name, padded, recorded_on_cpu):
 
 
 @pytest.mark.parametrize("name", ["prompt tuning", "p-tuning"])
-def test_the_reason_is_recorded_and_the_unwrapped_model_is_recorded_again(name, recorded_on_cpu):
+def test_the_reason_is_kept_and_the_unwrapped_model_is_recorded(name, recorded_on_cpu):
     prepared = hf_rocm.prepare(make("llama"), force=True)
     stock = copy.deepcopy(prepared)
     hf_rocm.restore(stock)

@@ -218,7 +218,7 @@ def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(fault
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)
     for _ in range(4):
-        assert torch.equal(generate(prepared, new=12), first)  # replays 1 to 42; 33 is the last that is compared
+        assert torch.equal(generate(prepared, new=12), first)  # replays 1 to 42; 32 is the last that is compared
     assert not ledger.events()
     assert torch.equal(generate(prepared, new=12), first)
     assert [event.replays for event in ledger.events()] == [43]

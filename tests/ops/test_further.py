@@ -272,7 +272,7 @@ def test_unsupported_weights_are_not_shuffled(shape, dtype):
 
 @each_dtype
 def test_queries_without_keys_return_zeros(dtype):
-    """Queries without keys, and those after the last sequence, are zero."""
+    """The output is zero for queries without keys, and for those after the last sequence."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
     ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))
     sinks = torch.linspace(-1, 1, 4).to(dtype)
@@ -289,7 +289,7 @@ def test_queries_without_keys_return_zeros(dtype):
 @each_dtype
 @each_tier
 def test_paged_attention_uses_the_page_table(tier, dtype):
-    """Unwritten slots are NaN. A row without a request is zero and writes nothing."""
+    """Unwritten slots are NaN. The output of a row without a request is zero, and the row writes nothing."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)

@@ -129,7 +129,7 @@ def test_an_optimizer_made_earlier_updates_the_weights(either):
 
 
 def test_an_adapter_merged_in_place_takes_effect(either):
-    """Like PEFT, wrap the layer, write its weight through `.data`, and unwrap it again."""
+    """Like PEFT, wrap the layer, write to its weight through `.data`, and unwrap it again."""
 
     class Adapter(nn.Module):
         def __init__(self, base):

@@ -148,7 +148,7 @@ def _container(machine: Machine, environment: dict[str, str]) -> str | None:
 
 
 def _files(machine: Machine) -> dict[str, bool]:
-    """Detect the installed builds of packages by their files: CUDA and ROCm builds have the same name and version."""
+    """Detect the installed builds of packages by their files, because names and versions may be equal in all builds."""
     torch = machine.torch().path
     if torch is None:
         return {}

@@ -36,7 +36,7 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
 
 def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
-    """Compare generation with and without recorded steps. A second call must replay the first call's recordings."""
+    """Compare generation with and without recorded steps. A second call replays the recordings of the first one."""
     if not is_causal_lm(subject):
         return Check(*GRAPHS, NOT_RUN, note="the model generates no text")
     prompt, new = _prompt(subject, ids, new)

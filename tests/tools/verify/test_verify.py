@@ -1,4 +1,4 @@
-"""A correct model passes, runs hf_rocm's kernels, and is unchanged afterwards."""
+"""A correct model passes, runs hf_rocm's operations, and is unchanged afterwards."""
 
 from __future__ import annotations
 

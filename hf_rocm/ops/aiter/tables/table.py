@@ -147,7 +147,7 @@ def text_of(path: Path) -> str:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise TableError(f"{path.name or path} is not a file", facts={"path": path, "expected": "a CSV file"})
             data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
+    except (OSError, ValueError) as error:  # a path with a NUL byte raises ValueError
         if isinstance(error, IsADirectoryError):
             raise TableError(f"{path} is a folder", facts={"expected": "a CSV file"}) from error
         raise TableError(

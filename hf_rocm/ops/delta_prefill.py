@@ -46,7 +46,8 @@ def gated_delta_prefill(
     convolution before the prompt. state: [B, H, D_k, D_v]. Both are None at the start of a sequence, and neither is
     changed. The other arguments are those of `gated_delta_step`, and each token is computed as by `gated_delta_step`.
 
-    Returns the output [B, S, H, D_v], and both states after the last token; the recurrent state is at least fp32.
+    Returns the output [B, S, H, D_v], and both states after the last token. Without a given state, the returned
+    recurrent state is in at least fp32.
     """
     call = PrefillCall(
         query, key, value, gate, beta, decay, conv_weight, conv_state, state, log_rate, bias, norm_weight, eps

@@ -73,7 +73,7 @@ class Explanation:
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
     forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
-    replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `nn.Module.forward`
+    replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `LlamaMLP.forward`
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,7 +1,7 @@
-"""Run by test_failures.py in each of two ranks. The ranks differ, their load is refused, or the second rank fails.
+"""Run by test_failures.py in two ranks. They differ, their load is refused, the second one fails, or one is missing.
 
-Arguments: the fault, a checkpoint, and a folder for a package that only one rank can import. Each rank prints the time
-at which it begins to load, and `loaded` afterwards.
+Arguments: the fault, a checkpoint, and a folder that only one rank adds to its import path, for the faults `overlays`
+and `aiter`. Each rank prints the time at which it begins to load, and `loaded` afterwards.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
 RELEASE = Version(transformers.__version__)
 FROM = Version("4.56")  # earlier releases don't distinguish static layers from offloaded ones
 
-since = pytest.mark.skipif(RELEASE < FROM, reason="before 4.56, static layers are updated by their own method")
+since = pytest.mark.skipif(RELEASE < FROM, reason="before 4.56, static caches have no slot")
 
 
 def static_cache():
@@ -93,7 +93,7 @@ def test_a_cache_without_fixed_rows_has_no_slot(cache):
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 
 
-@pytest.mark.skipif(RELEASE >= FROM, reason="from 4.56 on, cache layers have their own position")
+@pytest.mark.skipif(RELEASE >= FROM, reason="from 4.56 on, static caches have slots")
 def test_earlier_static_caches_have_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)

@@ -48,7 +48,7 @@ def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
-# The values of K result in runs of 64 down to 4 numbers, in partial blocks, and in several programs.
+# The values of K result in runs of 16, 32 and 64 numbers, in partial blocks, and in several programs.
 @each_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
@@ -114,9 +114,9 @@ def test_it_compiles_into_one_graph(kind):
 
 @pytest.mark.parametrize("format", [FP8, INT8], ids=str)
 def test_few_rows_are_not_rounded(format):
-    """For fp8, x is rounded if it has enough rows for this to be faster. For int8, x is never rounded.
+    """Without aiter, x is rounded only for fp8, and only if it has enough rows for this to be faster.
 
-    If the Triton tier is selected, x is not rounded either.
+    If the Triton tier is selected, x is never rounded.
     """
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)

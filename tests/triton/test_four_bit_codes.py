@@ -48,8 +48,8 @@ def test_every_class_of_rows(m, double, code):
         product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
 
-# The sizes result in whole blocks with runs of 64, 32 and 16, partial blocks, groups longer than a block of runs, and
-# one group per row.
+# The sizes result in whole blocks with runs of 64 and 16, partial blocks, groups longer than a block of runs, and one
+# group per row.
 @each_scale
 @pytest.mark.parametrize(
     ("k", "group"),

@@ -22,7 +22,7 @@ MODELS = (
     *("gpt_oss", "glm4", "deepseek_v3", "bert", "siglip", "whisper"),
 )
 
-# In every test class, more than this number of tests pass. If fewer pass, pytest did not find all tests.
+# For every model, more than this number of tests pass with stock. Otherwise, pytest did not find all tests.
 FEWEST = 60
 
 pytestmark = pytest.mark.slow

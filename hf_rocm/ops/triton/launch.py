@@ -117,7 +117,7 @@ def _remembers() -> bool:
 
 @cache
 def lanes(device: torch.device) -> int:
-    """Threads per warp: 64 on CDNA (and GCN before it), 32 elsewhere."""
+    """Threads per warp: 64 on gfx9 (CDNA, and Vega before it), 32 elsewhere."""
     arch = describe(device).arch
     return 64 if arch is not None and arch.startswith("gfx9") else 32
 

@@ -156,7 +156,10 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
-    """Put the new rows before the rows of earlier runs. Returns the keys of the new rows, with the architecture."""
+    """Put the new rows before the rows of earlier runs.
+
+    Returns the keys, with the architecture, of the new rows that have a time and are for this number of compute units.
+    """
     if not tuned.is_file():
         return set()
     new = read(tuned, release.layout, release.version)

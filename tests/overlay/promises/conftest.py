@@ -59,7 +59,8 @@ def farm(memory: Path) -> Callable[[str], Site]:
 
 @pytest.fixture
 def environments(tmp_path: Path) -> Callable[..., Environment]:
-    """Create environments with stock transformers, which share one folder of wheels and one cache."""
+    """Return a function that creates environments with stock transformers, which share one folder of wheels and one
+    cache."""
     wheels = tmp_path / "wheels"
     make_wheel(wheels)
     make_wheel(wheels, NEXT, note=b"# a newer release\n")

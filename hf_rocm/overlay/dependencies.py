@@ -237,7 +237,7 @@ def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """The reference to a method or property, except `forward`, that the class or a base before `nn.Module` has; or None."""
+    """The reference to a method or property other than `forward`, unless only `nn.Module` or `object` defines it."""
     if name == "forward":
         return None
     for parent in cls.__mro__:

@@ -135,7 +135,7 @@ def test_copies_pickles_and_moves_keep_the_stored_bytes(tmp_path, case):
 
 @few_cases
 def test_a_state_dict_of_the_same_format_is_loaded(tmp_path, case):
-    """Load another state dict of the same format. A tensor of the wrong size, or a missing or extra one, is an error."""
+    """Load another state dict of the same format. A tensor of the wrong size, a missing and an extra one are errors."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

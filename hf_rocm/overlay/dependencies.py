@@ -237,7 +237,7 @@ def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """The reference to a method or property other than `forward`, unless only `nn.Module` or `object` defines it."""
+    """The reference to a method or property that the class or a base below `nn.Module` defines; None for `forward`."""
     if name == "forward":
         return None
     for parent in cls.__mro__:

@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Check this machine: driver, ROCm, torch, aiter and transformers.
 
-    Every line is marked ok, warning or problem. Warnings and problems are listed with their consequence and the fix.
+    Every finding is marked ok, warning or problem. Warnings and problems are listed with their consequence and the fix.
     Exits with 1 if there is a problem, such as no AMD GPU. Nothing is changed or downloaded, and tests that may crash
     run in separate processes.
     """

@@ -75,7 +75,7 @@ class Step:
         self._columns: Tensor | None = None
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether `advance` set the growing arguments; with drafts, whether a step was prepared."""
+        """Return whether the growing arguments are those of the last step; with drafts, whether a step was prepared."""
         if self.verifies:
             return self._prepared
         return all(arguments.get(name) is value for name, value in self._given.items())

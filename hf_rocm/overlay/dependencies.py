@@ -222,7 +222,7 @@ def _chains(code: CodeType) -> Iterator[list[str]]:
 
 
 def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
-    """Resolve a chain through modules of the packages in `OWN`. Returns None for other packages and for builtins."""
+    """Resolve a chain through modules of the packages in `OWN`. None for modules, other packages and builtins."""
     holder, name = space, chain[0]
     if name not in space:
         return None
@@ -237,7 +237,7 @@ def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """The reference to a method or property that the class defines and `nn.Module` does not, or None."""
+    """The reference to a method or property that the class or a base below `nn.Module` defines; None for `forward`."""
     if name == "forward":
         return None
     for parent in cls.__mro__:

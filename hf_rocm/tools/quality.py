@@ -155,8 +155,8 @@ def quantization_loss(
     reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
     text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
     of a text. If neither is given, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
-    `OptionError` if one of the models is not a module or has no logits, or if there are no tokens, and `LoadError`
-    without a tokenizer.
+    `OptionError` if one of the models is not a module or has no logits, if there are no tokens, or if `ids` is not a
+    tensor of integers, and `LoadError` without a tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):
@@ -272,7 +272,7 @@ def python_text() -> str:
 
 
 def tokenizer_of(model: str | PathLike[str], *, hint: str = "pass tokens to quantization_loss instead: ids=") -> Any:
-    """Return the tokenizer in a model's folder. Raises `LoadError` with this hint if there is none."""
+    """Return the tokenizer of a folder, or of a name on the Hub. Raises `LoadError` with this hint if there is none."""
     import transformers
 
     try:

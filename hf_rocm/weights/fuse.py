@@ -157,8 +157,8 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
 
     Returns None if they are fused now, or if fusing is deferred to the first use of the group or to the move to a GPU.
     It is deferred for weights that are still mapped from the checkpoint, and for weights on the CPU of a module that
-    hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. The peak memory
-    is one block more than before.
+    hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. At its peak,
+    memory use is higher by one block, plus the tensors between its parts if they are moved.
     """
     return _kind(module, names).form(module, tuple(names))
 

@@ -72,7 +72,7 @@ def line(title: str, result: str, style: str, seconds: float | None = None) -> N
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print the title of a step, then its duration, or that it failed."""
+    """Print the title of a step, then whether it succeeded, and its duration."""
     began = time.monotonic()
     if live():
         print(f"  {title} {styled('…', 'dim')}", end="\r", flush=True)

@@ -156,7 +156,7 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert state.replayed > before
 
 
-def other_groups_end_without_them(checkpoint):
+def destroying_another_group_keeps_the_recordings(checkpoint):
     graph_teardown.release()  # release the caches of earlier checks
     before = places()
     model = load(checkpoint)
@@ -175,7 +175,7 @@ def other_groups_end_without_them(checkpoint):
     dist.destroy_process_group(group)  # only the initial group remains
 
 
-def recordings_go_before_their_group_does(checkpoint):
+def recordings_are_emptied_before_their_group_is_destroyed(checkpoint):
     """Recordings are emptied even if a traceback or another reference keeps them alive."""
     before = places()
     model = load(checkpoint)
@@ -204,8 +204,8 @@ CHECKS = (
     stops_together_where_one_rank_cannot_record,
     stops_together_where_one_rank_replays_something_else,
     stops_together_where_one_rank_has_another_model,
-    other_groups_end_without_them,
-    recordings_go_before_their_group_does,
+    destroying_another_group_keeps_the_recordings,
+    recordings_are_emptied_before_their_group_is_destroyed,
 )
 
 

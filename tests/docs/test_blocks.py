@@ -45,7 +45,7 @@ NOT_RUN = {
     "hf-rocm verify": "up to a minute; tests/cli/test_verify.py",
     "hf-rocm bench": "minutes; tests/cli/test_bench.py and tests/tools/bench/serving",
     "hf-rocm tune": "it needs a GPU or tables; tests/tools/tuning",
-    "hf-rocm quantize": "it loads a model twice; tests/cli/test_quantize.py",
+    "hf-rocm quantize": "it loads and quantises a model; tests/cli/test_quantize.py",
     "hf-rocm port-check": "a reference to the command in general; tests/tools/porting",
     "hf-rocm explain": "a reference to the command in general; tests/cli/test_model_commands.py",
     "scripts/": "they prepare, test or render this checkout; tests/scripts and tests/overlay/test_scripts.py",

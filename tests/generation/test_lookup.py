@@ -80,7 +80,7 @@ def test_end_tokens_are_copied_once():
     assert waits == [["cpu", "cpu"], ["cpu"], ["cpu"]]
 
 
-def test_stocks_search_outside_a_call_and_in_other_threads():
+def test_outside_the_block_and_in_other_threads_stocks_search_runs():
     one = generator()
     stock = Generator.get_candidates
     with lookup.searching_on_the_host():

@@ -108,7 +108,7 @@ def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
         hf_rocm.deactivate("llama")
 
 
-def test_a_replacement_during_a_call(pair):
+def test_a_replacement_during_a_call_is_called(pair):
     """Replays stop at the step at which a function was replaced."""
     prepared, stock = pair(graphs=None)
     generate(prepared)
@@ -254,7 +254,7 @@ class Equal:
     __hash__ = None
 
 
-def test_wrappers_that_compare_equal_to_the_wrapped_function(pair):
+def test_wrappers_that_compare_equal_to_the_wrapped_function_are_called(pair):
     prepared, stock = pair(graphs=None)
     before = generate(prepared)
     for name in ("apply_rotary_pos_emb", "rotate_half"):

@@ -146,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_calls_in_which_transformers_chooses(name, pair, chosen):
+def test_in_unsupported_calls_transformers_chooses_the_tokens(name, pair, chosen):
     prepared, stock = pair()
     for _ in range(2):
         results = []

@@ -60,7 +60,7 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_functions_that_were_replaced_before_the_first_call(how, pair, monkeypatch):
+def test_functions_replaced_before_the_first_call_are_called(how, pair, monkeypatch):
     """One replacement is another function of torch, and one accepts only the arguments that transformers passes."""
     draws_like_multinomial.cache_clear()
     token_choice._skipped.cache_clear()

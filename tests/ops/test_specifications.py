@@ -48,7 +48,9 @@ def test_every_operation_is_listed():
 
 @pytest.mark.parametrize("operation", BUILDERS)
 def test_the_plain_tuple_names_the_fields_in_their_order(operation):
-    """For speed, the router takes a plain tuple. Every element is a variable with the name of the field."""
+    """For speed, the router takes a plain tuple. Its elements are variables with the names of the fields, or tests of
+    these variables for None.
+    """
     module, _, name = BUILDERS[operation].partition(".")
     function = getattr(sys.modules[f"hf_rocm.ops.{module}"], name)
     fields = registry.operations()[operation].spec_type._fields

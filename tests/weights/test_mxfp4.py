@@ -132,7 +132,7 @@ def test_memory_is_that_of_the_checkpoint(tmp_path):
     assert all(parameter.is_meta for name, parameter in experts_of(model)[0].replaced[0].named_parameters())
 
 
-def test_copies_pickles_and_moves(tmp_path):
+def test_copies_pickles_and_moves_keep_the_stored_bytes(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
     expected, results = state_bytes(model), logits(model)
@@ -190,7 +190,7 @@ def test_with_another_dtype_of_the_model_the_experts_stay_packed(tmp_path, dtype
     assert logits(model).dtype == dtype and torch.isfinite(logits(model)).all()
 
 
-def test_a_graph_and_a_device_map(tmp_path):
+def test_experts_loaded_with_a_device_map_compile_into_one_graph(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     experts = experts_of(prepared(tmp_path, device_map={"": "cpu"}))[0]
     torch._dynamo.reset()

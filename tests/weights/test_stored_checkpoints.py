@@ -112,7 +112,7 @@ def test_layers_that_share_an_input_run_as_one_gemm(tmp_path, case):
 
 
 @few_cases
-def test_copies_pickles_and_moves(tmp_path, case):
+def test_copies_pickles_and_moves_keep_the_stored_bytes(tmp_path, case):
     checkpoints.write(tmp_path, case, torch.bfloat16)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     expected, results = state_bytes(model), logits(model)
@@ -135,7 +135,7 @@ def test_copies_pickles_and_moves(tmp_path, case):
 
 @few_cases
 def test_a_state_dict_of_the_same_format_is_loaded(tmp_path, case):
-    """Load another state dict of the same format, and refuse a tensor of a wrong size, a missing and an unknown one."""
+    """Load another state dict of the same format. A tensor of the wrong size, a missing and an extra one are errors."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -173,7 +173,7 @@ def test_dequantize_makes_an_ordinary_model(tmp_path, case):
 
 
 @few_cases
-def test_a_graph_and_a_device_map(tmp_path, case):
+def test_a_model_loaded_with_a_device_map_compiles_into_one_graph(tmp_path, case):
     checkpoints.write(tmp_path, case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path, force=True, device_map={"": "cpu"})
     torch._dynamo.reset()

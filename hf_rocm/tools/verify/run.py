@@ -54,7 +54,7 @@ def verify(
     compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
     record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
     `VerifyError` if there is nothing to verify or ids are not valid, `GoldenError` if a file can't be used, and
-    `OptionError` if model is not a `torch.nn.Module`.
+    `OptionError` if model is not a `torch.nn.Module`, or if force is neither a bool nor None.
     """
     require_module(model, "verify")
     require_switches(force=force)
@@ -115,7 +115,7 @@ def verify(
 def record(
     model: nn.Module, file: str | PathLike[str], *, ids: Tensor | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Record a golden file from a stock model, on any machine. Returns its header. Raises `GoldenError`."""
+    """Record a golden file from a stock model, on any machine. Returns its header. Raises `VerifyError`."""
     subject = Subject(model)
     with _evaluating(model):
         wanted = _golden_cases(cases(subject, _tokens(subject, ids), quick=quick))

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.jamba.modeling_jamba, 4.53 to 4.57.
 
-Served: the layers with attention, the experts, the MLPs and the norms. The state-space layers stay stock.
+Served: attention, the experts, the MLPs and the norms. The state-space layers stay stock.
 """
 
 try:

@@ -91,7 +91,7 @@ def model(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure decoding and prefill of a model: stock, stock with torch.compile, and hf_rocm.
+    """Measure decoding and prefill of a model, or the forwards of an encoder: stock, compiled stock, and hf_rocm.
 
     The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
     results is not timed; if hf_rocm's results are wrong, the command fails. The floor is the shortest possible time at

@@ -3,8 +3,8 @@
 transformers prepares every step from scratch: it reads signatures and configs, slices and copies tensors, and builds
 the masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions
 are those of sequences with or without left padding, the following steps get the same arguments over resident tensors.
-These are advanced after the previous step while the GPU still computes it, or, in steps that verify drafts, when the
-drafts are known. transformers prepares all other steps.
+These are advanced after the previous step was launched, while the GPU still computes it, or, in steps that verify
+drafts, when the drafts are known. transformers prepares all other steps.
 """
 
 from __future__ import annotations

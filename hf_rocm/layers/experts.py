@@ -262,7 +262,7 @@ def _unserved(x: Tensor) -> str | None:
     if torch.is_autocast_enabled(x.device.type):
         return "under autocast, experts are left to stock"
     if torch.compiler.is_compiling() and (x.dtype != torch.bfloat16 or exporting()):
-        return "while torch.compile traces, experts are served only in bf16"
+        return "while torch.compile traces, experts are served only in bf16, and while torch.export traces, not at all"
     return None
 
 

@@ -31,7 +31,7 @@ class TopKRouter:
     wide: bool = False
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
-        """x: [T, H]. Runs the stock forward where no kernel chooses the experts."""
+        """x: [T, H]. Runs the stock forward unless a kernel chooses the experts after a plain GEMM."""
         weight, bias, terms = module._parameters["weight"], module._parameters.get("bias"), self.terms(module)
         if x.ndim != 2 or not _is_plain_product(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
             return stock(module, x)
@@ -57,7 +57,7 @@ class GroupedRouter:
     """
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
-        """x: [..., H]. Runs the stock forward where no kernel chooses the experts."""
+        """x: [..., H]. Runs the stock forward unless a kernel chooses the experts after a plain GEMM."""
         weight, terms = module._parameters["weight"], self.terms(module)
         if not _is_plain_product(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
             return stock(module, x)

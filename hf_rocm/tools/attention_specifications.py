@@ -115,7 +115,7 @@ def _softcap(module: nn.Module) -> bool:
 
 
 def _adds_bias(module: nn.Module) -> bool:
-    """Return whether the stock forward adds a bias by position to the scores, which is passed as a mask."""
+    """Return whether the stock forward adds a position bias to the scores, which hf_rocm passes as a mask."""
     binding = bind.binding_of(module)
     names = set() if binding is None else set(inspect.signature(binding.stock).parameters)
     return "position_bias" in names or ("alibi" in names and getattr(getattr(module, "config", None), "alibi", True))

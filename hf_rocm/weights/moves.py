@@ -14,7 +14,7 @@ from hf_rocm.overlay import bind
 
 
 def follow_moves(module: Module) -> None:
-    """Attach an `_apply` to the module's class while the class is bound."""
+    """Attach an `_apply` to the module's class if the class is bound. Unbinding removes it."""
     cls = type(module)
     if bind.binding_of(module) is not None and "_apply" not in cls.__dict__:
         bind.attach(cls, "_apply", _apply_and_resume(cls))

@@ -180,7 +180,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/test", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="every test, in every tested release")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also the slow tests, and the release-dependent tests in every tested release",
+    )
     parser.add_argument("--release", choices=RUNNABLE, help="the tests that depend on transformers, with this release")
     parser.add_argument(
         "--machine-code",

@@ -117,7 +117,7 @@ def test_every_step_reads_its_inputs_in_place(trio, in_place):
     ours, stocks = trio()
     drafted = watched(ours[1])
     for seed in range(2):
-        # with padding, because transformers 5.0 derives a mask that has no padding from the tokens
+        # with padding, because transformers 5.0 derives the mask of an unpadded prompt from the tokens
         inputs = repeating(seed, padded=2)
         drafted.clear()
         in_place.clear()
@@ -155,7 +155,7 @@ def test_a_model_drafts_for_itself(pair):
 
 @pytest.fixture
 def faulty(monkeypatch, tmp_path):
-    """A function that gives the replays of one model a fault."""
+    """A function that injects a fault into the replays of one model."""
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     inherited = Runner._recorder
 

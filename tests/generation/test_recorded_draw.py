@@ -108,7 +108,7 @@ def test_a_wrong_draw_is_detected():
 
 
 def test_sums_in_another_order_are_not_a_fault(monkeypatch):
-    """On a GPU, the cumulative sum of one row may be added up in several ways, in replays and in uncaptured draws."""
+    """On a GPU, the cumulative sum of one row may be computed in different orders, in replays and uncaptured draws."""
     step = SimpleNamespace(last_logits=torch.zeros((1, 61)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
     recorded._varies, runs = True, itertools.count()

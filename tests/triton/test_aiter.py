@@ -45,7 +45,7 @@ def flash_attn_func(tmp_path_factory):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "shape", [(1, 2, 1, 1, 70, 64), (2, 4, 2, 63, 63, 32), (1, 2, 1, 40, 97, 128)], ids=str
-)  # B, H, Hkv, S_q, S, D
+)  # B, H, Hkv, S_q, S_k, D
 def test_attention(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     attend(flash_attn_func, shape, causal, dtype)

@@ -170,7 +170,7 @@ def test_heads_of_a_fused_projection_are_read_in_place(part, monkeypatch):
     assert torch.equal(routed("rms_norm", view, weight, eps=1e-6), expected)
 
 
-def test_numbers_of_rows_beyond_32_bits_are_supported():
+def test_more_rows_than_an_int32_can_count_are_supported():
     """The number of rows is above 2³¹, but only the first two programs are launched."""
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 

@@ -1,4 +1,4 @@
-"""Stacking a list of experts: values, identities, memory, and changes that invalidate the block."""
+"""Stacking a list of experts: values, identities, memory, and changes that invalidate the blocks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make(bias=False):
 
 
 def same(mixture):
-    """Check that the stacked block and the modules compute the same results."""
+    """Check that the stacked blocks and the modules compute the same results."""
     stack = stacked(mixture)
     assert stack is not None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""fuse, fused, project and unfuse on plain groups: values, identities, memory, and changes that invalidate a block."""
+"""fuse, live, project and unfuse on plain groups: values, identities, memory, and changes that invalidate a block."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "recurrence_kernel"
 
 CHUNK = 32  # tokens; with 64, RDNA spills registers
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bf16 numbers whose sum is one number of the dtype
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # how many bf16 numbers add up to a number of the dtype
 LARGEST_KEY = 256
 
 

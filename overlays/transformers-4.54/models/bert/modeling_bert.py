@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.bert.modeling_bert, 4.54 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder, or of a decoder without a cache.
-Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions stay stock.
+The attention of models with relative positions stays stock, as do calls with cross-attention, a cache, a head mask or
+requested attention weights.
 """
 
 try:

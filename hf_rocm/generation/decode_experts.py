@@ -21,7 +21,7 @@ def switching(model: Any, stock: Callable[[], Any]) -> Iterator[None]:
     A model without experts, or with `experts_implementation="eager"`, is never switched, so nothing is counted: from
     transformers 5.0 on, `generate` enters this context for every model, in some releases in every step.
     """
-    if implementation(model) in (None, "eager"):
+    if {implementation(model), getattr(model.config, "_experts_implementation", None)} <= {None, "eager"}:
         with stock():
             yield
         return

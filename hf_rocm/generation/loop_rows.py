@@ -9,16 +9,18 @@ kernel (`ops.append_tokens`). Any other use of a stand-in computes the value, as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from hf_rocm import ops
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.generation.host_tokens import Unchanged
 from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.ops.append_tokens import one_kernel
 
-# Returns the end tokens, [E] or None, with which rows of this length end on this device. False if other criteria apply.
-Ends = Callable[[Tensor, int], Tensor | None | bool]
+# Returns the end tokens that end a row of this length, or None if no row ends. False if other criteria apply.
+Ends = Callable[[int], Tensor | None | Literal[False]]
 
 
 class Appended(NamedTuple):
@@ -32,12 +34,14 @@ class Appended(NamedTuple):
 class Rows:
     """The rows of one call of the sampling loop.
 
+    ends: a weak reference to a method, so that the criteria, which reference this object, are freed after the call.
     current: the last value of the unfinished rows, [B]; None if it is not a stand-in. appended: the result of the last
     step; None if transformers' operations computed it.
     """
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Callable[[], Ends | None]) -> None:
         self._ends = ends
+        self._used: Unchanged | None = None  # the end tokens with which `appended` was computed
         self._serves: bool | None = None  # whether the kernel serves the rows of this call
         self.current: Unfinished | None = None
         self.appended: Appended | None = None
@@ -53,15 +57,32 @@ class Rows:
         unfinished: the unfinished rows before this step, [B]. pad: the padding token, [], or None if the loop does not
         give it to rows that have ended.
         """
-        ends = self._ends(ids, ids.shape[1] + 1)
-        if isinstance(ends, bool):
+        method = self._ends()
+        ends = False if method is None else method(ids.shape[1] + 1)
+        if ends is False:
             return None
+        self._used = None if ends is None else Unchanged(ends)
+        flat = None if ends is None else ends.reshape(-1)
         if self._serves is None:
-            self._serves = one_kernel(ids, tokens, unfinished, ends, pad)
+            self._serves = one_kernel(ids, tokens, unfinished, flat, pad)
         if not self._serves:
             return None
-        self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, ends, pad))
+        try:
+            self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad))
+        except TierUnavailable:  # a tier was requested, and the end tokens have changed to ones that it can't serve
+            return None
         return self.appended.ids
+
+    def taken(self, ids: Tensor, ends: Tensor | None) -> Appended | None:
+        """Return `appended` if it has these tokens, and forget it. None if other end tokens apply in the meantime.
+
+        ends: the end tokens that apply now. A streamer may have changed them since the tokens were appended.
+        """
+        appended, self.appended = self.appended, None
+        if appended is None or appended.ids is not ids:
+            return None
+        same = self._used is None if ends is None else self._used is not None and self._used.matches(ends)
+        return appended if same else None
 
 
 class Tokens(StandIn):

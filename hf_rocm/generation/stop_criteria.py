@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def of_sampling(arguments: Mapping[str, Any], choice: Choice | None) -> dict[str
         return replaced
     if replaced:
         criteria = replaced["stopping_criteria"]
-        choice.rows = criteria.rows = Rows(criteria.ends)
+        choice.rows = criteria.rows = Rows(WeakMethod(criteria.ends))
     return {**replaced, "logits_processor": choice.instead()}
 
 
@@ -64,11 +65,12 @@ class _Criteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         rows = self.rows if self.rows is not None and self.rows.active else None
-        if rows is not None:
-            appended, rows.appended, rows.current = rows.appended, None, None
-            if appended is not None and appended.ids is input_ids:
-                return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
         criterion = self._acting(input_ids.shape[1])
+        if rows is not None:
+            rows.current = None
+            appended = rows.taken(input_ids, criterion.eos_token_id if criterion else None)
+            if appended is not None and criterion is not False:
+                return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
         if criterion is False:
             if self._tokens is not None:
                 self._tokens.forget()  # a criterion of the user may change the tokens in place
@@ -88,10 +90,10 @@ class _Criteria(StoppingCriteriaList):
             return False
         return acting[0] if acting else None
 
-    def ends(self, ids: Tensor, length: int) -> Tensor | None | Literal[False]:
-        """The end tokens, [E], that end a row of this length; None if no row ends, False if other criteria apply."""
+    def ends(self, length: int) -> Tensor | None | Literal[False]:
+        """The end tokens that end a row of this length; None if no row ends, False if other criteria apply."""
         criterion = self._acting(length)
-        return criterion.eos_token_id.to(ids.device) if isinstance(criterion, EosTokenCriteria) else criterion
+        return criterion.eos_token_id if isinstance(criterion, EosTokenCriteria) else criterion
 
     def _no_row(self, input_ids: Tensor) -> Tensor:
         if self._none is None:

@@ -15,6 +15,7 @@ from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves,
 from hf_rocm.ops.specs.step import AppendTokensSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
+from hf_rocm.ops.triton.launch import power_of_two
 
 
 def append_tokens(
@@ -43,11 +44,12 @@ def _specification(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, end_tokens: Tensor | None, pad: Tensor | None
 ) -> tuple[object, ...]:
     tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad) if tensor is not None]
-    device, rows, padded, grad = ids.device, len(ids), pad is not None, False
+    dtype, device, rows, padded, grad = ids.dtype, ids.device, len(ids), pad is not None, False
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     wide = all(tensor.dtype == torch.int64 for tensor in tensors)
+    here = all(tensor.device == device for tensor in tensors)
     ends = 0 if end_tokens is None else len(end_tokens)
-    return (device, rows, ends, padded, contiguous, wide, grad)
+    return (dtype, device, rows, ends, padded, contiguous, wide, here, grad)
 
 
 def stock(
@@ -63,16 +65,20 @@ def stock(
 
 def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
     """Rows end now, have ended before, and go on; in the last case, all of them have ended."""
-    rows, count = min(spec.rows, 37), min(spec.ends, 5)
+    rows = spec.rows
     row = torch.arange(rows, device=spec.device)
-    ends = 3 + torch.arange(count, device=spec.device) if count else None
+    ends = 3 + torch.arange(spec.ends, device=spec.device) if spec.ends else None
     pad = torch.tensor(9, device=spec.device) if spec.padded else None
     for length, going in ((1, row % 3 != 1), (1100, row % 2 == 0), (5, row < 0)):
         ids = torch.arange(rows * length, device=spec.device).view(rows, length)
-        yield Case((ids, row % 11, going.long(), ends, pad))
+        yield Case((ids, row % 23, going.long(), ends, pad))
 
 
-_operation = Operation("append_tokens", AppendTokensSpec, _cases, family="linear", recorded=(0,))
+def _kind(spec: AppendTokensSpec) -> AppendTokensSpec:
+    return spec._replace(rows=power_of_two(spec.rows))
+
+
+_operation = Operation("append_tokens", AppendTokensSpec, _cases, kind=_kind, family="linear", recorded=(0,))
 _operation.register(
     Implementation(
         "triton",

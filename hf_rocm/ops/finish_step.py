@@ -18,11 +18,12 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.bits import ROWS, sum_of_words
 from hf_rocm.ops.bits import rows as rows_of
 from hf_rocm.ops.bits import words as words_of
-from hf_rocm.ops.probe_cases import LENGTH, Draw
+from hf_rocm.ops.probe_cases import Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.specs.step import FinishStepSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
+from hf_rocm.ops.triton.launch import power_of_two
 
 
 def finish_step(
@@ -33,7 +34,7 @@ def finish_step(
     logits: [B, N, V] floating, but not fp64; out: the same, receives a copy. tokens: [B, N] int64, receives
     `logits.argmax(-1)`. digests: [K] int64; the first one is dropped, and that of this step is appended: the sum of the
     bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1] int64. doubt: [] fp32, to which 0 is
-    added, or NaN if a logit is not finite.
+    added if all logits are finite, and otherwise another number or NaN.
     """
     words = words_of(logits)
     spec = _specification(logits, words, out, tokens, digests, doubt, further)
@@ -81,7 +82,8 @@ def torch_finish_step(
     doubt: Tensor,
     further: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Returns the tensors that were written to."""
+    """PyTorch's operations. Adds NaN to doubt if a logit is not finite. Returns tokens, digests and doubt."""
+    doubt.add_(rows_of(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
     return _finish(logits, words, out, tokens, digests, doubt, further, argmax(logits))
 
 
@@ -94,7 +96,8 @@ def eager_finish_step(
     doubt: Tensor,
     further: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The oracle, with PyTorch's own argmax."""
+    """The oracle, with PyTorch's own argmax. Adds the number of logits that are not finite to doubt."""
+    doubt.add_((~logits.isfinite()).sum())
     return _finish(logits, words, out, tokens, digests, doubt, further, logits.argmax(-1))
 
 
@@ -112,33 +115,42 @@ def _finish(
     tokens.copy_(largest)
     digest = sum_of_words([words, largest, *([] if further is None else [further])])
     digests.copy_(torch.cat((digests[1:], digest)))
-    doubt.add_(rows_of(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
-    return out, tokens, digests, doubt
+    return tokens, digests, doubt
+
+
+def _kind(spec: FinishStepSpec) -> FinishStepSpec:
+    """With the power of two of the rows, and fewer columns for as many programs; see `triton.step.parts`."""
+    rows = power_of_two(spec.rows)
+    columns = 2 * triton.BLOCK * triton.parts(rows, spec.dim) + spec.dim % triton.BLOCK
+    return spec._replace(rows=rows, dim=min(spec.dim, columns))
 
 
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
-    """The two largest logits of every row are equal, and the first one must be chosen."""
+    """Two of the largest logits of every row are equal, so that the first one must be chosen. Some are not finite."""
     draw = Draw(spec.dtype, spec.device)
-    count, dim = min(spec.rows, LENGTH), spec.dim
-    logits = draw(count, 1, dim)
-    first = (torch.arange(count, device=spec.device) * 7919 + dim // 3) % dim
+    rows, dim = spec.rows, spec.dim
+    logits = draw(rows, 1, dim)
+    first = (torch.arange(rows, device=spec.device) * 7919 + dim // 3) % dim
     for place in (first, (first + dim // 2) % dim):
         logits.scatter_(-1, place[:, None, None], 50.0)
+    bad = logits.clone()
+    bad[0, 0, dim // 2], bad[-1, 0, 0] = torch.inf, torch.nan
     integers: dict[str, Any] = {"dtype": torch.int64, "device": spec.device}
-    yield Case(
-        (
-            logits,
-            words_of(logits),
-            torch.zeros_like(logits),
-            torch.zeros(count, 1, **integers),
-            torch.arange(spec.kept, **integers),
-            torch.zeros((), device=spec.device),
-            torch.tensor([12345], **integers) if spec.further else None,
+    for values in (logits, bad):
+        yield Case(
+            (
+                values,
+                words_of(values),
+                torch.zeros_like(values),
+                torch.zeros(rows, 1, **integers),
+                torch.arange(spec.kept, **integers),
+                torch.zeros((), device=spec.device),
+                torch.tensor([12345], **integers) if spec.further else None,
+            )
         )
-    )
 
 
-_operation = Operation("finish_step", FinishStepSpec, _cases, family="linear", recorded=(0,))
+_operation = Operation("finish_step", FinishStepSpec, _cases, kind=_kind, family="linear", recorded=(0,))
 _operation.register(
     Implementation(
         "triton", triton.NAME, triton.refuses, triton.finish_step, checked_triton("finish_step", triton.NAME)

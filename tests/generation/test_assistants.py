@@ -201,7 +201,7 @@ def test_nonfinite_drafts_are_noticed(trio, faulty):
     for seed in range(2):
         assisted(ours, repeating(seed))
     step = next(one for one in steps_of(ours[1]) if isinstance(one, RecordedStep) and one.schedule.proven)
-    step.schedule.since, step.alarm._number = 1, step.alarm._number * float("nan")
+    step.schedule.since, step.alarm.number = 1, step.alarm.number * float("nan")
     assert torch.equal(assisted(ours, repeating()), assisted(stocks, repeating()))
     assert known(ours[1]).disabled is not None and known(ours[0]).disabled is None
 

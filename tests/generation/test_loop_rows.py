@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_rocm import ops
+from hf_rocm.errors import TierUnavailable
 from hf_rocm.generation import loop_rows
 from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt
 
@@ -16,10 +19,24 @@ from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prom
 @pytest.fixture
 def appended(monkeypatch):
     """Append tokens in one operation, as on a GPU. Returns the list of results."""
-    results, append = [], ops.append_tokens
+    results, append = Results(), ops.append_tokens
+
+    def appending(*given):
+        results.append(append(*given))
+        results.arguments.append(given)
+        return results[-1]
+
     monkeypatch.setattr(loop_rows, "one_kernel", lambda *_: True)
-    monkeypatch.setattr(ops, "append_tokens", lambda *given: results.append(append(*given)) or results[-1])
+    monkeypatch.setattr(ops, "append_tokens", appending)
     return results
+
+
+class Results(list):
+    """The results of `append_tokens`. arguments: those of the same calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = []
 
 
 @pytest.fixture(params=["at once", "late"])
@@ -85,7 +102,7 @@ def test_without_a_kernel_no_value_has_a_stand_in(pair, monkeypatch):
 @pytest.mark.parametrize("kind", [loop_rows.Tokens, loop_rows._Padded])
 def test_a_stand_in_has_the_value_that_stock_computes(kind):
     unfinished = loop_rows.Unfinished(torch.tensor([1, 0, 1]), None, one=False)
-    rows = loop_rows.Rows(lambda ids, length: False)
+    rows = loop_rows.Rows(lambda: None)
     tokens, pad = torch.tensor([5, 6, 7]), torch.tensor(9)
     next_tokens = loop_rows.Tokens(rows, tokens)
     real = tokens
@@ -108,3 +125,71 @@ def test_a_stand_in_has_the_value_that_stock_computes(kind):
     assert torch.equal(2 * (1 - unfinished), torch.tensor([0, 2, 0])) and int(unfinished.max()) == 1
     assert bool(unfinished.max() == 1) and not bool(unfinished.max() == 0)
     assert torch.equal(unfinished & torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0]))
+
+
+CHANGES = {  # a criterion, and a change that ends the row
+    "length": (lambda: MaxLengthCriteria(40), lambda criterion, token: setattr(criterion, "max_length", 5)),
+    "ends": (lambda: EosTokenCriteria([60]), lambda criterion, token: setattr(criterion, "eos_token_id", token)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_streamer_can_end_the_call_through_a_criterion(change, pair, appended):
+    """Before transformers 5.17, tokens are streamed after they were appended, and before the criteria are called."""
+    prepared, stock = pair()
+    make, act = CHANGES[change]
+
+    class StopButton(Streamer):
+        def __init__(self, criterion):
+            super().__init__()
+            self.criterion = criterion
+
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 13:
+                act(self.criterion, value.clone())
+
+    lengths = []
+    for model in (stock, prepared, prepared):
+        criterion = make()
+        given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": StopButton(criterion)}
+        given |= {"eos_token_id": 60} if change == "ends" else {}
+        lengths.append(generate(model, prompt(rows=1), new=30, pad_token_id=0, **given).shape[1])
+    assert lengths[1:] == lengths[:1] * 2 and appended
+
+
+@pytest.mark.parametrize("ends", [torch.tensor(9), torch.tensor([[9, 4], [33, 9]])], ids=["one", "two dims"])
+def test_end_tokens_of_any_shape(ends, pair, appended):
+    prepared, stock = pair()
+    for _ in range(2):
+        given = {"pad_token_id": 0, "new": 25}
+        tokens = generate(prepared, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **given)
+        assert torch.equal(
+            tokens, generate(stock, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **given)
+        )
+    assert appended and all(given[3].ndim == 1 for given in appended.arguments)
+
+
+def test_criteria_are_freed_with_the_call(pair, appended):
+    prepared, _ = pair()
+    gc.collect()
+    gc.disable()
+    try:
+        criterion = MaxLengthCriteria(40)
+        reference = weakref.ref(criterion)
+        generate(prepared, new=20, stopping_criteria=StoppingCriteriaList([criterion]))
+        del criterion
+        assert reference() is None and appended
+    finally:
+        gc.enable()
+
+
+def test_end_tokens_that_a_requested_tier_cannot_serve(pair, appended, monkeypatch):
+    prepared, stock = pair()
+
+    def unavailable(*_):
+        raise TierUnavailable("not here")
+
+    monkeypatch.setattr(ops, "append_tokens", unavailable)
+    assert torch.equal(generate(prepared, new=20, eos_token_id=3), generate(stock, new=20, eos_token_id=3))
+    assert not appended

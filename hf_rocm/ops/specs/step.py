@@ -28,14 +28,16 @@ class FinishStepSpec(NamedTuple):
 class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 
-    rows: B. ends: the number of end tokens. padded: whether there is a padding token. contiguous: whether all tensors
-    are. wide: whether all are int64.
+    dtype: that of the ids. rows: B. ends: the number of end tokens. padded: whether there is a padding token.
+    contiguous, wide, here: whether all tensors are contiguous, of int64, and on the device of the ids.
     """
 
+    dtype: torch.dtype
     device: torch.device
     rows: int
     ends: int
     padded: bool
     contiguous: bool
     wide: bool
+    here: bool
     grad: bool = False

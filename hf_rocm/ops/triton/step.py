@@ -75,13 +75,13 @@ def _finish_step(
         {"PARTS": pieces, "ROWS": power_of_two(count), "KEPT": len(digests), "SLOTS": power_of_two(len(digests))},
         num_warps=1,
     )
-    return out, tokens, digests, doubt
+    return tokens, digests, doubt
 
 
 def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     """Why the kernel can't append the tokens, or None."""
-    if not spec.contiguous or not spec.wide:
-        return "our kernel that appends tokens needs contiguous tensors of int64"
+    if not (spec.contiguous and spec.wide and spec.here):
+        return "our kernel that appends tokens needs contiguous tensors of int64 on one device"
     if not 0 < spec.rows <= MOST:
         return f"our kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"
     if spec.ends > MOST_ENDS:

@@ -60,7 +60,7 @@ def generate(side: Side, ids: Tensor, case: Case) -> Generated:
     whole = timed(lambda: call(side, ids, case.new), device)
     first = timed(lambda: call(side, ids, case.new, stopping_criteria=[_stop]), device)
     # if a pause of the machine made the short call the longer one, the average includes the first token
-    later = (whole - first) / max(case.new - 1, 1) if first < whole else whole / case.new
+    later = (whole - first) / (case.new - 1) if case.new > 1 and first < whole else whole / case.new
     return Generated(first, later, whole)
 
 

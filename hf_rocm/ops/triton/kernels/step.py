@@ -79,7 +79,7 @@ def finish_kernel(
     if further is not None:
         digest += tl.load(further)
     bad = tl.sum(tl.sum(tl.load(wrong + at, mask=there, other=0), 1), 0)
-    tl.store(doubt, tl.load(doubt) + tl.where(bad > 0, float("nan"), 0.0))
+    tl.store(doubt, tl.load(doubt) + bad.to(tl.float32))
     slot = tl.arange(0, SLOTS)
     earlier = tl.load(digests + slot + 1, mask=slot < KEPT - 1, other=0)
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)

@@ -1,0 +1,91 @@
+"""Kernels at the end of a decode step on a GPU, compared with PyTorch's operations, and their use by `generate`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_rocm
+from hf_rocm import ops, options
+from hf_rocm.ops import append_tokens, finish_step, probe_cases
+from hf_rocm.ops.bits import sum_of_bits
+from hf_rocm.ops.registry import operations
+from tests.generation.conftest import counted, generate, make, prompt
+
+pytestmark = pytest.mark.gpu
+
+BEFORE = (3, -1, 2**62, -(2**63), 5)
+
+
+@pytest.fixture(autouse=True)
+def unprobed():
+    with options.override(probe=False):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 128256), (1, 6, 151936), (32, 1, 32000), (256, 1, 262144), (3, 1, 5003), (1, 1, 61)], ids=str
+)
+def test_finish_step(shape, dtype):
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    logits[..., shape[-1] // 3] = logits[..., 2 * shape[-1] // 3] = 60.0
+    for bad in (None, torch.inf, -torch.inf, torch.nan):
+        if bad is not None:
+            logits[-1, -1, 7] = bad
+        out, tokens = torch.zeros_like(logits), torch.full(shape[:2], -1, device="cuda")
+        digests, doubt = torch.tensor(BEFORE, device="cuda"), torch.zeros((), device="cuda")
+        with options.override(tier="triton"), ops.recording() as routes:
+            ops.finish_step(logits, out, tokens, digests, doubt)
+        assert [(route.operation, route.tier) for route in routes] == [("finish_step", "triton")]
+        assert torch.equal(out.view(torch.uint8), logits.view(torch.uint8))
+        assert torch.equal(tokens, logits.argmax(-1))
+        assert digests.tolist() == [*BEFORE[1:], int(sum_of_bits([logits, tokens]))]
+        assert bool(doubt == 0) == (bad is None)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 256])
+@pytest.mark.parametrize("ends", [(), (4,), (4, 61, 7)], ids=str)
+def test_append_tokens(ends, rows):
+    tokens = torch.tensor([61, 5, 4, 7, 8], device="cuda")[torch.arange(rows, device="cuda") % 5]
+    unfinished = (torch.arange(rows, device="cuda") % 4 != 2).long()
+    for length in (1, 1023, 4096):
+        ids = torch.arange(rows * length, device="cuda").view(rows, length)
+        for pad in (None, torch.tensor(4, device="cuda")):
+            given = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
+            with options.override(tier="triton"), ops.recording() as routes:
+                results = ops.append_tokens(*given)
+            assert [route.tier for route in routes] == ["triton"]
+            assert all(map(torch.equal, results, append_tokens.stock(*given)))
+
+
+@pytest.mark.parametrize("name", ["finish_step", "append_tokens"])
+def test_the_first_use_check_passes(name):
+    operation = operations()[name]
+    kernel = next(one for one in operation.implementations if one.tier == "triton")
+    device = torch.device("cuda", 0)
+    for rows in (1, 200):
+        specs = {
+            "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, True, False),
+            "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, False),
+        }
+        kind = tuple(operation.kind(operation.spec_type(*specs[name])))
+        assert probe_cases.check(name, "triton", kernel.name, kind) is None
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+def test_generate_uses_both_kernels(how):
+    stock = make("llama", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=503).to("cuda")
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
+    inputs = {name: tensor.cuda() for name, tensor in prompt(rows=3).items()}
+    given = {"new": 40, "seed": 0, "pad_token_id": 0, **how}
+    ends = generate(stock, inputs, **given)[:, -12].tolist()
+    expected = generate(stock, inputs, eos_token_id=ends, **given)
+    with ops.recording() as routes:
+        for _ in range(2):
+            assert torch.equal(generate(prepared, inputs, eos_token_id=ends, **given), expected)
+    served = {route.operation: route.tier for route in routes}
+    assert served[finish_step._operation.name] == served[append_tokens._operation.name] == "triton"
+    assert counted(prepared)[1] > 20

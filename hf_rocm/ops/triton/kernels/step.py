@@ -85,7 +85,7 @@ def finish_kernel(
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])  # it grows with every token
 def append_kernel(
     ids,  # [B, S] int64
     tokens,  # [B] int64

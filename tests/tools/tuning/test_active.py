@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from hf_rocm import options
-from hf_rocm.errors import TableError
-from hf_rocm.ops.aiter.tables import active, store, table
+from hf_rocm.errors import TableError, TuningError
+from hf_rocm.ops.aiter.tables import active, machine, store, table
 from hf_rocm.ops.aiter.tables.columns import layout_of
 from tests.tools.tuning.conftest import MI300X, row, table_text, write
 
@@ -83,6 +83,17 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
         child.setattr(options, "_users_tables", None)  # as in a new process that inherits the environment
         active.before_import()
     assert given() == inherited
+
+
+def test_a_release_with_unknown_columns_is_imported_unchanged(fake_aiter, monkeypatch):
+    """An error here would end the user's first call of an operation."""
+    fake = fake_aiter("0.1.20")
+    shipped = fake.release.shipped[0]
+    shipped.write_text("a,b,c\n1,2,3\n", encoding="utf-8")
+    with pytest.raises(TuningError):
+        machine.installed()
+    active.before_import()
+    assert VARIABLE not in os.environ
 
 
 def test_a_damaged_file_of_the_user_is_an_error_that_names_the_line(fake_aiter, tmp_path, monkeypatch):

@@ -24,7 +24,11 @@ def before_import() -> None:
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
         return  # aiter is already imported, or the parent process has set the table
-    release, gpu = machine.installed(), machine.gpu()
+    try:
+        release = machine.installed()
+    except TuningError:  # an unknown release, for which nothing can have been tuned here; aiter reads its own table
+        return
+    gpu = machine.gpu()
     if release is None or gpu is None or not release.layout.reads_variable:
         return
     if not named and _tuned(gpu, release) is None:

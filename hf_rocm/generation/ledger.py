@@ -67,8 +67,8 @@ def record(event: Event) -> None:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(event)) + "\n")  # one write of less than a page, so lines don't mix
-    except OSError as error:
-        _log.warning("the event can't be written to %s: %s", path(), error)
+    except OSError as error:  # also if there is no path, because this user has no home folder
+        _log.warning("the event can't be written to %s: %s", NAME, error)
 
 
 def events() -> tuple[Event, ...]:

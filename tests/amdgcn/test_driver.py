@@ -134,5 +134,5 @@ def test_arguments_are_packed_at_the_offsets_that_the_code_reads():
     assert block == bytes(range(8)) + b"abcd" + bytes(12) + struct.pack("<I", 7) + bytes(4)
     with pytest.raises(ValueError, match="expected an argument of 8 bytes"):
         pack(program, [b"abcd"], (1, 1, 1), 64)
-    with pytest.raises(ValueError, match="1 arguments more"):
+    with pytest.raises(ValueError, match="1 more arguments"):
         pack(program, [bytes(8), bytes(4), bytes(8), bytes(4)], (1, 1, 1), 64)

@@ -47,6 +47,15 @@ def test_events_are_written_and_read() -> None:
     assert "gfx942" in str(EVENT) and "7.2.1" in str(EVENT) and "412" in str(EVENT)
 
 
+def test_without_a_home_folder_an_event_is_only_logged(monkeypatch, caplog) -> None:
+    def homeless():
+        raise FileNotFoundError("this user has no home folder")
+
+    monkeypatch.setattr(ledger.options, "cache_folder", homeless)
+    ledger.record(EVENT)
+    assert "no home folder" in caplog.text
+
+
 def test_unreadable_lines_are_skipped() -> None:
     ledger.record(EVENT)
     with ledger.path().open("a") as file:

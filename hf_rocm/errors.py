@@ -73,11 +73,11 @@ class TableError(TuningError):
 
 
 class GraphError(HfRocmError):
-    """Graphs were required, but a model or a call does not support them."""
+    """Graphs were required, but can't be used; or a replay was wrong, and its tokens can't be withdrawn."""
 
 
 class VerifyError(HfRocmError):
-    """A model can't be verified on this machine, or hf_rocm changed nothing in it."""
+    """A model can't be verified, the given tokens are not valid, or hf_rocm changes nothing in the model."""
 
 
 class GoldenError(VerifyError):

@@ -119,14 +119,17 @@ def _finish(
 
 
 def _kind(spec: FinishStepSpec) -> FinishStepSpec:
-    """With the power of two of the rows, and fewer columns for as many programs; see `triton.step.parts`."""
+    """Round the rows up to a power of two, and reduce the columns so that `triton.parts` stays the same."""
     rows = power_of_two(spec.rows)
     columns = 2 * triton.BLOCK * triton.parts(rows, spec.dim) + spec.dim % triton.BLOCK
     return spec._replace(rows=rows, dim=min(spec.dim, columns))
 
 
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
-    """Two of the largest logits of every row are equal, so that the first one must be chosen. Some are not finite."""
+    """Yield two calls in which the two largest logits of a row are equal, so that the first one must be chosen.
+
+    In the second one, some logits are not finite.
+    """
     draw = Draw(spec.dtype, spec.device)
     rows, dim = spec.rows, spec.dim
     logits = draw(rows, 1, dim)

@@ -153,7 +153,7 @@ def gathered(call: ExpertsCall) -> Tensor:
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
-    """Use the order of `grouped`, with two GEMMs for each chosen expert and one synchronisation with the host."""
+    """Use the order of `grouped`, with two GEMMs for each chosen expert. Synchronises with the host."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1

@@ -106,10 +106,10 @@ def route_linear(
 ) -> Routed:
     """Run the plain linear layers of a model through `hf_rocm.ops.linear`, in place. The model needs no overlay.
 
-    model: a `torch.nn.Module`. linear_backend: `auto`: aiter where it serves a call, else PyTorch; `aiter`: aiter or an
-    error; `hipblaslt`, `rocblas`, `ck`: the library that PyTorch prefers while such a layer runs. exclude: layers to
-    skip, given as names (`lm_head`), patterns of whole names (`model.layers.0.*`), classes (all layers inside their
-    instances) or modules. force: as in `prepare`.
+    model: a `torch.nn.Module`. linear_backend: `auto`: aiter or a Triton kernel where one serves a call, else PyTorch;
+    `aiter`: aiter or an error; `hipblaslt`, `rocblas`, `ck`: the library that PyTorch prefers while such a layer runs.
+    exclude: layers to skip, given as names (`lm_head`), patterns of whole names (`model.layers.0.*`), classes (all
+    layers inside their instances) or modules. force: as in `prepare`.
 
     Returns a `Routed`, whose `undo()` or `with` block reverts the routing, as `hf_rocm.restore` does. Raises
     `OptionError` or `TierUnavailable`, without changing anything, if the backend is not available.

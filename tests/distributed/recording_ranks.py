@@ -27,7 +27,7 @@ RANK = 0
 
 
 class EmulatedRecorder(emulator.EmulatedRecorder):
-    """Also record the collectives that PyTorch doesn't pass to a dispatch mode."""
+    """Also records all-reduces, which PyTorch doesn't pass to a dispatch mode."""
 
     def record(self, run):
         reduce = dist.all_reduce

@@ -1,4 +1,4 @@
-"""The end of a decode step in PyTorch's tiers: both give the same tokens, digests and doubts."""
+"""The end of a decode step in PyTorch's tiers: both compute the tokens and digests, and detect infinity and NaN."""
 
 from __future__ import annotations
 

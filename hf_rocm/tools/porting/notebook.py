@@ -65,7 +65,10 @@ class _Positions:
         self._misses = 100  # how often a search may fail: every failure reads the rest of the file
 
     def find(self, line: str) -> int:
-        """Return the number of the next line in the file with this text, or else that of the previous line."""
+        """Return the number of the first line in the file that contains this text, from the previous line on.
+
+        If there is none, return the number of the previous line.
+        """
         for ascii_only in (False, True) if line.strip() and self._misses else ():
             start = self._text.find(json.dumps(line, ensure_ascii=ascii_only)[1:-1], self._position)
             if start >= 0:

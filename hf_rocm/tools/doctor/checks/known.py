@@ -97,7 +97,7 @@ def _without_fault(gfx: str) -> str:
 
 
 def _mapped_copies(facts: Facts) -> Iterator[Finding]:
-    """Check for slow copies from a mapped file to the GPU."""
+    """Check for copies from a mapped file to the GPU that stall or use twice the memory."""
     fault = mapped_copy_fault(facts.system.release, facts.gpus)
     if fault is None:
         return

@@ -1,4 +1,4 @@
-"""The rules, one file per family. Rules for Python take a `Module`, and other rules take text; all yield `Place`s."""
+"""The rules, one file per family, with their checks: functions that take a `Module` or text, and yield `Place`s."""
 
 from __future__ import annotations
 

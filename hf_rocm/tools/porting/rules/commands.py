@@ -1,4 +1,4 @@
-"""Shell commands in scripts, Dockerfiles, notebooks and Python: NVIDIA's tools, packages and containers."""
+"""Shell commands in scripts, Dockerfiles, Makefiles, notebooks and Python: NVIDIA's tools, packages and containers."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ def _commands_of(node: ast.expr | None, line: int) -> Iterator[Command]:
 
 
 def _text(node: ast.expr) -> str:
-    """Return the text of a string or a sum of strings, with `…` for unknown parts; '' for any other expression."""
+    """Return the text of a string or a sum of strings; '' for any other expression.
+
+    Unknown parts become `…`, but an unknown first term of a sum is omitted.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Requirements in pyproject.toml, requirements files, setup.cfg and `pip install`."""
+"""Requirements in pyproject.toml, requirements files, setup.py, setup.cfg, conda environments and `pip install`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ _NAMED = 12  # the largest number of models that are listed without --all
 
 
 def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, everything: bool = False) -> None:
-    """Print what was done, or why nothing was done. Raises `typer.Exit` with 1 if the plan was refused."""
+    """Print what was done (with dry_run: what would be done), or why nothing was done.
+
+    Raises `typer.Exit` with 1 if the plan was refused.
+    """
     for notice in notices:
         print_notice(notice)
     if as_json:

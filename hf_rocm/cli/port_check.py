@@ -13,7 +13,7 @@ from hf_rocm.cli.parameters import Json
 from hf_rocm.cli.progress import Progress
 from hf_rocm.tools.porting import Finding, Report, Severity, check
 
-_SHOWN = 12  # the largest number of places per rule, and of skipped paths per reason, without --all
+_SHOWN = 12  # the largest number of places per rule, skipped paths per reason, and unread suffixes, without --all
 
 
 def port_check(

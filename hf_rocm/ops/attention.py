@@ -140,7 +140,8 @@ def torch_refuses(spec: AttentionSpec, device: Device) -> str | None:
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
     """`attention` through scaled_dot_product_attention, without expanding keys or values; no softcap, no sinks.
 
-    SDPA aligns causality top-left and accepts grouped heads only without a mask, so both are converted.
+    SDPA aligns causality top-left, so it is converted to a mask if necessary. With a mask, SDPA on a GPU would expand
+    grouped heads, so such calls are stacked by group, or divided into one call per member of a group.
     """
     scale, causal, mask, window = terms["scale"], terms["causal"], terms["mask"], terms["window"]
     _, heads, s_q, _ = query.shape

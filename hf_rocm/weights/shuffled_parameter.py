@@ -1,9 +1,9 @@
 """A shuffled weight that replaces the original: one copy in memory, in aiter's layout.
 
-The module's parameter is then a tensor subclass that supports `F.linear`, queries of its shape, dtype and device, and
-access to its gradient. Any other access (a state dict, an in-place write, `.data`, `.to()`, merging an adapter) first
-restores and then uses the stock parameter, which is the same object with the same bytes. Deep copies and pickles
-contain a stock parameter. So the shuffled layout is never visible.
+The module's parameter is then a tensor subclass that supports `F.linear` without gradients of weight and bias, queries
+of its shape, dtype and device, and access to its gradient. Any other access (a state dict, an in-place write, `.data`,
+`.to()`, merging an adapter) first restores and then uses the stock parameter, which is the same object with the same
+bytes. Deep copies and pickles contain a stock parameter. So the shuffled layout is never visible.
 """
 
 from __future__ import annotations

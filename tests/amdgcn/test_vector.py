@@ -1,5 +1,5 @@
-"""Integer and bitwise vector instructions are compared with the formulas in AMD's ISA documents, computed with Python
-integers."""
+"""Integer and bitwise vector instructions, and comparisons, are compared with the formulas in AMD's ISA documents,
+computed with Python numbers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ KINDS = {  # the tokens of gemma2, gpt_oss and mistral reveal a wrong window, so
         "attn_implementation": "eager",
         "sliding_window": 8,
         "tie_word_embeddings": False,
-    },  # stock's sdpa ignores the softcap
+    },  # stock's sdpa ignores the softcap, or refuses it from 5.23 on
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
     "mistral": {"sliding_window": 8},
 }

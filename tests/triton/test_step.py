@@ -1,4 +1,4 @@
-"""The end of a decode step in the Triton kernels, compared with PyTorch's own argmax and sums of bits."""
+"""The end of a decode step in the Triton kernels, compared with PyTorch: argmax, sums of bits, and appended tokens."""
 
 from __future__ import annotations
 

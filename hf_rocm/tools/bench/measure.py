@@ -140,7 +140,7 @@ class _Samples:
 
 
 def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | None:
-    """Check a side on its first run, which is also its warm-up. Returns the reason to leave it out, or None."""
+    """Check a side on its first run, whose time is measured too. Returns the reason to leave it out, or None."""
     if run.reference is None:
         return None
     tried, reason = _first_run(side, samples, lambda: trial(side, case))

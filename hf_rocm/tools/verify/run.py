@@ -53,8 +53,9 @@ def verify(
     text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
     compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
     record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
-    `VerifyError` if there is nothing to verify or ids are not valid, `GoldenError` if a file can't be used, and
-    `OptionError` if model is not a `torch.nn.Module`, or if force is neither a bool nor None.
+    `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised) or ids are not
+    valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`, or if force is
+    neither a bool nor None.
     """
     require_module(model, "verify")
     require_switches(force=force)
@@ -115,7 +116,11 @@ def verify(
 def record(
     model: nn.Module, file: str | PathLike[str], *, ids: Tensor | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Record a golden file from a stock model, on any machine. Returns its header. Raises `VerifyError`."""
+    """Record a golden file from a stock model, on any machine. Returns its header.
+
+    Raises `VerifyError` if the model is not supported or ids are not valid, and `GoldenError` if the file can't be
+    written.
+    """
     subject = Subject(model)
     with _evaluating(model):
         wanted = _golden_cases(cases(subject, _tokens(subject, ids), quick=quick))

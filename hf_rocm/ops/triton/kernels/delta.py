@@ -46,7 +46,7 @@ def convolution_kernel(
     size = tl.where(is_key, KEY_DIM, VALUE_DIM)
     first = tl.where(is_key, head * KEY_DIM, 2 * GROUPS * KEY_DIM + number * VALUE_DIM)
     there = dim < size
-    # loaded in the branches: Triton's passes for AMD fail on a pointer that a branch chooses
+    # loaded in the branches: Triton's passes for AMD fail on a pointer that depends on a branch
     if head < GROUPS:
         new = tl.load(query + batch * query_batch + head * query_head + dim, mask=there, other=0.0)
     elif is_key:

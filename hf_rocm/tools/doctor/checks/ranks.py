@@ -1,4 +1,4 @@
-"""The environment variables of a rank: whether the launcher set all of them, and whether the rank has a GPU."""
+"""The environment variables of a rank: whether all of them are set, its GPU exists, and other ranks can reach it."""
 
 from __future__ import annotations
 

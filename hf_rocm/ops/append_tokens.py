@@ -21,7 +21,7 @@ from hf_rocm.ops.triton.launch import power_of_two
 def append_tokens(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a token to every row, and find the rows that are still unfinished. All tensors but the last are int64.
+    """Append a token to every row, and find the rows that are still unfinished. All are int64, except the returned bool.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
     row, or None. pad: [], the token of rows that have ended, or None if these get their token like the others. Returns

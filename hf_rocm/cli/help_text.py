@@ -1,4 +1,4 @@
-"""The layout of help pages: words are never broken or truncated, and lines fit the terminal."""
+"""The layout of help pages: words are never broken or truncated, and lines are wrapped to the terminal's width."""
 
 from __future__ import annotations
 

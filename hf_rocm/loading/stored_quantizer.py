@@ -1,7 +1,8 @@
 """The quantiser and the quantisation config that replace transformers' own while one checkpoint is loaded.
 
 transformers' quantisers would dequantise such a checkpoint, convert its tensors or require other packages. The
-quantiser here only replaces the layers, and transformers then copies the checkpoint's tensors like any others.
+quantiser here replaces the layers, and transformers then copies the checkpoint's tensors like any others. Only tensors
+whose names contain a dot are loaded by the quantiser afterwards.
 """
 
 from __future__ import annotations

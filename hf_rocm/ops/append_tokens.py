@@ -21,11 +21,12 @@ from hf_rocm.ops.triton.launch import power_of_two
 def append_tokens(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a token to every row, and find the rows that are still unfinished. All tensors but the last are int64.
+    """Append a token to every row, and find the rows that are still unfinished.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
-    row, or None. pad: [], the token of rows that have ended, or None if these get their token like the others. Returns
-    (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new tensors.
+    row, or None. pad: [], the token of rows that have ended, or None if these get their token like the others. All
+    arguments are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
+    tensors.
     """
     result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](
         ids, tokens, unfinished, ends, pad

@@ -153,10 +153,10 @@ def quantization_loss(
     """Run a model and its reference on the same tokens, and compare their logits.
 
     reference: the unquantised model, or a folder or name to load it from. Both models must fit in memory. text: the
-    text to read, tokenised with `tokenizer` or with the reference's tokenizer. ids: [S] or [B, S] tokens to use instead
-    of a text. If neither is given, Python's own documentation is read. Returns a `QuantizationLoss`. Raises
-    `OptionError` if one of the models is not a module or has no logits, if there are no tokens, or if `ids` is not a
-    tensor of integers, and `LoadError` without a tokenizer.
+    text to read, tokenised with `tokenizer` or with the reference's tokenizer; at most its first 2048 tokens are used.
+    ids: [S] or [B, S] tokens to use instead of a text. If neither is given, Python's own documentation is read. Returns
+    a `QuantizationLoss`. Raises `OptionError` if one of the models is not a module or has no logits, if there are no
+    tokens, or if `ids` is not a tensor of integers, and `LoadError` without a tokenizer.
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):

@@ -1,7 +1,8 @@
 """The private names of torch, transformers, Triton and accelerate in the package's sources, found in the syntax trees.
 
-A name is private if it begins with an underscore. Attributes, imported names and strings count (`getattr(x, "_name")`,
-a key of `__dict__`, a name to replace), unless a class of the package has a member of that name.
+A name is private if it begins with an underscore and is not a dunder. Attributes, imported names and strings count
+(`getattr(x, "_name")`, a key of `__dict__`, a name to replace), unless a class of the package has a member of that
+name.
 """
 
 from __future__ import annotations

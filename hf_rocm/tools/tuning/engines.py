@@ -193,7 +193,7 @@ def _rows(path: Path) -> int:
 
 
 def _tail(log: Path) -> str:
-    """Return the last non-empty line of a log."""
+    """Return the last line of a log that is neither empty nor about a retry, cut to 300 characters."""
     lines = log.read_bytes()[-4000:].decode("utf-8", "replace").splitlines() if log.is_file() else []
     words = [" ".join(line.split()) for line in lines if line.strip() and "retried num" not in line]
     return words[-1][:300] if words else "nothing"

@@ -21,7 +21,7 @@ from hf_rocm.tools.wrapping import width, wrapped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHORT = 20  # cells of at most this many characters are not wrapped, except in the first column
+_SHORT = 20  # cells of at most this many characters are not wrapped, except in the header
 
 THEME = {
     "good": "green", "attention": "yellow", "wrong": "red", "error": "bold red",
@@ -82,7 +82,7 @@ def print_next(text: str) -> None:
 
 
 def transformers_dict(installation: Installation) -> dict[str, object]:
-    """Return the path and version of transformers for the JSON output of every command."""
+    """Return the path and version of transformers for the JSON output of `status`."""
     return {"path": str(installation.root), "version": installation.version}
 
 
@@ -93,9 +93,11 @@ def print_transformers(installation: Installation) -> None:
 def print_states(
     states: Sequence[FileState], left_out: LeftOut | None = None, *, named: bool = False, everything: bool = False
 ) -> None:
-    """Print the files that need attention, one per line, then how many overlays are installed and match.
+    """Print the files with a problem, then how many overlays are installed and match.
 
-    named: print all files, one per line, and no counts. everything: also print the files without a problem, by group.
+    The files are printed one per line; if there are many, those that need no attention are printed by group. named:
+    print all files, one per line, and no counts. everything: print all files with a problem one per line, and the
+    others by group.
     """
     single = [state for state in states if named or not _usual(state)]
     if not named and not everything and len(single) > LISTED:
@@ -177,7 +179,7 @@ def _what_is_wrong(state: FileState) -> str:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print aligned columns. If they don't fit, the cells of the widest columns are wrapped between words.
 
-    Words, such as paths, and short cells outside the first column are not wrapped.
+    Words, such as paths, and short cells below the header are not wrapped.
     """
     from rich.table import Table
     from rich.text import Text

@@ -1,1 +1,1 @@
-"""Tools that explain, verify, measure and tune."""
+"""Tools that explain, verify, measure and tune models, examine machines, and check code before it is ported."""

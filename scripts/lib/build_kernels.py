@@ -114,7 +114,7 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
 
 
 def _build(job: tuple[str, int, str]) -> Built:
-    """Compile one kernel for one architecture. Runs in a process of the pool, unless `--jobs` is 1."""
+    """Compile one build of a kernel for one architecture. Runs in a process of the pool, unless `--jobs` is 1."""
     from triton.backends.compiler import GPUTarget
 
     from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
@@ -196,7 +196,7 @@ def _form(build: Any) -> str:
 
 
 def _show(builts: Sequence[Built], seconds: float) -> None:
-    """Print a line per kernel and architecture, then the problems."""
+    """Print a line per build and architecture, then the problems."""
     header = ("kernel", "arch", "warps", "VGPR", "SGPR", "spilled", "LDS", "matrix", "")
     rows, last = [], ""
     for kernel in builts:

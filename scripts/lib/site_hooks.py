@@ -12,6 +12,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Wrap every table and every SVG image in a scrolling box, so that the page itself never scrolls sideways."""
+    """Wrap tables, and SVG images that are paragraphs, in scrolling boxes, so that the page never scrolls sideways."""
     html = re.sub(r"<table>.*?</table>", r'<div class="scroll">\g<0></div>', html, flags=re.DOTALL)
     return re.sub(r'<p>(<img [^>]*src="[^"]*\.svg"[^>]*>)</p>', r'<div class="scroll">\1</div>', html)

@@ -1,4 +1,4 @@
-"""Scalar instructions are compared with the formulas in AMD's ISA documents, computed with Python integers."""
+"""Scalar instructions are compared with the formulas in AMD's ISA documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patch embeddings of vision models run as GEMMs, for images and video; test_forward compares the results."""
+"""The patch embeddings of vision models run as GEMMs. test_forward compares the results for images."""
 
 from __future__ import annotations
 

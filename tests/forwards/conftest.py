@@ -33,7 +33,7 @@ def exact_lengths():
 def pair(recorded_on_cpu):
     """A function that returns (the recorded model, its twin that is never recorded) of a family.
 
-    Both run the same kernels, so their results are equal.
+    Both run the same kernels, so their results are equal if the calls are not padded (`exact_lengths`).
     """
 
     def build(name="bert", *, graphs=None, **changes):

@@ -354,7 +354,7 @@ def _causal(layer: Any) -> list[None]:
 @torch.no_grad()
 def test_one_kernel_computes_an_activation_that_is_a_formula_in_stock(monkeypatch):
     """On a GPU, one kernel computes the formula. On the CPU, under autocast, or if the module has a hook or was
-    replaced by another activation, the module is called."""
+    replaced by an activation without a kernel, the module is called."""
     stock = build("CLIPVision")
     model = prepared(stock)
     expected = run(stock)[0]

@@ -2,9 +2,9 @@
 
 test_large.py runs this script.
 
-Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints memory in
-bytes above the value before loading: allocated memory, and pages of the checkpoint's file. Linux measures peaks,
-which include all memory and are reset before every step.
+Arguments: `stock` or `prepared`, the checkpoint, the dtype to load it in, and a folder to save to. Prints the number of
+fused groups, and memory in bytes above the value before loading: allocated memory, and pages of the checkpoint's file.
+Linux measures peaks, which include all memory and are reset before every step.
 """
 
 from __future__ import annotations

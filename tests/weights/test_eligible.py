@@ -1,4 +1,4 @@
-"""Every reason for not fusing a group. A group that is not fused is unchanged."""
+"""Reasons for not fusing a group. A group that is not fused is unchanged."""
 
 from __future__ import annotations
 

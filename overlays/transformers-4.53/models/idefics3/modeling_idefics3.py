@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.idefics3.modeling_idefics3, 4.53 and up.
 
-Served: the vision tower. The overlay for the language model's type serves the language model.
+Served: the vision tower's attention. The overlay for the language model's type serves the language model.
 """
 
 try:

@@ -1,6 +1,6 @@
 """The `hf-rocm` command: one thin module per subcommand.
 
-Only this package and `hf_rocm.check_version` print and set exit codes.
+Apart from child processes, only this package and `hf_rocm.check_version` print and set exit codes.
 """
 
 from __future__ import annotations

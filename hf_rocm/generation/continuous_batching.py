@@ -63,7 +63,10 @@ def switch_on(model: nn.Module, *, required: bool) -> None:
 
 
 def describe(model: nn.Module) -> str | None:
-    """One sentence for `explain` on the graphs of the next batch, or None if no fault concerns them."""
+    """One sentence for `explain` on the graphs of the next batch.
+
+    None if the model can't run in batches, or if no fault concerns them.
+    """
     required = model.__dict__.get(MARK)
     fault = None if required is None else suspects.fault_of(model.device)
     if fault is None:

@@ -24,9 +24,9 @@ from hf_rocm.patches import Change
 def searching_on_the_host(tokens: HostTokens | None = None) -> Iterator[None]:
     """Within the block, prompt lookup of this thread searches on the host.
 
-    Generators with logits processors, subclasses of the generator and batches of several rows use the stock search. A
-    processor may have tensors on the device, and transformers calls it for every drafted token. tokens: the tokens of
-    the call; None: they are copied in every step.
+    Generators with logits processors, subclasses of the generator and batches of several rows use the stock search, as
+    do generators whose code is not known or was replaced. A processor may have tensors on the device, and transformers
+    calls it for every drafted token. tokens: the tokens of the call; None: they are copied in every step.
     """
     if features.refuses("prompt_lookup") is not None:
         yield

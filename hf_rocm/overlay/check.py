@@ -1,6 +1,6 @@
 """`hf_rocm.check()`: check that the overlays are installed and match, and that every rank would run the same files.
 
-It takes tens of milliseconds and imports neither torch nor transformers. Call it at the start of every rank, before a
+It takes a fraction of a second and imports neither torch nor transformers. Call it at the start of every rank, before a
 model is built. A node with different files then stops the job with an error instead of computing slightly different
 numbers.
 """

@@ -128,8 +128,8 @@ class StoredLinear(StoredLayer):
 class EncodedLinear(QuantizedLinear):
     """Replaces a `StoredLinear`: rows of a `QuantizedWeight` with the checkpoint's numbers.
 
-    State dicts contain the checkpoint's tensors, recreated byte for byte on the CPU. Loading any of these tensors
-    updates the encoded weight.
+    State dicts contain the checkpoint's tensors, on the CPU; the large ones are recreated byte for byte. Loading any of
+    these tensors updates the encoded weight.
     """
 
     def __init__(self, stored: StoredLinear, quantized: QuantizedWeight, start: int) -> None:

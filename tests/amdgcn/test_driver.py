@@ -101,8 +101,8 @@ def test_a_stored_nan_with_bits_that_no_operation_produces_is_an_error(dtype):
 
 
 def test_bytes_outside_tensors_are_hidden():
-    """The bytes between and after the rows of a view are hidden; a storage that is passed as a whole has no hidden
-    bytes."""
+    """The bytes before, between and after the rows of a view are hidden; a storage that is passed as a whole has no
+    hidden bytes."""
     space = Space(cdna=True)
     wide, whole = torch.zeros(3, 8), torch.zeros(24)
     start = space.address(wide[:2, 1:4]) - 4

@@ -3,8 +3,8 @@
     python -m tests.coverage.observed docs/support              write <release>.json for the installed transformers
     python -m tests.coverage.observed docs/support mistral …    only the rows of these overlays
 
-Marks are not declared: "recorded" is set if `prepare` decided to record the model, and every other mark is set if its
-operation ran inside a replaced forward.
+Marks are not declared: "recorded" is "yes" if `prepare` decided to record the model, and every other mark is "yes" if
+its operation ran inside a replaced forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """With torch.compile, a model is one graph with hf_rocm's operations, if stock is one graph.
 
 Tracing a model takes seconds, so only about a third of the models are traced, in the newest tested release that has the
-overlay and with one layer of each kind. One model of each kind of input, mask and cache is traced in every release,
-with all layers.
+overlay and with one layer of each kind. Eight models with different inputs, masks and caches are traced in every
+release, with all layers.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def flash_attention_names(module: Module) -> Iterator[Place]:
 
 
 def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (name, value) for every argument, default, assignment and dict entry."""
+    """Yield (name, value) for every keyword argument, default, assignment and dict entry."""
     for node, _ in module.nodes(ast.keyword, ast.Assign, ast.AnnAssign, ast.Dict, ast.arguments):
         if isinstance(node, ast.keyword):
             yield (_option(module, node) if node.arg == "default" else node.arg or ""), node.value
@@ -99,7 +99,7 @@ def _option(module: Module, node: ast.keyword) -> str:
 
 
 def _last(node: ast.expr) -> str:
-    """Return the last part of an assignment's target: `attn` for model.attn and options['attn']."""
+    """Return the last part of an assignment's target, or a dict's key: `attn` for model.attn and options['attn']."""
     if isinstance(node, ast.Subscript):
         node = node.slice
     if isinstance(node, ast.Constant) and isinstance(node.value, str):

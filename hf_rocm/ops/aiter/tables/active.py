@@ -73,7 +73,7 @@ def _mend(table: Table) -> None:
 
 
 def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
-    """Read a file that the user did not name. Invalid lines are skipped with a warning."""
+    """Read a file that the user did not name. An unusable file and invalid lines are ignored with a warning."""
     try:
         table = read(path, release.layout, release.version)
     except TuningError as error:

@@ -90,8 +90,8 @@ def setting(config: Any, name: str) -> Any:
 def store(here: Place, *, timeout: float) -> Any | None:
     """Return the store that all ranks reach: the process group's, the launcher's, or a new one that rank 0 serves.
 
-    Returns None if there is no address, or if the process group has no store. Waits up to `timeout` seconds for rank 0,
-    then raises `RuntimeError`.
+    Returns None if there is no address, or if the process group has no store. Waits up to `timeout` seconds for rank 0
+    or the launcher's store, then raises `RuntimeError`.
     """
     existing = existing_store(here, timeout=timeout)
     if existing is not None or process_group() is not None:

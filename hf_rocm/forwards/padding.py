@@ -115,9 +115,9 @@ def refuses_model(model: Any) -> str | None:
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
     """Return the padded form of a call, or None if it can't be padded.
 
-    A call is not padded if its length is that of a bucket, if the padded call would exceed `pad_tokens` or the model's
-    positions, or if it has arguments other than `input_ids`, those in `_TOKENS` with the shapes listed there, and those
-    in `_FLAGS`.
+    A call is not padded if it has no `input_ids` of shape [B, S], if its length is that of a bucket, if the padded call
+    would exceed `pad_tokens` or the model's positions, or if it has arguments other than `input_ids`, those in
+    `_TOKENS` with the shapes listed there, and those in `_FLAGS`.
     """
     limit = options.current().pad_tokens
     arguments = {**dict(zip(_names(getattr(stock, "__func__", stock)), args, strict=False)), **kwargs}

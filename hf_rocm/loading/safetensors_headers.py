@@ -28,7 +28,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_LARGEST = 100 * 2**20  # the largest size of a header in bytes, according to the format
+_LARGEST = 100 * 2**20  # the largest header that is read, in bytes; the format allows 100 MB
 
 
 class Entry(NamedTuple):

@@ -1,4 +1,4 @@
-"""The child process that builds and checks kernels. `probe_worker` starts it; no module imports it."""
+"""The child process that builds and checks kernels. `probe_worker` starts it; no other module of hf_rocm imports it."""
 
 from __future__ import annotations
 

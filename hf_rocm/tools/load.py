@@ -16,7 +16,8 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
     """Load a model with `hf_rocm.from_pretrained` on `device`, by default on the first GPU, else on the CPU.
 
     stock: don't prepare the model. Without ROCm or force the model stays stock without a warning, since the commands
-    print the reason. Raises `LoadError` if transformers can't load the model.
+    print the reason. Raises `LoadError` if transformers can't load the model, and `OptionError` if there is
+    no such device.
     """
     from hf_rocm.device import is_rocm
     from hf_rocm.loading.pretrained import from_pretrained

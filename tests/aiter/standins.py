@@ -28,7 +28,7 @@ TOOLS = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Write the scripts to `folder` and return the environment variables that aiter needs.
+    """Write the scripts to `folder` and return the environment variables that aiter and the stand-ins need.
 
     Child processes inherit the variables.
     """

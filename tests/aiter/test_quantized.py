@@ -1,4 +1,4 @@
-"""8-bit GEMMs with aiter: the real package with stand-ins, every recorded release, and every refusal."""
+"""8-bit GEMMs with aiter: the real package with stand-ins, every recorded release, and refusals."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TestRealPackage:
         is_right(output, x, weight, scale, bias)
 
     def test_a_model_is_shuffled_in_place_and_runs_the_kernel(self, kernels):
-        """The kernel is first checked in a child process, which also has the stand-in."""
+        """Both kernels are first checked in a child process, which also has the stand-ins."""
         import hf_rocm
         from hf_rocm.ops import registry
         from hf_rocm.weights import eight_bit as quantizing

@@ -1,4 +1,4 @@
-"""Loads and stores of every size, scratch, waits, bounds, guard zones, races, barriers and uninitialised registers."""
+"""Loads, stores, scratch, waits, bounds, guard zones, races, barriers and uninitialised registers."""
 
 from __future__ import annotations
 

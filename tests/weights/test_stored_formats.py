@@ -166,7 +166,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_block():
 
 
 def test_layers_are_joined_at_block_boundaries():
-    """Layers that would begin inside a block are not fused. A part of a fused weight is read from its blocks."""
+    """Layers are fused only if their rows fill whole blocks. A part of a fused weight is read from its blocks."""
     case = checkpoints.FINEGRAINED[0]
     one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
     assert one.format.joins(one.tensors(), other.tensors())

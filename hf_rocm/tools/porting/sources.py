@@ -1,4 +1,4 @@
-"""Select the files of a tree to read, with their readers, and give the reason for every file that is left out."""
+"""Select the files of a tree to read, with their readers. List what is left out and why, and count other files."""
 
 from __future__ import annotations
 

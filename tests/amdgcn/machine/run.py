@@ -28,7 +28,7 @@ class Report:
     reached: the indices of the instructions that were executed. instructions: number of executed wave instructions.
     bytes_requested: number of bytes that the lanes of vector instructions load and store in global memory.
     bytes_needed: number of distinct bytes that are loaded or stored in global memory, without the arguments.
-    written: for every buffer's address, which bytes were written.
+    written: for the address of every writable buffer, which bytes were written.
     """
 
     reached: set[int] = field(default_factory=set)
@@ -51,8 +51,8 @@ def launch(
     """Execute a grid of workgroups and write the results back to the caller's buffers.
 
     kernarg: the argument block, with hidden arguments. waves: per workgroup. lds: bytes per workgroup. seed: determines
-    the garbage in registers and LDS, the order in which waves run, and whether arguments are preloaded. limit: maximum
-    number of executed instructions.
+    the garbage in registers, LDS and scratch, the order in which waves run, and whether arguments are preloaded. limit:
+    maximum number of executed wave instructions.
     """
     block = np.frombuffer(bytes(kernarg).ljust(max(program.kernarg_size, 64), b"\0"), np.uint8).copy()
     address = memory.place(block, writable=False)
@@ -241,7 +241,10 @@ class Launch:
         return result
 
     def _advance(self, state: State, stop: int) -> Any:
-        """Run one batch to a barrier, its end, a branch that splits it, or an instruction where other batches wait."""
+        """Run one batch to a barrier, its end, a branch that splits it, or `stop`, where another batch waits.
+
+        A jump may also end after `stop`.
+        """
         steps, registers = self.program.steps, self.program.registers
         pc = start = state.pc
         count = state.count

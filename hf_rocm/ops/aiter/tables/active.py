@@ -19,7 +19,8 @@ def before_import() -> None:
     """Merge the tables into one file and set it as aiter's table. Called right before aiter is imported.
 
     Changes nothing if neither the user nor `hf-rocm tune` has added rows. Raises `TableError`, with the lines, if a
-    file that the user named in AITER_CONFIG_GEMM_BF16 can't be used. For the other files it only warns.
+    file that the user named in AITER_CONFIG_GEMM_BF16 can't be used, and `TuningError` if aiter's own table has unknown
+    columns. For invalid lines and unusable files that the user did not name, it only warns.
     """
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
@@ -77,7 +78,7 @@ def _mend(table: Table) -> None:
 
 
 def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
-    """Read a file that the user did not name. Invalid lines are skipped with a warning."""
+    """Read a file that the user did not name. An unusable file and invalid lines are ignored with a warning."""
     try:
         table = read(path, release.layout, release.version)
     except TuningError as error:

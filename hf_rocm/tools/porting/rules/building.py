@@ -75,7 +75,7 @@ def of_arguments(words: Iterable[str], line: int) -> Iterator[Place]:
 
 
 def in_python(module: Module) -> Iterator[Place]:
-    """Find extra_cuda_cflags=["-arch=sm_80"], os.environ["TORCH_CUDA_ARCH_LIST"] and CDLL("libcudart.so")."""
+    """Find extra_cuda_cflags=["-arch=sm_80"], os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0", and CDLL("libcudart.so")."""
     seen: set[tuple[int, str]] = set()
     for node, context in module.nodes(ast.Constant, ast.Call, ast.Assign):
         if module.guarded(context):

@@ -33,7 +33,7 @@ _STATE = ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_
 
 
 def modes(module: Module) -> Iterator[Place]:
-    """Find torch.compile with one of `_MODES` or `_OPTIONS`: as a call, a decorator, or through functools.partial."""
+    """Find `_MODES` and `_OPTIONS` in torch.compile (call, decorator or functools.partial) and in model.compile."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         if not _compiles(module, node) or module.guarded(context):

@@ -25,8 +25,8 @@ class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
     arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
-    over the same cache, reused if their shapes match. Raises `Unlike` if the inputs are not those of a sequence with
-    left padding, because the inputs of the following steps can't be derived from them.
+    over the same cache, reused if their shapes match. Raises `Unlike` if the inputs of the following steps can't be
+    derived from these, for example because the mask is not that of a sequence with left padding.
 
     In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted tokens. transformers
     would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An assistant

@@ -28,12 +28,12 @@ RUN = 8  # adjacent 16-bit elements of a row that are stored together
 
 @dataclass(frozen=True, eq=False)
 class Shuffled:
-    """A weight [N, K] in aiter's order. data: the same elements in a different order; see `plain`."""
+    """A weight [N, K], or stacked weights [E, N, K], in aiter's order. data: the same elements in that order."""
 
     data: Tensor
 
     def plain(self) -> Tensor:
-        """The weight in its plain order, as a new tensor."""
+        """The weight [N, K] in its plain order, as a new tensor. Stacked weights are not supported."""
         return unshuffle(self.data)
 
 
@@ -52,7 +52,7 @@ def shuffle(weight: Tensor) -> Shuffled:
 
 
 def unshuffle(data: Tensor) -> Tensor:
-    """The inverse of `shuffle`, for the tensor in `Shuffled.data`."""
+    """The inverse of `shuffle`, for the tensor [N, K] in `Shuffled.data`."""
     return unshuffle_tiles(data, RUN)
 
 

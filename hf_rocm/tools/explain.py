@@ -92,7 +92,7 @@ def _stock(
     served: set[str],
     overlays: dict[str, Overlay | None],
 ) -> Iterator[Stock]:
-    """Yield the modules without a binding, counted by class and reason, in the order of the model.
+    """Yield the modules without a binding, except containers, counted by class and reason, in model order.
 
     served: the model families with a bound overlay. overlays: the overlay of every other family; None if it has none.
     """

@@ -79,10 +79,10 @@ SHORT = 3
 
 
 def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: Iterable[str] = ()) -> str:
-    """Return the text without keys, logins in URLs, the names of the user and the host, and private paths.
+    """Return the text without secrets, logins in URLs, the names of the user and the host, and private paths.
 
-    Only the last part of a private path is kept: `~/…/model` in the home folder, `…/model` elsewhere. Queries of URLs
-    are removed too. paths: known paths in the text, which are needed if no pattern matches their end.
+    Only the last part of a private path is kept: `~/…/model` in the home folder, `…/model` elsewhere. Queries and
+    fragments of URLs are removed too. paths: known paths in the text, which are needed if no pattern matches their end.
     """
     text = LOGIN.sub("***@", QUERY.sub(r"\g<address>?***", KEYS.sub("***", text)))
     text = RANDOM.sub("***", BARE_LOGIN.sub("***@", text))

@@ -36,7 +36,7 @@ _SETTINGS = (
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
     "bnb_4bit_use_double_quant",  # ignored, because the tensors show it
-    # settings that affect only 8-bit weights
+    # ignored: the tensors show which layers are quantised, and the rest affects only 8-bit weights or offloading
     "llm_int8_threshold",
     "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",

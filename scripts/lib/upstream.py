@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(comparison: Comparison) -> None:
-    """Print the counts by model, then every difference with its reason."""
+    """Print the counts by model, then every regression and listed difference with its reason."""
     heading("summary")
     rows = []
     for model in sorted({model_of(test) for test in comparison.stock}):

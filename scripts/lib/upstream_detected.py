@@ -35,7 +35,10 @@ class Detected(NamedTuple):
 
 
 def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, Result]) -> list[Detected]:
-    """Repeat the tests that ran a forward of hf_rocm, one fault at a time. settings: the overlaid pass."""
+    """Repeat the tests that ran a forward of hf_rocm and passed in both passes, one fault at a time.
+
+    settings: the overlaid pass.
+    """
     ran = {test for test, result in overlaid.items() if sum(result.hits.values())}
     ran &= {test for test in stock if stock[test].outcome == overlaid[test].outcome == "passed"}
     left_out = tuple(test for test in overlaid if test not in ran)

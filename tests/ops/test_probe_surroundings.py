@@ -62,7 +62,7 @@ def passes_twice(child_requests):
 
 @pytest.fixture
 def nobody():
-    """Run as a user who can't access pytest's folders, as in a container that runs with an arbitrary uid."""
+    """Switch from root to a user who can't access pytest's folders, as in a container with an arbitrary uid."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         yield

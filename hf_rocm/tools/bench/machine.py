@@ -34,7 +34,10 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of hf_rocm's checkout, followed by `+` if files are modified; None without a checkout."""
+    """Return the commit of hf_rocm's checkout, or None without one.
+
+    A `+` follows if tracked files in hf_rocm or overlays are modified.
+    """
     root = Path(__file__).resolve().parents[2]
     head = _git(root, "rev-parse", "--short=12", "HEAD")
     if not head or not (root / "overlays").is_dir():

@@ -57,7 +57,7 @@ def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
 
 
 def cached(name: str, cache: Path) -> Path | None:
-    """Return the newest snapshot of a Hub model in the cache."""
+    """Return the newest snapshot of a Hub model in the cache that has a config, or None."""
     snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
     candidates = [candidate for candidate in snapshots.glob("*") if (candidate / "config.json").is_file()]
     return max(candidates, key=lambda candidate: candidate.stat().st_mtime, default=None)

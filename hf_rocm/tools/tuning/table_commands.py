@@ -103,7 +103,8 @@ def merge(
 ) -> MergedFile:
     """Merge tables into one. Never writes to an input file.
 
-    Raises `TableError` if a file has invalid lines, and `TuningError` if there is no input or no valid output file.
+    Raises `TableError` if a file can't be read or has invalid lines, `OptionError` if gpu is not valid, and
+    `TuningError` if the release is not supported, or if there is no input or no valid output file.
     """
     meant, here = machine.release(release), machine.gpu(gpu)
     named = options.tuned_files() if files is None else list(files)

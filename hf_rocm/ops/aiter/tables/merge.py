@@ -1,7 +1,8 @@
 """Merge several tables into one, before aiter reads them.
 
-Given several files, releases from 0.1.12 on rewrite them if they disagree, and older releases drop rows. All releases
-ignore their own table if a file is given. So hf_rocm passes one file with all rows to aiter.
+Given several files in AITER_CONFIG_GEMM_BF16, releases from 0.1.12 on rewrite them if they disagree, and older releases
+drop rows. Releases that read the variable (all from 0.1.6.post1 on) ignore their own table if it names a file. So
+hf_rocm passes one file with all rows to aiter.
 """
 
 from __future__ import annotations

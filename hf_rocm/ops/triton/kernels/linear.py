@@ -71,7 +71,7 @@ def matrix_vector(
 @triton.jit
 def few_rows(
     x,  # [M, K]
-    weight,  # this and the following arguments are as in `matrix_vector`
+    weight,  # this and the following arguments are as in `matrix_vector`, but residual and out are [M, N]
     scale,
     bias,
     residual,

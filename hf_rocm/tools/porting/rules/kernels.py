@@ -50,7 +50,7 @@ _GCN = re.compile(r"\b[vs]_\w+|\bds_\w+|\bglobal_(?:load|store|atomic)")
 
 
 def numba_cuda(module: Module) -> Iterator[Place]:
-    """Find `from numba import cuda` and `import numba.cuda`."""
+    """Find unguarded `from numba import cuda` and `import numba.cuda`, in files that do not import numba.hip."""
     if any(name.startswith("numba.hip") for name in module.names.values()):
         return
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
@@ -63,7 +63,7 @@ def numba_cuda(module: Module) -> Iterator[Place]:
 
 
 def cupy(module: Module) -> Iterator[Place]:
-    """Find `import cupy`, unless its failure is handled."""
+    """Find `import cupy`, unless a condition guards it or its failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         if context.absence or module.guarded(context, "cupy") or "checking" in context.words:
             continue

@@ -37,7 +37,7 @@ _FLAGS = {
 
 
 def flags(module: Module) -> Iterator[Place]:
-    """Find assignments to a flag that are not guarded by a test of the platform."""
+    """Find flags that are set to the value in `_FLAGS`, unless a test of the platform guards the assignment."""
     for node, context in module.nodes(ast.Assign):
         assert isinstance(node, ast.Assign)
         for target in node.targets:

@@ -62,7 +62,7 @@ def path() -> Path:
 
 
 def record(event: Event) -> None:
-    """Append an event. If it can't be written, logs a warning. Raises `OSError` only if the user has no home folder."""
+    """Append an event. If it can't be written, logs a warning and raises nothing."""
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:

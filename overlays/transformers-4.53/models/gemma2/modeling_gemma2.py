@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.gemma2.modeling_gemma2, 4.53 and up.
 
-Attention is served with the softcap under `eager` and `sdpa`. Before transformers 5.23, `sdpa` is the default, and its
-stock function ignores the softcap. From 5.23 on, `eager` is the default, and stock raises an error under `sdpa`.
+Attention is served with the softcap under `eager` and `sdpa`. Before transformers 5.21, `sdpa` is the default, and its
+stock function ignores the softcap. From 5.21 on, `eager` is the default, and stock raises an error under `sdpa`.
 """
 
 try:

@@ -189,8 +189,8 @@ class Stopped(StandIn):
     """The rows that the stopping criteria end, [B].
 
     compute: returns them. rows: the rows of the sampling loop, or None in assisted decoding, whose single row is
-    unfinished until the loop ends. appended: the result of appending the tokens, if that has computed it. none: whether
-    no row ends.
+    unfinished until the loop ends. appended: the result of `ops.append_tokens`, if it appended the tokens. none:
+    whether no row ends.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class RecordedStep(Recorded):
 
 
 class Alarm:
-    """Records on the device whether a replay has returned logits that are not finite.
+    """Records on the device whether a replay has returned outputs that are not finite.
 
     The recorded step adds 0 to a number for every finite output and NaN for any other, at no cost on the host. At every
     eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so it never
@@ -168,7 +168,7 @@ class Alarm:
     EVERY = 8
 
     def __init__(self, device: torch.device) -> None:
-        self.ignored = False  # True if the model's own logits are not finite
+        self.ignored = False  # True if the model's own outputs are not finite
         self.number = torch.zeros((), device=device)
         self._sent = torch.zeros((), pin_memory=device.type == "cuda")
 

@@ -33,9 +33,9 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     `save_pretrained`.
     Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
     unchanged afterwards; other threads must not use it while it is saved.
-    Raises `OptionError` if the model is not quantised, has quantised experts or has no `save_pretrained`, if folder is
-    not a path, or if the model was loaded from a quantised checkpoint, which `save_pretrained` writes in the
-    checkpoint's own format.
+    Raises `OptionError` if model is not a `torch.nn.Module`, is not quantised, has quantised experts or has no
+    `save_pretrained`, if folder is not a path, or if the model was loaded from a quantised checkpoint, which
+    `save_pretrained` writes in the checkpoint's own format.
     """
     require_module(model, "save_quantized")
     if not isinstance(folder, (str, PathLike)):

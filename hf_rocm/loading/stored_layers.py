@@ -40,7 +40,7 @@ def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str,
     """Replace the quantised layers of a model on the meta device. Returns the tensors that transformers does not load.
 
     Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
-    missing or have shapes or dtypes that the format and the model do not allow.
+    missing or have shapes, dtypes or values that the format and the model do not allow.
     """
     stored = _layers(format, entries)
     format = format.completed(next(iter(stored.values())))

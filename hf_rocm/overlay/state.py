@@ -1,6 +1,6 @@
 """The state of a stock file on two axes: whether the block is installed, and whether the overlay matches the file.
 
-Nothing here accesses the disk: `scan.state_of` passes the bytes, and the functions that read other files.
+Nothing here reads transformers' files: `scan.state_of` passes the bytes, and the functions that read other files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Match(str, Enum):
 
 
 GOOD = (Match.VERIFIED, Match.COMPATIBLE)
-LISTED = 8  # the largest number of names, or of files with a problem, that are listed without --all
+LISTED = 8  # longer lists of names and of files are shortened
 
 
 @dataclass(frozen=True)

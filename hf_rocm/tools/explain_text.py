@@ -58,7 +58,7 @@ class Stock:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`. `str()` returns the short text, `details()` all facts, and `to_dict()` only builtins."""
+    """The result of `explain`. `str()` returns the short text, `details()` the long one, `to_dict()` only builtins."""
 
     model: str
     state: str
@@ -85,7 +85,7 @@ class Explanation:
     __repr__ = __str__
 
     def details(self) -> str:
-        """Return every fact on its own line, without wrapping."""
+        """Return the long text, one fact per line, without wrapping."""
         return details(self)
 
     def _repr_html_(self) -> str:
@@ -115,7 +115,7 @@ def short(explanation: Explanation, width: int) -> str:
 
 
 def details(explanation: Explanation) -> str:
-    """Return every fact on its own line, without wrapping."""
+    """Return the long text, one fact per line, without wrapping."""
     lines = _headline(explanation)
     if explanation.parts:
         lines += ["", "served classes", *(line for part in explanation.parts for line in _part(part))]

@@ -41,7 +41,7 @@ THREADS = 4
 _ROUNDS = 5  # number of first rounds that `grown` does not count
 
 _STATIC = Version("4.54") <= RELEASE
-# before 5.14, stock's caches with sliding windows can't remove drafts
+# before 5.14, stock may be unable to remove drafts from a cache with sliding windows
 _WINDOWS_FORGET_NOTHING = Version("5.14") > RELEASE
 _CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).parameters
 

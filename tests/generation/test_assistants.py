@@ -117,7 +117,7 @@ def test_every_step_reads_its_inputs_in_place(trio, in_place):
     ours, stocks = trio()
     drafted = watched(ours[1])
     for seed in range(2):
-        # with padding, because transformers 5.0 derives the mask of an unpadded prompt from the tokens
+        # with padding, because from 5.0 on transformers derives the mask of an unpadded prompt from the tokens
         inputs = repeating(seed, padded=2)
         drafted.clear()
         in_place.clear()

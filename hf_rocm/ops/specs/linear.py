@@ -1,4 +1,4 @@
-"""The specifications of `linear` and `fused_linear`."""
+"""The specifications of `linear`, `shuffled_linear` and `fused_linear`."""
 
 from __future__ import annotations
 

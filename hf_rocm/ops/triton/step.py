@@ -54,7 +54,7 @@ def _finish_step(
     doubt: Tensor,
     further: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to."""
+    """See `hf_rocm.ops.finish_step`. Returns tokens, digests and doubt."""
     from hf_rocm.ops.triton.kernels.step import finish_kernel, logits_kernel
 
     count, dim = tokens.numel(), logits.shape[-1]

@@ -1,4 +1,7 @@
-"""The chart of a comparison: one panel per case, with a bar and its spread per side, and a line for the floor."""
+"""The chart of a comparison: panels with a bar and its spread per side, and a line for the floor.
+
+A case has one panel. A load of two servers has one for the time per token and one for each time in `figures.TIMES`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One case. The bars and the floor, if there is one, are in milliseconds. unit: the printed unit."""
+    """One case, or one time of a load.
+
+    The bars and the floor, if there is one, are in milliseconds. unit: the printed unit.
+    """
 
     title: str
     unit: str

@@ -93,7 +93,10 @@ def bench_ranks(
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
-    """Raise `OptionError` or `RankError` if the model can't be sharded over this many ranks. Starts no process."""
+    """Raise `OptionError` or `RankError` if the model, the sides or the GPUs don't allow a run over this many ranks.
+
+    Starts no process.
+    """
     if subject.encoder:
         raise OptionError(f"{subject.name} is an encoder", hint="--tp compares decoders; omit it")
     others = [name for name in names if name not in SIDES]

@@ -172,7 +172,7 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 
 def is_causal_lm(subject: Subject) -> bool:
-    """Return whether the model generates text."""
+    """Return whether the model is a decoder that generates text."""
     can: Any = getattr(subject.model, "can_generate", None)
     return subject.kind == DECODER and can is not None and bool(can())
 

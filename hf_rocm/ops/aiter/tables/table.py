@@ -53,7 +53,10 @@ class Key(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row. values: the fields as written, by the layout's column names. us: the time in µs, or None."""
+    """One row. us: the time in µs, or None.
+
+    values: the fields by the layout's column names, as written; gfx is filled in if the table has no such column.
+    """
 
     line: int
     key: Key

@@ -336,7 +336,7 @@ def _build_chunk(groups: int, shared: int, dim: int, dtype: str, lanes: int) -> 
 
 
 def _build_recurrence(groups: int, shared: int, dim: int, dtype: str) -> Build:
-    # with a head dim of 128, RDNA 3 spills about 20 registers in bf16, and RDNA 3 and 4 spill more in fp16
+    # with a head dim of 128, gfx11 spills about 20 registers in bf16, and gfx11 and gfx12 spill more in fp16
     spills = () if dim < 128 else GFX11 if dtype == "bf16" else _RDNA
     return Build(
         recurrence_kernel,

@@ -276,6 +276,13 @@ def test_a_wrapper_around_a_bound_forward_is_named(llama, monkeypatch):
     assert f"  {cls.__name__}.forward" in explanation.details().splitlines()
 
 
+def test_a_class_that_runs_stock_is_listed_with_its_reason_in_both_forms(llama, monkeypatch):
+    monkeypatch.setattr(bind, "refused", lambda cls: "a test refuses it" if cls.__name__ == "LlamaMLP" else None)
+    explanation = hf_rocm.explain(llama)
+    assert f"stock × {part(llama, 'LlamaMLP').active}: a test refuses it" in explanation.details()
+    assert "stock: a test refuses it" in str(explanation)
+
+
 def test_a_restored_model_is_reported_as_stock(llama):
     hf_rocm.restore(llama)
     explanation = hf_rocm.explain(llama)

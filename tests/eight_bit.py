@@ -14,7 +14,7 @@ from hf_rocm.ops.eight_bit import FP8, FP8_FNUZ, INT8, quantize_rows
 from hf_rocm.ops.quantized import choose
 from hf_rocm.ops.specs.quantized import QuantizedSpec
 
-# The names of the torch tier's implementations, and of the fallback
+# The names of the 8-bit GEMMs in the torch tier, and of the fallback
 INSIDE, AFTER, WHOLE, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +37,7 @@ def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
 
 
 def product(format: torch.dtype, dtype: torch.dtype) -> str | None:
-    """The name of the torch tier's first implementation that PyTorch computes correctly, or None if there is none."""
+    """The name of the torch tier's first 8-bit GEMM whose results are correct on this CPU, or None if there is none."""
     named = [WHOLE] if format == INT8 else [INSIDE, AFTER] if dtype == torch.bfloat16 else [AFTER]
     return next((name for name in named if _multiplies(name, format)), None)
 

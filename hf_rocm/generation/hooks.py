@@ -355,7 +355,7 @@ def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
-    """The result of `_sample` without the tokens of the last steps."""
+    """Remove the last steps from the cache and from the result of `_sample`. Returns the result."""
     cache.crop(-steps)
     if isinstance(result, Tensor):
         return result[:, :-steps]

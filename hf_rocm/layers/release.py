@@ -1,4 +1,4 @@
-"""The release of transformers, for the few places where only a signature or a return value changed."""
+"""The release of transformers, for differences between releases that do not need separate overlays."""
 
 from __future__ import annotations
 

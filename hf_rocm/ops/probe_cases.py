@@ -93,7 +93,7 @@ def _run(function: Callable[..., Any], case: Case, convert: Callable[[Tensor], T
 
 
 def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Floating tensors are converted and detached, masks and lengths copied, other values returned unchanged."""
+    """Floating-point tensors are converted and detached, other tensors copied, and other values returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     return convert(value.detach()) if value.is_floating_point() else value.clone()
@@ -111,7 +111,7 @@ class Draw:
 
 
 def from_arguments(call: Callable[..., Any], terms: type[tuple[Any, ...]]) -> Callable[..., Any]:
-    """Wrap an implementation that takes one NamedTuple into a function of the arguments themselves."""
+    """Wrap an implementation that takes one NamedTuple in a function that takes its fields as separate arguments."""
     return lambda *arguments: call(terms(*arguments))
 
 

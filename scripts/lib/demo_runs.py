@@ -73,7 +73,7 @@ class Runs:
             self._at_once(start)
 
     def verdict(self, command: str) -> dict[str, dict[str, Any]]:
-        """By dtype: the differences from stock and the errors, in the order of `WAYS`, and the tolerance."""
+        """By dtype: the tolerance, and lists in the order of `WAYS`, such as the differences from stock."""
         verdict = self.result(command, "verdict")
         return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 

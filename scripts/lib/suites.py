@@ -83,7 +83,7 @@ class _Running:
             self.process = _start(suite, output)
 
     def progress(self) -> str:
-        """The last percentage that pytest printed, such as `[ 42%]`."""
+        """The suite's name and the last percentage that pytest printed."""
         marks = re.findall(r"\[ *(\d+%)\]", self.log.read_text(errors="replace"))
         return f"{self.suite.name} {marks[-1] if marks else '0%'}"
 

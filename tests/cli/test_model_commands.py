@@ -1,4 +1,4 @@
-"""`hf-rocm explain` and `hf-rocm warmup` on a small checkpoint."""
+"""`hf-rocm explain` and `hf-rocm warmup` on a small checkpoint, and errors of these and other commands."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def attends(layer, case):
 
 
 def kind_of(layer):
-    """The classes of a layer's modules and the attributes that they branch on, except for the layer's index."""
+    """The names and classes of a layer's modules, and the attributes that they may branch on, except `layer_idx`."""
     plain = (bool, int, float, str, tuple, type(None))
     return [
         (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx"})

@@ -97,7 +97,7 @@ def torchrun(
 
 
 def succeeded(results: Sequence[Result]) -> list[Result]:
-    """Return the results if every rank ended with 0; otherwise fail with the output of the failing ranks."""
+    """Return the results if every rank ended with 0; otherwise fail with the end of the output of the failing ranks."""
     failed = [
         f"rank {n}: {failed_rank.code}\n{failed_rank.log[-3000:]}"
         for n, failed_rank in enumerate(results)
@@ -150,7 +150,7 @@ def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> 
 
 
 def _base() -> dict[str, str]:
-    """This process's environment without variables of ranks and without GPUs, and with the same import path."""
+    """This process's environment and import path, with one thread, without variables of ranks, GPUs or warnings."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
     places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}

@@ -58,7 +58,7 @@ def same(actual, expected):
 
 
 class Sharded:
-    """A stock and a prepared model, both sharded by transformers."""
+    """A stock and a prepared model, both sharded by transformers, and the stock model without sharding."""
 
     def __init__(self, checkpoint: Path, out: Path) -> None:
         self.checkpoint, self.out = checkpoint, out
@@ -139,7 +139,7 @@ class Sharded:
             assert "replaced or moved" in Shards.why_not(module, names) and type(module.__dict__[SLOT]) is Shards
             assert live(module) is None and is_idle(module.__dict__[SLOT], MOVED)
             assert "replaced or moved" in Shards.why_not(module, names)
-        # weights that are views of other memory, as in FSDP2, are not changed
+        # a weight that is not in the group is not moved, because it may be a view of other memory, as in FSDP2
         assert local(module._modules[names[0]].weight).data_ptr() == owner.data_ptr()
         same(run(self.model), run(self.stock))
         hf_rocm.prepare(self.model, force=True, graphs=False)
@@ -174,7 +174,10 @@ class Sharded:
         same(run(self.model), run(self.stock))
 
     def leaves_no_references(self):
-        """transformers, torch and accelerate keep no references to hf_rocm. Only the compiler's caches may."""
+        """transformers, torch and accelerate keep no references to hf_rocm. Only the compiler may.
+
+        It keeps them in its caches, and as modules that it adds to the globals of compiled code.
+        """
         hf_rocm.deactivate()
         gc.collect()
         patches.sweep()

@@ -94,7 +94,7 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 def assert_same(actual: Any, stock: Any) -> None:
-    """Compare the outputs of every layer. Sums may be computed in a different order."""
+    """Compare the logits and the outputs of all layers. Sums may be computed in a different order."""
     assert len(actual.layers) == len(stock.layers) == LAYERS
     for left, its in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
         torch.testing.assert_close(left, its, rtol=1e-4, atol=1e-4)

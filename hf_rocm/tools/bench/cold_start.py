@@ -102,7 +102,7 @@ def child(text: str) -> None:
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
-    """Return the seconds of each stage and the memory. warmup: the first generation's seconds minus the third's."""
+    """Return the seconds of each stage and the memory. warmup: the first generation's minus the third's, at least 0."""
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):

@@ -23,7 +23,8 @@ _SMALL: dict[str, Any] = {
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
 _SLIDING = {**_GROUPED, "sliding_window": 24}
 
-# name → (model type, arguments of its config). The kernels support these head dims, and windows are shorter than rows.
+# name → (model type, arguments of its config). The kernels support these head dims. Sliding windows are shorter than
+# the prompts that are verified.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-bert": ("bert", _SMALL),
     "tiny-gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
@@ -38,7 +39,8 @@ def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
     """Create a model from a config, with the same random weights on every machine.
 
     config: a name in `SHAPES`, a config.json, or a folder with one. dtype: the name of a dtype in torch.
-    Raises `OptionError` for an unknown dtype, or if the config can't be read.
+    Raises `OptionError` if torch has no such floating-point dtype, if the config can't be read, or if this release of
+    transformers does not have its model type.
     """
     import transformers
 

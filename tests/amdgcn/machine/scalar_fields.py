@@ -1,4 +1,4 @@
-"""Scalar instructions on bits and bit fields: extract, sign-extend, set, test, pack, count, and shift with add."""
+"""Scalar instructions on bits and bit fields, such as extract, sign-extend, pack and count, and shift with add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tuning files in the user's cache folder, by GPU and release. Files are written atomically."""
+"""The tuning files in the user's cache folder: tables by GPU and release, and recorded GEMMs by model.
+
+Files are written atomically.
+"""
 
 from __future__ import annotations
 

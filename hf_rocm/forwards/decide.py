@@ -30,7 +30,8 @@ def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and the module of every outermost model that doesn't generate: `model` itself, or models in it.
 
     The forwards of these models are recorded. For a model that generates, decode steps are recorded instead. Inside it,
-    only models without a cache are yielded: towers for images and audio, but not the decoder.
+    only models without a cache are yielded: towers for images and audio, but not the decoder. A model with the config
+    of an encoder-decoder model, such as `BartModel` or its encoder, counts as one that generates.
     """
     from transformers import PreTrainedModel
 

@@ -65,7 +65,7 @@ class Runner:
         self._experts: str | None = None  # the experts implementation, and the number of switches when it was read
         self._switches = 0
         self._watch: Watch
-        self._hooks = 0  # the number of hooks registered on any module of this process when the modules were examined
+        self._hooks = 0  # how many hooks this process had registered when the modules were last examined
         self._ranks: Agreement
         self._uncaptured = False  # True: every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far

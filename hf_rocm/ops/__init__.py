@@ -1,4 +1,4 @@
-"""One function per operation, with implementations in tiers: aiter → triton → torch → eager.
+"""One function per operation, with implementations in tiers: user → aiter → triton → torch → eager.
 
 Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, D head dim.
 """

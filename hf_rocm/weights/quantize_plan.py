@@ -26,7 +26,7 @@ _MULTIPLE = 16  # N and K must be multiples of this for every GEMM
 
 
 class Group(NamedTuple):
-    """Layers of one module that are quantised into one weight."""
+    """Layers of one module that are quantised into one weight, or one child module of stacked experts."""
 
     module: nn.Module
     path: str

@@ -18,14 +18,14 @@ HERE = Place(0, 4, 0)
 
 @dataclass
 class OfFour:
-    """`DistributedConfig` as in 4.x."""
+    """`DistributedConfig` as in 4.57 and 5.0."""
 
     enable_expert_parallel: bool = False
 
 
 @dataclass
 class OfFive:
-    """`DistributedConfig` as in 5.x, which computes the sizes when it is created."""
+    """`DistributedConfig` as in newer releases of 5.x, which computes the sizes when it is created."""
 
     tp_size: int = 1
     tp_plan: object = None

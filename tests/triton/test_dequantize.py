@@ -116,7 +116,7 @@ def test_it_compiles_into_one_graph(kind):
 def test_few_rows_are_not_rounded(format):
     """Without aiter, x is rounded only for fp8, and only if it has enough rows for this to be faster.
 
-    If the Triton tier is selected, x is never rounded.
+    If the Triton tier is selected, x is never rounded. `keeps_input` is also false for an x without rows.
     """
     x, weight = random(ROUNDED_FROM, 64, dtype=BF16), random(32, 64, dtype=BF16)
     data, scale = rounded(weight, format)

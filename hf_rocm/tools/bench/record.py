@@ -42,7 +42,8 @@ class Segment:
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
     parallel: dict[str, Any] | None = None  # for several ranks: their number, interconnect and exchanges
-    serving: dict[str, Any] | None = None  # for `bench serve`: the server's command, parity, and the figures of cases
+    # for `bench serve`: the server's command, parity, the output of `explain`, and the figures of cases
+    serving: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {

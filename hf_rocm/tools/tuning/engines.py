@@ -76,8 +76,8 @@ def known(gpu: Gpu, release: Release) -> set[Key]:
 def tune(shapes: Sequence[Gemm], gpu: Gpu, release: Release, *, progress: Progress | None = None) -> Outcome:
     """Run the tuner on these shapes and save the results, even after an interrupt, which is re-raised.
 
-    Raises `TuningError` if the installed aiter has no tuner, if its files can't be written, or if the tuner fails on
-    every shape.
+    Raises `TuningError` if the installed aiter has no tuner, if the tuner's files can't be written, or if the tuner
+    fails on every shape, and `TableError` if its results or those of earlier runs can't be read.
     """
     if release.tuner is None:
         raise TuningError(

@@ -38,7 +38,10 @@ def together(fingerprints: Mapping[str, str]) -> str:
 
 
 def of_config(config: Any) -> str:
-    """Return a config's checksum, without paths, versions, dtypes, architectures, use_cache and private values."""
+    """Return a config's checksum, without paths, versions, dtypes, architectures, use_cache and private values.
+
+    They are left out only at the top level: the checksum includes the dtypes and use_cache of nested configs.
+    """
     import json
 
     ignored = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"}

@@ -1,8 +1,8 @@
 """Golden files: references that are recorded on one machine and used for comparison on another.
 
 A golden file is a safetensors file. It contains the inputs of the cases, the inputs of every layer in the model's
-dtype, the outputs of every layer in all runs of `Reference`, and the end results. The header contains the model, the
-checksums of the weights, the layout of every case, and versions.
+dtype, the outputs of every layer in all runs of `Reference`, and the end results. The header contains the model's
+class, name and dtype, the checksums of its config and weights, the layout of every case, and versions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _unwritable(file: Path, error: Exception) -> GoldenError:
 
 
 def load(file: Path, subject: Subject) -> Golden:
-    """Read a file for this model and its weights. Raises `GoldenError` with the facts that don't match."""
+    """Read a file for this model and its weights. Raises `GoldenError` if it is unreadable or from another model."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -109,6 +109,6 @@ def gfx_of_target(number: int) -> str | None:
 
 
 def gfx_of_node(properties: str) -> str | None:
-    """Return the architecture in the `properties` file of a node below `KFD_NODES`; None for a CPU."""
+    """Return the architecture in the `properties` file of a node in `KFD_NODES`; None for a CPU."""
     match = re.search(r"^gfx_target_version (\d+)$", properties, re.MULTILINE)
     return gfx_of_target(int(match[1])) if match else None

@@ -4,7 +4,7 @@ A `Change` is a record: an owner (a class, a module, a registry), a name, the or
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user
 and undone when its last user is released. Users are referenced weakly, so the changes for a model end with the model.
 
-If other code has wrapped or replaced our replacement in the meantime, that code's value stays. Our change is then no
+If other code has wrapped or replaced our replacement in the meantime, that code's value is kept. Our change is then no
 longer `live`, and a replacement that is not live only calls the original. If our replacement becomes the current value
 again, the next operation undoes it.
 
@@ -105,14 +105,14 @@ class _User:
         self.changes: list[Change] = []
         self.ref: ReferenceType[Any] = ref(user, self._is_gone)
 
-    # bound as a default argument, because globals may be gone at interpreter exit
+    # bound as a default argument, because globals may have been deleted at interpreter exit
     def _is_gone(self, _: object, gone: deque[_User] = _gone) -> None:
         gone.append(self)
 
 
 _lock = threading.RLock()
 _users: dict[int, _User] = {}
-_live: dict[tuple[int, Hashable], list[Change]] = {}  # by place, in the order in which they were applied
+_live: dict[tuple[int, Hashable], list[Change]] = {}  # changes by place, in the order in which they were applied
 _undone: WeakSet[Change] = WeakSet()  # undone changes that something still references, such as their replacements
 
 
@@ -149,7 +149,7 @@ def apply(*changes: Change, user: Any) -> None:
 def release(user: Any, *, key: Hashable | None = None) -> list[Change]:
     """Undo the changes that only this user needs. key: undo only the changes with this key.
 
-    Returns the changes that other code has replaced. That code's value stays, and the `hf_rocm` logger warns.
+    Returns the changes that other code has replaced. That code's value is kept, and the `hf_rocm` logger warns.
     """
     with _operation():
         record = _users.get(id(user))

@@ -31,8 +31,8 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     """Load a model within the block, together with the other ranks that load it.
 
     arguments: those of hf_rocm and transformers, as the user gave them. config: returns the model's config, or None
-    if it has none. served: False if the model stays stock; the ranks are then not compared. Raises the same
-    `RankError` on every rank that joined. A rank that can't reach the store raises another one.
+    if it has none. served: False if the model stays stock; in that case, the ranks are not compared. Raises
+    the same `RankError` on every rank that joined. A rank that can't reach the store raises a different one.
     """
     here = place()
     if here is None:

@@ -6,7 +6,7 @@ all rows end early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does it only on `mps`. In earlier releases its loop calls
 `_has_unfinished_sequences`, which `hooks` replaces. The check is deferred only if the extra step has no visible
-effect, so never with a user's own processors or criteria. If the extra step draws random numbers, the
+effect, so it is never deferred with a user's own processors or criteria. If the extra step draws random numbers, the
 generator's state from before the step is restored, unless another thread has drawn from the generator in the meantime.
 """
 

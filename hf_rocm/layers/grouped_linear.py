@@ -52,7 +52,9 @@ def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activati
 def project(
     module: Module, x: Tensor, *, norm: ops.Norm | None = None, head_dim: int | None = None
 ) -> tuple[Tensor, ...] | None:
-    """Split `product` into the layers' outputs [..., N_i], which are views of one tensor. Returns None like `product`.
+    """Split `product` into the layers' outputs [..., N_i], which are views of one tensor.
+
+    Returns None if `product` does.
 
     head_dim: x is [B, S, K], and the outputs are split into heads: [B, N_i / head_dim, S, head_dim].
     """

@@ -40,7 +40,7 @@ class CacheRows:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention as with the replaced mask. Returns [B, S_q, H, D_v], zeros for queries without keys."""
+        """Compute the attention that the mask describes. Returns [B, S_q, H, D_v], zeros for queries without keys."""
         return decode_attention(
             query,
             key,

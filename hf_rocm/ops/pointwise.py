@@ -30,7 +30,7 @@ CLAMPED = "clamped_swiglu"
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, one_plus: bool = False) -> Tensor:
     """x / sqrt(mean(x²) + eps) · w over the last dim, accumulated in fp32 (fp64 for fp64).
 
-    x: [..., D] floating; weight: [D]. one_plus: multiply by (1 + w), as Gemma's checkpoints expect.
+    x: [..., D], floating-point; weight: [D]. one_plus: multiply by (1 + w), as Gemma's checkpoints expect.
     Returns [..., D] in x's dtype. Zhang and Sennrich 2019, eq. 4.
     """
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -104,7 +104,7 @@ def act_and_mul(
 ) -> Tensor:
     """act(gate) · up, where gate is x[..., :d] and up is x[..., d:].
 
-    x: [..., 2d] floating. interleaved: gate and up alternate, x[..., ::2] and x[..., 1::2]. activation: `silu`,
+    x: [..., 2d], floating-point. interleaved: gate and up alternate, x[..., ::2] and x[..., 1::2]. activation: `silu`,
     `gelu` (erf), `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1) · g · σ(alpha · g) with
     g = min(gate, limit), as in gpt-oss; limit and alpha apply only to `clamped_swiglu`. Returns [..., d].
     Shazeer 2020 (GLU variants). Raises `OptionError` for any other activation.
@@ -176,7 +176,7 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate the first R of D dims of every head by the angles of its position; the other dims stay unchanged.
+    """Rotate the first R of D dims of every head by the angles of its position; the other dims are unchanged.
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; cos, sin: [B | 1, S, R], each angle twice: in both halves, or next to
     each other if interleaved. Pairs are (i, i + R/2), or (2i, 2i + 1) if interleaved. Su et al. 2021, eq. 34.

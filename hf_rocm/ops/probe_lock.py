@@ -30,7 +30,7 @@ class Turn:
         self.reason: str | None = None
 
     def fail(self, reason: str) -> None:
-        """Pass a failure to the processes that are waiting now. Later ones run the check again."""
+        """Pass a failure to the processes that are waiting now. Later processes run the check again."""
         self.reason = reason
 
 

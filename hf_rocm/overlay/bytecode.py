@@ -10,7 +10,7 @@ from hf_rocm.overlay.disk import Disk
 
 
 def compiled_forms(source: Path, disk: Disk) -> list[Path]:
-    """Return the existing compiled files of a source: for all interpreters and optimisation levels, and legacy ones.
+    """Return a source's existing compiled files for all interpreters and optimisation levels, including legacy files.
 
     Comparing timestamps would not be sufficient: Python runs a pyc with an unchecked hash regardless of its source, and
     considers a pyc up to date if its source has the same size and mtime in seconds.

@@ -42,7 +42,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def shares(cls, module: Module, names: Sequence[str]) -> bool:
-        """Whether other tensors share the memory of these weights and would not follow a move."""
+        """Whether other tensors share the memory of these weights and would not be moved with them."""
         weights = (weight for layer in cls.layers(module, names) for weight in layer._parameters.values())
         return any(type(weight) is Parameter and not weight.is_meta and is_aliased(weight) for weight in weights)
 
@@ -58,7 +58,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def layers(cls, module: Module, names: Sequence[str]) -> list[Any]:
-        """The linear layers of a group with these names, without missing layers."""
+        """The linear layers with these names, without those that the module does not have."""
         children = (module._modules.get(name) for name in names)
         return [child for child in children if child is not None]
 
@@ -67,7 +67,7 @@ class BlockGroup(WeightGroup):
         with lock, torch.no_grad():
             if _is_pending(cls, module, names) and cls.can_wait(module, names):
                 return cls.refusal(module, names)
-            group = live(module)  # drops a group whose weights moved
+            group = live(module)  # drops a group whose weights were moved
             if type(group) is not cls or group.names != names:
                 reason = cls.refusal(module, names)
                 if reason is not None:
@@ -153,7 +153,7 @@ class BlockGroup(WeightGroup):
     def leave(self, module: Module, *, shared: bool = False) -> None:
         """Move parameters that are still in this group to their own memory.
 
-        A single parameter that stays would keep the whole block alive.
+        A single parameter that is not moved would keep the whole block alive.
         shared: also move parameters whose memory is shared with another tensor.
         """
         if capturing():

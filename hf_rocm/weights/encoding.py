@@ -62,11 +62,11 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
-        """An uninitialised weight with n rows, and with the device and the K of `weight`."""
+        """An uninitialised weight with n rows and the K of `weight`, on the same device."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return these rows dequantised, a new tensor [stop - start, K]."""
+        """Return these rows, dequantised, as a new tensor [stop - start, K]."""
         raise NotImplementedError
 
     def written(self, dtype: torch.dtype) -> None:

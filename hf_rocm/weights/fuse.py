@@ -140,7 +140,7 @@ class Fused(BlockGroup):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         # A module's children are copied before attributes that were added later, so the copied layers exist already.
-        # They are fused here, because the first call does not fuse them if the copy only runs compiled.
+        # They are fused here, because the first call does not fuse them if it runs compiled.
         module = self.module()
         twin = None if module is None else memo.get(id(module))
         if module is None or twin is None or not intact(module, self):
@@ -164,7 +164,7 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
 
 
 def unfuse(module: Module) -> None:
-    """Move every parameter of a fused group back to its own ordinary memory. Values and objects stay the same."""
+    """Move every parameter of a fused group back to its own ordinary memory. Values and objects do not change."""
     kind = kind_in(module)
     if kind in (Fused, Shards):
         kind.restore(module)

@@ -1,7 +1,7 @@
 """GEMM routing without model changes: run the plain linear layers of a model or of the process through `hf_rocm.ops`.
 
-Only exact `nn.Linear` is routed; quantised layers, adapters and subclasses are not changed. Calls that the fast GEMMs
-do not support (gradients, autocast, function transforms) run PyTorch's own GEMM.
+Only modules of the exact class `nn.Linear` are routed; quantised layers, adapters and subclasses are not changed. Calls
+that the fast GEMMs do not support (gradients, autocast, function transforms) run PyTorch's own GEMM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Route:
         self.backend = backend
 
 
-# The routes of every layer. The last route is in use. Undoing a route keeps the others.
+# The routes of every layer. The last route is in use. Undoing a route does not change the others.
 _routes: WeakKeyDictionary[nn.Module, list[_Route]] = WeakKeyDictionary()
 
 
@@ -153,7 +153,7 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     """Route every plain `nn.Linear` of the process within the block, as `route_linear` does for a model.
 
     linear_backend, force: as in `route_linear`. The forward of the class `nn.Linear` is replaced, and restored at the
-    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement stays and the
+    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement is kept and the
     `hf_rocm` logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
     """
     if not _wanted(linear_backend, force, "nn.Linear"):

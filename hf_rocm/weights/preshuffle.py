@@ -60,7 +60,7 @@ def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
     """Shuffle the eligible weights of a model, as copies or in place. Returns a report in plain builtins.
 
     Weights that were shuffled with other settings are restored first. Layers that were shuffled with the same settings
-    stay shuffled, and stale copies are updated; experts are shuffled again.
+    are not restored, and stale copies are updated; experts are shuffled again.
     """
     if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):
         unshuffle(model)

@@ -75,7 +75,7 @@ class Shards(BlockGroup):
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
-        """Move the parameters that are still in the group to their own memory. The others were replaced or moved."""
+        """Move the parameters still in the group to their own memory. The other parameters were replaced or moved."""
         with lock:
             group = module.__dict__.pop(SLOT, None)
             if isinstance(group, Shards):

@@ -128,7 +128,7 @@ def _keeps_its_part(linear: Any) -> bool:
 def _is_colwise(before: Any, after: Any) -> bool:
     """Whether these functions, which the two hooks call, are those of a colwise style.
 
-    Up to 5.0 the functions are partials, and since then they are methods of a style.
+    Up to 5.0 the functions are partials; in later releases they are methods of a style.
     """
     functions = [function.func if isinstance(function, partial) else function for function in (before, after)]
     names = [getattr(function, "__qualname__", "") for function in functions]

@@ -35,9 +35,9 @@ class Detected(NamedTuple):
 
 
 def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, Result]) -> list[Detected]:
-    """Repeat the tests that ran a forward of hf_rocm and passed in both passes, one fault at a time.
+    """For each fault, repeat the tests that ran a forward of hf_rocm and passed with stock and with overlays.
 
-    settings: the overlaid pass.
+    settings: those of the overlaid pass.
     """
     ran = {test for test, result in overlaid.items() if sum(result.hits.values())}
     ran &= {test for test in stock if stock[test].outcome == overlaid[test].outcome == "passed"}

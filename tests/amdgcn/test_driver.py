@@ -1,4 +1,4 @@
-"""The presented AMD GPU, the state of the process afterwards, the addresses of tensors, and the packed arguments."""
+"""The simulated AMD GPU, the state of the process afterwards, the addresses of tensors, and the packed arguments."""
 
 from __future__ import annotations
 

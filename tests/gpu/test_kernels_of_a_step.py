@@ -35,7 +35,7 @@ KINDS = {  # model, config, settings, kernels per layer now, kernels per layer b
         19,
     ),
 }
-FEW, MANY = 2, 6  # numbers of layers; kernels that run once per step cancel in the difference
+FEW, MANY = 2, 6  # numbers of layers; kernels that run once per step cancel out in the difference
 AT = 11  # the measured step; a run in which its replay is also compared has more kernels, so it is not returned
 RUNS = 3
 

@@ -1,4 +1,4 @@
-"""First-use checks in difficult environments run without the missing part, or disable the kernel with a reason."""
+"""First-use checks in restricted environments run without what is missing, or disable the kernel with a reason."""
 
 from __future__ import annotations
 
@@ -241,9 +241,10 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
-    """The cache may be part of a container image that root built. Files of root are trusted, files of others are not.
+    """The cache may be part of a container image that root built.
 
-    A user who finds no trusted file stores a separate one in the same folder.
+    Files of root are trusted; those of other users are not. A user who finds no trusted file stores a separate one in
+    the same folder.
     """
     tmp_path.chmod(0o777)
     assert CHECK(SPEC, CPU) is None and len(child_requests) == 1

@@ -226,7 +226,7 @@ def call(
     n: int = 38,
     k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Returns arguments of fused_linear. norm: whether the norm uses 1 + w; None for no norm. whole: sums are exact."""
+    """Return arguments of fused_linear. norm: whether the norm uses 1 + w; None for no norm. whole: sums are exact."""
     if m > 1 and activation is not None and (suite.arch() or "").startswith("gfx11"):
         k -= k % 16  # other values of K are refused
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
@@ -254,7 +254,7 @@ def apart(arguments, keywords):
 
 
 def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):
-    """Returns the arguments as implementations take them, with keyword tensors in x's dtype."""
+    """Return the arguments in the form that implementations take, with keyword tensors in x's dtype."""
     weight_of_norm, eps, one_plus = (None, 0.0, False) if norm is None else norm
     if weight_of_norm is not None and x.dtype == torch.float64:
         weight_of_norm = weight_of_norm.double()

@@ -18,7 +18,7 @@ Call = Callable[..., Any]
 
 
 def operator(name: str, gives: frozenset[str], neutral: Mapping[str, Any] | None = None) -> Call | str:
-    """The torch operator of that name, for calls with exactly the arguments `gives`, or why it can't be used.
+    """The torch operator with this name, for calls with exactly the arguments in `gives`, or why it can't be used.
 
     neutral: arguments that some releases require, with values that don't change the result.
     """

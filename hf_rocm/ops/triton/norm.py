@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # a row must fit into the registers of one workgroup
-PROGRAMS = 256  # a program takes several rows of a LayerNorm only if about this many programs, or more, are left
+PROGRAMS = 256  # a program takes several rows of a LayerNorm only if about this many programs or more remain
 
 
 def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:

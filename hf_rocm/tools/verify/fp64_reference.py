@@ -41,7 +41,7 @@ def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights of a model to another dtype, in place.
 
-    Buffers of modules without weights, such as rotary angles, have their own precision and stay unchanged.
+    Buffers of modules without weights, such as rotary angles, have their own precision and are not converted.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -1,7 +1,7 @@
 """The result of verify, as text, as an SVG chart, and as builtins.
 
-The text has one line per check, the failures, the wrong layers, and the verdict. The details also have other layers,
-the end results, and the kernels.
+The text has one line per check, the failures, the wrong layers, and the verdict. The details also contain the
+other layers, the end results, and the kernels.
 """
 
 from __future__ import annotations

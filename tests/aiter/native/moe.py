@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .strict import need
 
-SLOT = 24  # a sorted id has the token in its low 24 bits, and the index among the token's experts above them
+SLOT = 24  # a sorted id: the token in the low 24 bits, and the index among the token's experts in the upper 8 bits
 
 
 def moe_sorting_fwd(

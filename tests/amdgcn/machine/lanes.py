@@ -129,8 +129,8 @@ def _write_lane(c: Compiling) -> Step | None:
 
 def _permlanex(c: Compiling) -> Step | None:
     """v_permlane16 and v_permlanex16: every lane reads a lane of the same row or of the other row. Two scalar
-    operands contain a 4-bit index for every lane of a row. The first bit of op_sel enables reading inactive lanes; with
-    the second one, a lane whose source is inactive reads 0."""
+    operands contain a 4-bit index for every lane of a row. The first bit of op_sel enables reading inactive lanes. If
+    the second bit is set, a lane whose source is inactive reads 0."""
     if c.base not in ("v_permlane16_b32", "v_permlanex16_b32"):
         return None
     if c.target.cdna:

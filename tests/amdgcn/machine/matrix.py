@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def results(self) -> int:
-        """The number of registers of C; D has as many."""
+        """The number of registers of C, which is also that of D."""
         return self.size * self.size // self.lanes
 
     def rows(self, elements: np.ndarray, waves: int) -> np.ndarray:

@@ -24,7 +24,8 @@ _SEXT = re.compile(r"sext\((.+)\)")
 class Sources:
     """Readers of a vector instruction's sources.
 
-    letters: the types of the sources. `written` returns the lanes that the instruction writes, as a ufunc's `where=`.
+    letters: the types of the sources. `written` returns the lanes that the instruction writes, as a ufunc's `where=`
+    argument.
     """
 
     def __init__(self, c: Compiling, texts: list[str], letters: str) -> None:

@@ -22,10 +22,10 @@ _WORD = np.uint64(32)
 class State:
     """One batch.
 
-    waves: the index of every wave in the grid; groups: the index of its workgroup in the grid; local: the index of the
-    wave in its workgroup. lds_base: the start of the workgroup's LDS. flight: the memory operations that no wait has
-    completed. busy: the registers that they will write. rank: batches with a lower rank run first. where: the
-    `where=` argument for numpy ufuncs: the active lanes, or True while every lane is active.
+    waves: the index of every wave in the grid; groups: the index of every wave's workgroup in the grid; local: the
+    index of every wave in its workgroup. lds_base: the start of the workgroup's LDS. flight: the memory operations
+    that no wait has completed. busy: the registers that they will write. rank: batches with a lower rank run first.
+    where: the `where=` argument for numpy ufuncs: the active lanes, or True while every lane is active.
     """
 
     def __init__(

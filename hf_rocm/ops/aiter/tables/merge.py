@@ -1,8 +1,8 @@
 """Merge several tables into one, before aiter reads them.
 
 Given several files in AITER_CONFIG_GEMM_BF16, releases from 0.1.12 on rewrite them if they disagree, and older releases
-drop rows. Releases that read the variable (all from 0.1.6.post1 on) ignore their own table if it names a file. So
-hf_rocm passes one file with all rows to aiter.
+drop rows. Releases that read the variable (all from 0.1.6.post1 on) ignore their own table if the variable names a
+file. So hf_rocm passes one file with all rows to aiter.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
 
 
 def padded(m: int, n: int) -> tuple[int, int]:
-    """The two padded M that aiter also looks up: M rounded up to a multiple of a step, and to a power of two.
+    """The two padded values of M that aiter also looks up: M rounded up to a multiple of a step, and to a power of two.
 
     The step grows with M. If M is above 8192 and N is above 4096, the power of two is 8192.
     """

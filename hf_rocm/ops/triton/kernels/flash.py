@@ -211,7 +211,7 @@ def _attend(
     for block in tl.range(begin, end, BLOCK):
         at = block + n
         own = n
-        if MASKED:  # the last key is read again instead of those after it, so that loads need no masks
+        if MASKED:  # the last key is read again instead of keys after it, so that loads need no masks
             own = tl.minimum(n, end - 1 - block)
         its = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
         if DIM == BLOCK_D:

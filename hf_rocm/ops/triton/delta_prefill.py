@@ -1,4 +1,4 @@
-"""Run prompts of the gated delta rule in four kernels: convolution, chunks, the scan over chunks, and the gated norm."""
+"""Run prompts of the gated delta rule in four kernels: convolution, chunks, the scan of chunks, and the gated norm."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove variables that change how commands print. If scripts/test tests the wheel, also leave the checkout.
+    """Remove variables that change how commands print. If scripts/test tests the wheel, also change to a folder
+    outside the checkout.
 
     Otherwise, child processes would start in the checkout and could import it.
     """

@@ -200,7 +200,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
     """Return the width of every column: that of its longest cell.
 
-    If the table is too wide, the widest columns are narrowed, at most to their longest word or short cell.
+    If the table is too wide, the widest columns are narrowed, but not below their longest word or short cell.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

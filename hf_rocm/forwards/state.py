@@ -27,14 +27,14 @@ from hf_rocm.generation.states import States
 # In the model's __dict__: the settings of a prepared model, as builtin types, so that copies and pickles keep them.
 SETTINGS = "_hf_rocm_forwards"
 
-# The largest numbers of recordings, of shapes that are stored as seen, and of states of the model. After `_FAILURES`
+# Limits on the numbers of recordings, of shapes that are stored as seen, and of states of the model. After `_FAILURES`
 # consecutive shapes that can't be recorded, hf_rocm stops recording the model.
 MOST = 64
 _SEEN = 512
 _SNAPSHOTS = 4
 _FAILURES = 4
 
-# After more than this number of consecutive new states of the model without a replay, hf_rocm stops recording it.
+# After more than this many consecutive new states of the model without a replay, hf_rocm stops recording it.
 _UNSETTLED = 32
 
 _log = logging.getLogger("hf_rocm")
@@ -118,7 +118,7 @@ class State:
         return self.unpadded or self._paddable[snapshot.number]
 
     def lengths_differ(self, key: Hashable, length: int) -> bool:
-        """Return whether a call with the same padded form had another length. Stores the first length."""
+        """Return whether an earlier call with the same padded form had a different length. Stores the first length."""
         first = self._lengths.setdefault(key, length)
         while len(self._lengths) > _SEEN:
             self._lengths.popitem(last=False)

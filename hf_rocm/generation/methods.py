@@ -1,7 +1,7 @@
 """Replace methods that transformers calls on a model's class while it generates, but only for marked models.
 
 As with forwards, no class is replaced, and no instance gets an attribute that would be wrong in a copy or a pickle. The
-method on the class checks the instance for a mark, which is a plain builtin. The method stays on the class as long as
+method on the class checks the instance for a mark, which is a plain builtin. The class keeps the method as long as
 there is a marked model of the class, or a marked copy, that was not restored.
 """
 
@@ -54,7 +54,7 @@ def own(cls: type, name: str, origin: type) -> bool:
 def _method(function: Method, mark: str, change: Change) -> Method:
     cls, name = change.owner, str(change.name)
 
-    # wraps keeps the signature, from which generate reads the arguments that a model accepts
+    # `wraps` preserves the signature, from which generate reads the arguments that a model accepts
     @functools.wraps(getattr(cls, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = change.original  # not `call_of`, which would add a call to every step
@@ -67,7 +67,7 @@ def _method(function: Method, mark: str, change: Change) -> Method:
 
 
 def _setstate(change: Change) -> Method:
-    """Replaces `__setstate__`: copies and pickles contain the marks, so a copy needs the methods while it lives."""
+    """Replaces `__setstate__`: copies and pickles contain the marks, so a copy needs the methods while it exists."""
     cls = change.owner
 
     @functools.wraps(cls.__setstate__)

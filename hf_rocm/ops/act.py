@@ -1,7 +1,8 @@
 """act: one operation for activations that stock computes in several operations.
 
-transformers writes the sigmoid approximation of GELU (CLIP) and Google's tanh approximation as formulas: three and
-eight kernels, each of which reads and writes the widest tensor of a layer. GELU and SiLU are single PyTorch kernels.
+transformers writes the sigmoid approximation of GELU (CLIP) and Google's tanh approximation as formulas, which run
+three and eight kernels. Each of these reads and writes the widest tensor of a layer. GELU and SiLU are single PyTorch
+kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_rocm.options import Switch
 
 
 def act(x: Tensor, *, activation: str) -> Tensor:
-    """The activation of every element. x: any shape, floating. Returns a new tensor of that shape.
+    """The activation of every element. x: any shape, floating-point. Returns a new tensor of that shape.
 
     activation: `quick_gelu`, x · σ(1.702 x), or `gelu_new`, 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), from
     Hendrycks and Gimpel 2016. Raises `OptionError` for any other activation.

@@ -1,7 +1,7 @@
 """add_layer_norm: the LayerNorm of a residual sum, and the sum itself if it is needed.
 
-Encoders apply it after attention and MLP (BERT, which needs only the norm), or before the MLP (ViT, which also needs
-the sum). One operation reads both terms once; separate operations write the sum and read it again.
+Encoders apply it after attention and after the MLP (BERT, which needs only the norm), or before the MLP (ViT, which
+also needs the sum). One operation reads both terms once; separate operations write the sum and read it again.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def quantized_linear(
 def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
     """Return whether x should not be rounded, because a Triton kernel reads the 8-bit weight as stored.
 
-    False if x has no rows, and while torch.compile traces.
+    False if x has no rows, or while torch.compile is tracing.
     """
     if compiling() or compiler._is_compiling_flag:
         return False
@@ -185,7 +185,7 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
     if spec.round_input:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
-    group = k if spec.group == spec.k else spec.group  # a row that is a single group stays a single group
+    group = k if spec.group == spec.k else spec.group  # a row with a single group still has a single group
     blocks = group and spec.format != INT4  # the second half of a gated GEMM starts at a block boundary
     return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 

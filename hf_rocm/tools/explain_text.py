@@ -30,7 +30,7 @@ class Part:
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
     joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
-    gradients: bool = False  # whether the layers run one by one, since gradients are enabled and required by weights
+    gradients: bool = False  # whether the layers run one by one, because gradients are enabled and required by weights
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
     stock_because: str | None = None  # the reason why the whole class runs stock, such as a replaced function
     theirs: int = 0  # instances on which another forward was set, which runs instead of hf_rocm's
@@ -69,7 +69,7 @@ class Explanation:
     tuning: Tuning | None = None
     linears: tuple[str, ...] = ()  # sentences about shuffled weights, routes and patch embeddings
     quantized: str | None = None  # which layers are quantised, and their error
-    not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that stay unquantised
+    not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that are not quantised
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
     forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
@@ -309,6 +309,6 @@ def _label(kernel: Kernel) -> str:
 def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()))
-        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count stays on the line of its class
+        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count is kept on the line of its class
         for part in wrapped(counted, width, indent=indent):
             yield part.replace("\xa0", " ")

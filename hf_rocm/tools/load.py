@@ -13,9 +13,9 @@ from hf_rocm.errors import LoadError, OptionError
 
 
 def load(model: str, *, device: str | None = None, force: bool = False, stock: bool = False) -> Any:
-    """Load a model with `hf_rocm.from_pretrained` on `device`, by default on the first GPU, else on the CPU.
+    """Load a model with `hf_rocm.from_pretrained` on `device`; by default, on the first GPU, or on the CPU without one.
 
-    stock: don't prepare the model. Without ROCm or force the model stays stock without a warning, since the commands
+    stock: don't prepare the model. Without ROCm or force, the model stays stock without a warning, since the commands
     print the reason. Raises `LoadError` if transformers can't load the model, and `OptionError` if there is
     no such device.
     """
@@ -47,7 +47,7 @@ def loading(model: str) -> Iterator[None]:
 def _one_warning_per_retry() -> Iterator[None]:
     """Within the block, drop huggingface_hub's warnings, except the first one from each line of its code.
 
-    Without a network, it logs the failure and the next attempt every time, and then raises the error.
+    Without a network, huggingface_hub logs every failure and the attempt that follows, and finally raises the error.
     """
     import_module("huggingface_hub.utils.logging")  # adds the handler
 
@@ -69,7 +69,7 @@ def _one_warning_per_retry() -> Iterator[None]:
 
 
 def device_named(device: str | None) -> Any:
-    """Return the torch device of this name, by default the first GPU, else the CPU. Raises `OptionError` if absent."""
+    """Return the torch device of this name; by default, the first GPU, else the CPU. Raises `OptionError` if absent."""
     import torch
 
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")

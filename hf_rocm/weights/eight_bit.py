@@ -42,7 +42,7 @@ class EightBitWeight(QuantizedWeight):
         self._choose()
 
     def _choose(self) -> None:
-        """Set `rounds`: unless `weight_only`, x is rounded too with int8, and with the device's own fp8 format."""
+        """Set `rounds`: unless `weight_only`, x is also rounded for int8 and for the device's own fp8 format."""
         format = self.data.dtype
         self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 

@@ -41,7 +41,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Whether the instance has its class's or hf_rocm's forward, or one of accelerate whose hook moves nothing.
+    """Whether the instance has its class's or hf_rocm's forward, or accelerate's with a hook that moves nothing.
 
     `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.

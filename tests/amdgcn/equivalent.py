@@ -1,12 +1,12 @@
 """Prove that a one-instruction fault changes nothing in a compiled form.
 
-If no case detects a fault, either the cases are incomplete or the fault has no effect. The latter can be proven here,
-always for one compiled form and for all data and sizes, in one of these ways:
+If no case detects a fault, either the cases are incomplete or the fault has no effect. This module can prove the
+latter, for one compiled form and for all data and sizes, in one of these ways:
 
 - the instruction computes the same value as before, from constants and the thread's index alone;
 - an omitted wait has nothing to wait for, or another wait completes the same operations before their results are read;
 - the registers that differ are overwritten before they are read, on every path;
-- the lanes that differ are always idle: in launches with random bits, NaN and infinity included, no value in these
+- the lanes that differ are always idle: in launches with random bits, including NaN and infinity, no value in these
   lanes changes any byte of the result, and no mask or branch of the form depends on an argument.
 
 Equal results in a number of launches are not a proof.
@@ -53,7 +53,7 @@ class Kept:
         return self.size <= _MOST
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
-        """Repeat the launch and return the memory afterwards, or the name of the error. bits: one of BITS, which fills
+        """Repeat the launch and return the resulting memory, or the name of the error. bits: one of BITS, which fills
         the floats."""
         memory, copies = Memory(self.contract), []
         rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ class _Watched:
                     if kept.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
-                        break  # no register differed that had not differed in an earlier launch
+                        break  # every register that differed had also differed in an earlier launch
         return True
 
     def _steps(self) -> Iterator[Any]:

@@ -64,7 +64,7 @@ def _is_division(values: Values, quotient: int, denominator: int, numerator: int
 
 
 def _lowest(values: Values, result: int | None) -> int | None:
-    """The number of which this result is the lowest bit in bfloat16, or None if the result is something else."""
+    """The number whose lowest bit in bfloat16 is this result, or None if the result is something else."""
     key = values.keys[result] if result is not None else ()
     if key[:1] != ("masked",):
         return None
@@ -103,7 +103,7 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
-    """The numbers of which a value may be the rounded form. The value is the sum of such a number and the rounding
+    """The numbers from which a value may have been rounded. The value is the sum of such a number and the rounding
     terms, or the upper half of this sum; signs and factors may be merged into it."""
     name, *parts = values.keys[value]
     numbers = [part for part in parts if name in _WITH_CONSTANTS and values.keys[part][0] == "constant"]

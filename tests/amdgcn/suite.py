@@ -1,6 +1,6 @@
 """Run the tests in tests/triton with the machine code of one AMD GPU: `pytest tests/triton --machine-code gfx942`.
 
-All files in tests/triton run, new ones included, except those that are listed here with a reason.
+All files in tests/triton run, including new ones, except those that are listed here with a reason.
 """
 
 from __future__ import annotations

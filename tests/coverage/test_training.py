@@ -1,4 +1,4 @@
-"""Loss and gradients in training are as accurate as stock's: replaced forwards are differentiable or stay stock."""
+"""Loss and gradients in training are as accurate as stock's: every forward is differentiable or stays stock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of all ranks are logged once, by rank 0, and messages that only another rank has are logged too."""
+"""Messages of all ranks are logged once, by rank 0, and messages that only another rank emits are also logged."""
 
 from __future__ import annotations
 

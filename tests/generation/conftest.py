@@ -106,7 +106,7 @@ def make(kind, **changes):
 
 
 def assistant_of(stock, schedule="heuristic", noise=0.02):
-    """A copy of a model with noise in its weights, whose drafts are mostly the model's tokens."""
+    """A copy of a model with noise in its weights. Most of its drafts equal the model's tokens."""
     assistant = copy.deepcopy(stock)
     with torch.no_grad():
         for parameter in assistant.parameters():
@@ -247,7 +247,7 @@ class Streamer:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Count the tokens that came from replayed draws, and those that came from recorded largest logits."""
+    """Count the tokens that came from replayed draws, and those that came from a recorded argmax."""
     counts = Counter()
     draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
 

@@ -31,7 +31,7 @@ def before(version):
 
 
 def repeating(seed=0, padded=0, length=11):
-    """A prompt of one row that repeats itself, so that a lookup drafts some tokens."""
+    """A prompt of one row, whose tokens are repeated so that a lookup drafts some tokens."""
     ids = torch.cat([prompt(rows=1, length=length, seed=seed)["input_ids"]] * 2, dim=1)
     mask = torch.ones_like(ids)
     mask[0, :padded] = 0

@@ -20,7 +20,7 @@ def real_memory():
 
 @pytest.fixture(autouse=True)
 def simulated_memory(request, monkeypatch):
-    """Simulate a memory size in releases that only read an accelerator's memory, and fail without an accelerator."""
+    """Simulate a memory size in releases that read only an accelerator's memory and fail without an accelerator."""
     if "real_memory" in request.fixturenames or HAS_BATCHING is False or memory_is_known():
         return
     from transformers.generation.continuous_batching import cache

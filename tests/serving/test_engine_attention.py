@@ -1,4 +1,4 @@
-"""Overlays use the attention and layers that an engine such as vLLM puts into transformers' models, as stock does."""
+"""Overlays, like stock, use the attention and layers that an engine such as vLLM inserts into transformers' models."""
 
 from __future__ import annotations
 

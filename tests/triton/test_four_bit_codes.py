@@ -130,7 +130,7 @@ def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 17, 64])
 def test_scales_may_be_powers_of_two(m, form):
-    """The scales are those of MXFP4, one of which is NaN."""
+    """The scales have the format of MXFP4, and one of them is NaN."""
     n, k = 38, 640 if suite.gpu() is None or m > 1 else 4736
     words, _ = drawn(n, k, 32)
     scale = torch.randint(118, 126, (n, k // 32), generator=torch.Generator().manual_seed(m)).to(torch.uint8)

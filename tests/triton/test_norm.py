@@ -88,7 +88,7 @@ def test_norm_add(shape, one_plus, dtype):
     ("shape", "programs"), [((1, 8), 256), ((3, 63), 256), ((2, 3, 1000), 256), ((7, 1), 1), ((37, 128), 1)], ids=str
 )
 def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
-    """Rows have a mean that is larger than their deviation. Some are so small that eps has an effect."""
+    """Rows have a mean that is larger than their standard deviation. Some rows are so small that eps has an effect."""
     monkeypatch.setattr(norm, "PROGRAMS", programs)
     x, residual = random(*shape, dtype=dtype) + 1.5, random(*shape, dtype=dtype, seed=1)
     small = 4.0 ** -torch.arange(x.numel() // shape[-1]).remainder(5).reshape(*shape[:-1], 1).to(dtype)
@@ -122,7 +122,7 @@ def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
 
 @each_dtype
 def test_a_layer_norm_rounds_like_pytorch(dtype):
-    """PyTorch adds up in a different order, which moves a few values across a rounding boundary."""
+    """PyTorch sums in a different order, which moves a few values across a rounding boundary."""
     x, residual = random(64, 96, dtype=dtype), random(64, 96, dtype=dtype, seed=1)
     weight, bias = random(96, dtype=dtype, seed=2), random(96, dtype=dtype, seed=3)
     output, _ = routed("add_layer_norm", x, residual, weight, bias, eps=1e-12, keep_sum=True)

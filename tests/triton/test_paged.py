@@ -40,7 +40,7 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
 
 
 def check(lengths, *, page, columns=4, **terms):
-    """Compare once, and in machine code also with so many keys that a program's loop takes several iterations."""
+    """Compare once, and in machine code also with enough keys for several iterations of a program's loop."""
     check_once(lengths, page=page, columns=columns, **terms)
     if suite.gpu() is not None:
         for units, more in ((0, 256), (8, 640)):  # one split, or several

@@ -49,8 +49,8 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
 def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
     """Compare once. In machine code, also check that a NaN affects only its own row or column.
 
-    There, 8-bit weights with a scale for each row are also compared with so many columns that the loop iterates. If the
-    call has no further arguments, the smallest numbers of their format are checked, too.
+    There, 8-bit weights with a scale for each row are also compared with enough columns for several iterations of
+    the loop. If the call has no further arguments, the smallest numbers of their format are also checked.
     """
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:

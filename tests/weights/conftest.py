@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def stock(checkpoint):
-    """The stock model. Its weights stay in a mapped file until they are written to."""
+    """The stock model. Its weights remain in a mapped file until they are written to."""
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
 
 

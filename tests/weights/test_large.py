@@ -1,7 +1,7 @@
 """A checkpoint of more than a gigabyte: the memory for loading, saving and restoring it, and the time for loading it.
 
-Memory is the process's memory as counted by the kernel, including mapped pages that were accessed. Time is processor
-time, which other processes affect least.
+Memory is the process's memory as counted by the kernel, including mapped pages that were accessed. Time is CPU time,
+which other processes affect least.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
 
 
 def test_loading_takes_at_most_a_tenth_longer(large):
-    """The time includes copying every weight once, as to a GPU, because a mapped file is read at first use."""
+    """The time includes one copy per weight, as when loading to a GPU, because a mapped file is read at first use."""
     buffer = torch.zeros(HIDDEN * INTERMEDIATE, dtype=torch.bfloat16)
 
     def stock():

@@ -4,7 +4,7 @@ torch.profiler reports every allocation and release with its size. Their sum is 
 is the peak. Both include blocks that Python can't reach (tensors created through DLPack keep them alive) and temporary
 copies. The size of a released block is reported only if its allocation was profiled, so models are built under the
 profiler, and a marker separates building from the measured action. The allocator does not count mapped checkpoints, so
-these models are built in memory. As an independent measurement, the union of all storages is checked, too.
+these models are built in memory. As an independent measurement, the union of all storages is also checked.
 """
 
 from __future__ import annotations

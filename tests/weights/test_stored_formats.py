@@ -57,7 +57,7 @@ def raw_of(layer):
     return {name: checkpoints.raw(tensor) for name, tensor in layer.state_dict().items()}
 
 
-# N is an odd multiple of 16. In 4 bits, K is one block of runs, or several.
+# N is an odd multiple of 16. With 4 bits, K is one block of runs or several blocks.
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
 def test_products_are_as_accurate_as_eager(case, n, k):
@@ -129,7 +129,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
     ids=str,
 )
 def test_the_format_is_that_of_the_library(case):
-    """The library writes tensors of the same names, dtypes and shapes, and hf_rocm reads the same numbers from them."""
+    """The library writes tensors with the same names, dtypes and shapes; hf_rocm reads the same numbers from them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

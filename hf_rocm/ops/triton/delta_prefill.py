@@ -1,4 +1,4 @@
-"""Prompts of the gated delta rule through four kernels: convolution, chunks, the scan over them, and the gated norm."""
+"""Run prompts of the gated delta rule in four kernels: convolution, chunks, the scan of chunks, and the gated norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "recurrence_kernel"
 
 CHUNK = 32  # tokens; with 64, RDNA spills registers
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # how many bf16 numbers add up to a number of the dtype
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # how many bf16 numbers represent a number of the dtype
 LARGEST_KEY = 256
 
 
@@ -162,7 +162,7 @@ def block_key(key_dim: int, device: torch.device) -> int:
 
 
 def block_value(key_dim: int, value_dim: int) -> int:
-    """The number of columns of the state in a program: fewer for wide keys, because registers contain the columns."""
+    """The number of columns of the state in a program: fewer for wide keys, because registers hold the columns."""
     return max(16, min(32 if key_dim <= 128 else 16, power_of_two(value_dim)))
 
 

@@ -1,4 +1,4 @@
-"""Launch kernels with little overhead, and the properties of a device that a launch depends on."""
+"""Launch kernels with little overhead, and determine the properties of a device that a launch depends on."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def launch(
     a product and a sum may be fused into one operation with one rounding. forms: the `form` of the arguments, or any
     other key that distinguishes the same cases, if the caller can compute it faster.
 
-    At each launch Triton looks up the compiled kernel, which can take longer than running it. For the releases in
-    `READ`, it is cached here, keyed by everything that it depends on, and later launches run it directly.
+    At each launch, Triton looks up the compiled kernel, which can take longer than running it. For the releases in
+    `READ`, the kernel is cached here, keyed by everything that it depends on, and later launches run it directly.
     """
     how: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:

@@ -1,8 +1,8 @@
 """GEMMs with 8- or 4-bit weights; x is not rounded.
 
-For few rows, the weight is converted in registers. For more, it is dequantised in one pass into a temporary tensor,
-which the BLAS library multiplies. `tiles` documents which tiles were measured on one NVIDIA GPU and which are
-estimates.
+For few rows, the weight is converted in registers. For more rows, it is dequantised in one pass into a temporary
+tensor, and the BLAS library computes the GEMM. `tiles` documents which tiles were measured on one NVIDIA GPU and which
+are estimates.
 """
 
 from __future__ import annotations

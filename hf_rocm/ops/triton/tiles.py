@@ -61,7 +61,7 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, a
 
 
 def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
-    """The tile for one row on NVIDIA, the fastest measured one or within 2 % of it."""
+    """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it."""
     whole = k % 1024 == 0  # otherwise a part of the last block of 1024 is unused
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
@@ -90,7 +90,7 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> Lin
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
-    """Rows of x in a program with matrix instructions: at most 64, or on AMD 32, which fit into local memory."""
+    """Rows of x in a program with matrix instructions: at most 64, or at most 32 on AMD to fit into local memory."""
     return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
 
 
@@ -204,7 +204,7 @@ def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
 
 
 def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the second GEMM. Each of the experts that are read at a time has a warp."""
+    """The tile of the second GEMM. A program has one warp for each expert that it reads at a time."""
     wave, experts = 64 if rocm else 32, gcd(top, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
 

@@ -23,7 +23,7 @@ from hf_rocm.tools.bench.variants import Side, twin
 
 TOKENS = 32768  # the largest number of prompt tokens in a batch, so that the reference takes only seconds
 _FEW = 32  # the smallest number of values on which the error of eager is measured
-JUDGED = 16  # the most new tokens that are compared; includes recorded steps, which follow a few uncaptured ones
+JUDGED = 16  # maximum number of new tokens compared; includes recorded steps, which follow a few uncaptured ones
 
 
 class Parity(NamedTuple):

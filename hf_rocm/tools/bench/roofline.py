@@ -16,8 +16,8 @@ from hf_rocm.tools.bench.rates import Rates
 
 
 class Floor(NamedTuple):
-    """The lower bound of one timed unit: its milliseconds, bytes and FLOPs. by: what limits it, `memory` or `products`.
-    exchange: the milliseconds to send a rank's messages, computed from their size alone."""
+    """The lower bound of one timed unit: its time in milliseconds, bytes and FLOPs. by: what limits it, `memory` or
+    `products`. exchange: the time in milliseconds to send a rank's messages, computed from their size alone."""
 
     milliseconds: float
     bytes: float
@@ -29,8 +29,8 @@ class Floor(NamedTuple):
 def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: float = 0.0) -> Floor:
     """Return the lower bound of one unit of a case: one token per row in decoding, else the whole forward pass.
 
-    ranks: the number of ranks that share the weights and heads of the model. exchange: the seconds in which a rank
-    sends its messages.
+    ranks: the number of ranks that share the weights and heads of the model. exchange: the time in
+    seconds in which a rank sends its messages.
     """
     read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
     memory, products = read / rates.copy, flops / rates.matmul

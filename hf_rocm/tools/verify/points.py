@@ -1,7 +1,7 @@
 """The points that are compared inside a layer: the results of its modules and operations, in stock's order.
 
-In a prepared model several projections are fused into one GEMM, and their modules are not called. So the results of
-hf_rocm's operations are recorded under the names of stock's modules.
+In a prepared model, several projections are fused into one GEMM, and their modules are not called. The results of
+hf_rocm's operations are therefore recorded under the names of stock's modules.
 """
 
 from __future__ import annotations

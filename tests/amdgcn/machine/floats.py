@@ -112,7 +112,8 @@ class Small:
 
     def encode(self, value: np.ndarray, *, clamp: bool = False) -> np.ndarray:
         """Round float32 to nearest, ties to even. Returns uint32 codes. A number beyond the largest one becomes the
-        largest one with `clamp` or in a format without infinity and NaN; otherwise infinity or, without one, NaN."""
+        largest one if `clamp` is set or the format has neither infinity nor NaN. Otherwise it becomes infinity, or NaN
+        if the format has no infinity."""
         exact = np.asarray(value, f64)
         magnitude = np.abs(exact)
         # the spacing of representable numbers around the value

@@ -121,7 +121,7 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """The offset, size and kind of the kernel's arguments, hidden ones included."""
+        """The offset, size and kind of the kernel's arguments, including hidden arguments."""
         return self.source.arguments
 
     @property

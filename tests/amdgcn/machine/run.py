@@ -18,7 +18,7 @@ from .races import check_launch
 from .scratch import Scratch
 from .state import State
 
-_BATCH = 256  # waves that run at the same time, unless a workgroup has more
+_BATCH = 256  # how many waves run at the same time, unless a workgroup has more
 
 
 @dataclass
@@ -177,7 +177,7 @@ class Launch:
 
     def _run_batch(self, state: State) -> None:
         """Run waves to their end, from barrier to barrier. Among the batches with the lowest rank, the one at the
-        lowest address runs first, so that diverged paths join again."""
+        lowest address runs first, so that diverged paths reconverge."""
         ready, parked = list(self._ordered([state])), []
         while ready or parked:
             if not ready:

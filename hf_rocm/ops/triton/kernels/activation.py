@@ -39,7 +39,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """act(gate) · up of values in fp32, rounded to DTYPE where the unfused layers do."""
+    """act(gate) · up for values in fp32, rounded to DTYPE where the unfused layers round."""
     if ACTIVATION == "clamped_swiglu":
         result = _clamped_swiglu(gate, up, limit, alpha, DTYPE)
     else:

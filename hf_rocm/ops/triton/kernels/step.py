@@ -56,7 +56,7 @@ def logits_kernel(
 
 @triton.jit
 def finish_kernel(
-    largest,  # this and the following ones as in `logits_kernel`
+    largest,  # this argument and the following ones are as in `logits_kernel`
     sums,
     wrong,
     further,  # [1] int64, added to the digest, or None
@@ -69,7 +69,7 @@ def finish_kernel(
     KEPT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program for all rows, of one wave, so that it reads all digests before it writes any of them."""
+    """One program with one wave for all rows, so that it reads all digests before it writes any of them."""
     row = tl.arange(0, ROWS)
     at = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
     there = (row < count)[:, None]
@@ -85,7 +85,7 @@ def finish_kernel(
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
 
 
-@triton.jit(do_not_specialize=["length"])  # it grows with every token
+@triton.jit(do_not_specialize=["length"])  # the length grows with every token
 def append_kernel(
     ids,  # [B, S] int64
     tokens,  # [B] int64
@@ -124,7 +124,7 @@ def append_kernel(
 
 @triton.jit
 def _next(tokens, unfinished, pad, there):
-    """The tokens of rows: the padding token if they have ended, provided that there is one."""
+    """The tokens of rows. A row that has ended gets the padding token, if there is one."""
     token = tl.load(tokens, mask=there)
     if pad is not None:
         token = tl.where(tl.load(unfinished, mask=there) != 0, token, tl.load(pad))

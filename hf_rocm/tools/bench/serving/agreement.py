@@ -1,7 +1,7 @@
 """Check that two servers return the same answers to the same greedy requests.
 
-In fp32 all answers must be equal. In bf16 and fp16 the two largest logits are often equal up to rounding. Then the
-order of a summation decides which token is chosen, and the answers differ from there on. The tolerance is twice
+In fp32, all answers must be equal. In bf16 and fp16, the two largest logits are often equal up to rounding. Then the
+order of a summation decides which token is chosen, and the answers differ from that token on. The tolerance is twice
 the difference between stock's own answers to requests that run alone and in a batch, and at least half of the
 text. `hf-rocm verify` compares logits.
 """
@@ -19,7 +19,7 @@ class Agreement(NamedTuple):
     """A comparison of two sides on the same requests.
 
     equal, total: numbers of answers. lost: the fraction of stock's text that comes after the first difference in an
-    answer. stock: the same fraction between stock's answers to single requests and to batched ones.
+    answer. stock: the same fraction between stock's answers to single and to batched requests.
     """
 
     equal: int

@@ -116,8 +116,8 @@ def serving(
 ) -> Iterator[Server]:
     """Start a server and wait until it listens. At the end of the block, end it and all processes that it started.
 
-    arguments: the arguments of `transformers serve`. folder: a new folder for its log. timeout: the seconds for loading
-    the model. Raises `ServeError` if the server ends or does not listen in time.
+    arguments: the arguments of `transformers serve`. folder: a new folder for its log. timeout: the time in seconds for
+    loading the model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
     own = ["--host", HOST, "--port", "0"]  # they come last, so that they take precedence

@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.codegen.modeling_codegen, 4.53 and up.
 
-Served: attention; stock implements only `eager`. The rotation of neighbouring pairs, the MLP, which has no gate, and
+Served: attention; stock implements only `eager`. The rotation of neighbouring pairs, the MLP (which has no gate) and
 LayerNorm stay stock.
 """
 

@@ -1,8 +1,8 @@
 """ROCm overlay of transformers.models.electra.modeling_electra, 4.53 to 4.57.
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
-without a cache. The attention of models with relative positions stays stock, as do calls with cross-attention, a cache,
-a head mask or requested attention weights. Stock implements only `eager`, and its mask includes causality.
+without a cache. Attention with relative positions stays stock, and so do calls with cross-attention, a cache, a head
+mask or requested attention weights. Stock implements only `eager`, and its mask includes causality.
 """
 
 try:

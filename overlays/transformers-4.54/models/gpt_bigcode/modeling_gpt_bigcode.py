@@ -1,8 +1,7 @@
 """ROCm overlay of transformers.models.gpt_bigcode.modeling_gpt_bigcode, 4.54 and up.
 
-Served: self-attention with one key head or as many as there are query heads. Cross-attention stays stock, as do the
-MLP, which has no gate, and LayerNorm. In 4.53 the cache is one tensor of keys and values, and the whole model stays
-stock.
+Served: self-attention with one key head, or with as many key heads as query heads. Cross-attention, the MLP (which has
+no gate) and LayerNorm stay stock. In 4.53, the cache is one tensor of keys and values, and the whole model stays stock.
 """
 
 try:

@@ -23,12 +23,12 @@ def setup_environment(
     same call works on every machine and applies what that machine supports.
 
     allocator: settings of PyTorch's allocator, such as `expandable_segments:True`; None keeps the current settings.
-    Settings in the user's environment take precedence. On ROCm, `max_split_size_mb` is removed where expandable
-    segments are enabled: the combination lets memory grow without bound, and has corrupted data on some GPUs.
+    Settings in the user's environment take precedence. On ROCm, `max_split_size_mb` is removed if expandable segments
+    are enabled: the combination lets memory grow without bound, and has corrupted data on some GPUs.
     tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
     algorithms. Flags that this build lacks are skipped.
 
-    Returns one line for every setting that was changed, skipped or overridden by the environment, for a log. Imports
+    Returns lines for a log, one for every setting that was changed, skipped or overridden by the environment. Imports
     torch only if a flag is given.
     Raises `OptionError` if allocator is neither a string nor None, or if the allocator is already in use with other
     settings.

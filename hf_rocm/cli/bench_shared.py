@@ -39,7 +39,7 @@ def subject_of(
 
 
 def check_files(save: Path | None, chart: Path | None = None, profile: Path | None = None) -> None:
-    """Raise an `HfRocmError` if a result can't be written to these files, before minutes are spent on measuring."""
+    """Before a measurement of several minutes, raise an `HfRocmError` if a result can't be written to these files."""
     from hf_rocm.tools.bench import chart as charts
     from hf_rocm.tools.bench import record
 

@@ -17,7 +17,7 @@ _COLUMN = 30  # the largest width of the first column; after a longer name, the 
 
 
 class HelpText:
-    """The formatter that click's commands write their help to."""
+    """The formatter to which click's commands write their help."""
 
     def __init__(self) -> None:
         self.width = min(width(), _WIDEST)

@@ -1,1 +1,1 @@
-"""Coordinate ranks that load a model together: they compare facts first, and log messages once."""
+"""Coordinate the ranks that load a model together: they compare their configurations first, and log messages once."""

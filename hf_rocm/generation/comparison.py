@@ -1,8 +1,8 @@
 """Verify a recorded step: replay it, run it uncaptured from the same state, and compare the two.
 
 Keys and values that earlier replays wrote are in the cache, and both runs would read them even if they were wrong. So
-the uncaptured run first recomputes the keys and values of the previous steps from their tokens. A replay may change no
-rows of the cache other than those of its own tokens.
+the uncaptured run first recomputes the keys and values of the previous steps from their tokens. A replay must not
+change any rows of the cache other than those of its own tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 # rounding step of the largest value.
 ROUNDINGS = 16
 
-# The largest number of uncaptured runs that a replay is compared with if these differ from one another.
+# The largest number of uncaptured runs with which a replay is compared if the runs differ from one another.
 RUNS = 5
 
 

@@ -5,8 +5,8 @@ If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwa
 restored.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
-these graphs follow the rules of recorded steps (`suspects`): they are off where a fault is known, unless the user
-requests or requires them.
+these graphs follow the rules of recorded steps (`suspects`): they are disabled on machines with a known fault, unless
+the user requests or requires them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def switch_on(model: nn.Module, *, required: bool) -> None:
 def describe(model: nn.Module) -> str | None:
     """One sentence for `explain` on the graphs of the next batch.
 
-    None if the model can't run in batches, or if no fault concerns them.
+    None if the model can't run in batches, or if no known fault affects the graphs.
     """
     required = model.__dict__.get(MARK)
     fault = None if required is None else suspects.fault_of(model.device)
@@ -184,7 +184,7 @@ def _config(model: Any, call: inspect.BoundArguments) -> tuple[str, Any]:
 
 
 def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
-    """Whether the user requested graphs, directly or by sizes that only graphs need, or None if neither is set."""
+    """Whether the user requested graphs, directly or by sizes that only graphs need; None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
         return any(value) if isinstance(value, tuple) else bool(value)  # a tuple has values for (prompts, steps)

@@ -1,6 +1,6 @@
-"""Masks without `vmap`, for prepared models, in the releases that build masks with it (up to 4.57).
+"""Masks for prepared models, built without `vmap` in the releases that build masks with it (up to 4.57).
 
-In these releases building a mask takes 2 ms on the host. The same functions evaluated over broadcast indices give the
+In these releases, building a mask takes 2 ms on the host. The same functions evaluated over broadcast indices give the
 same mask in a tenth of the time, as in transformers from 5.0 on. Models that are not prepared get transformers' masks.
 """
 
@@ -23,7 +23,7 @@ Mask = Callable[..., Tensor | None]
 
 
 def switch_on(model: nn.Module) -> str | None:
-    """Build the masks of this model without vmap from now on. Returns why this is not possible, or None.
+    """Build the masks of this model without vmap from now on. Returns the reason if this is not possible, else None.
 
     From 5.0 on, transformers needs no replacement, and this function does nothing.
     """
@@ -88,7 +88,7 @@ def _seen(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Tensor | None:
-    """The keys that every query sees, [B, 1, S_q, S_k] bool, or None where SDPA needs no mask."""
+    """The keys that every query sees, [B, 1, S_q, S_k] bool, or None if SDPA needs no mask."""
     stock = _stock()
     s_q = cache_position.shape[0]
     padding = stock.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)

@@ -100,7 +100,7 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
 
 @contextmanager
 def _aside(stream: Any) -> Iterator[None]:
-    """Within the block, use this stream, ordered after earlier and before later work. The host does not wait."""
+    """Use this stream within the block, after all earlier and before all later work. The host does not wait."""
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:
@@ -142,8 +142,8 @@ def _no_collection() -> Iterator[None]:
 def _begin(graph: Any, shared: _Shared) -> None:
     """Begin a capture without blocking the device's random generator for other threads.
 
-    A capture registers the state of the generator, and other threads that draw from it would raise. So the capture gets
-    a copy of the state. Recording a step that draws random numbers fails, as it should.
+    A capture registers the state of the generator, and other threads that draw from it would raise an error. So the
+    capture gets a copy of the state. Recording a step that draws random numbers fails, as intended.
     """
     generator: Any = torch.cuda.default_generators[shared.device.index]
     own = generator.graphsafe_get_state() if hasattr(generator, "graphsafe_set_state") else None
@@ -186,7 +186,7 @@ def _leave_pool(shared: _Shared) -> None:
             leave(shared.device.index, shared.pool)
 
 
-# The name of the function that `_leave_pool` calls: since PyTorch 2.8, and before.
+# The name of the function that `_leave_pool` calls: from PyTorch 2.8 on, and in earlier releases.
 _LEAVE = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 
 Factory = Callable[[torch.device], Recorder]

@@ -39,7 +39,7 @@ from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.shuffled_copy import counters_watched
 
-# The largest number of recorded steps of one cache, besides those that verify drafts, and of recorded draws of one
+# The largest number of recorded steps of one cache, not counting steps that verify drafts, and of recorded draws of one
 # step. Every adapter and attention implementation needs separate recordings.
 _MOST = 4
 

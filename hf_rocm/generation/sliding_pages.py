@@ -32,7 +32,7 @@ Served = Callable[[Any], bool]
 
 
 def refused() -> str | None:
-    """Return a sentence about why this process has no page tables for sliding layers, or None."""
+    """Return the reason why this process has no page tables for sliding layers, as a sentence, or None."""
     if find_spec(_ALLOCATORS) is None:
         return "transformers 5.17 and earlier manage the pages of sliding layers differently"
     return features.refuses(_FEATURE)
@@ -113,7 +113,7 @@ def _longest(change: Change) -> Callable[[Any], int]:
             return stock
         limits = []
         for kind, allocator in self.cache_allocators.items():
-            columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last column has the slot
+            columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last column contains the slot
             if kind != _SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
         return min(limits, default=sys.maxsize)  # no limit, because a ring does not grow with the request

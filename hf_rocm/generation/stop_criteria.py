@@ -1,7 +1,7 @@
 """transformers' stopping criteria without the tensors that are the same in every step.
 
-The list of criteria fills a tensor with False, each criterion returns another one, and all of them are combined: five
-kernels per step for a maximum length alone, although it can't be reached before the last step.
+The list of criteria fills a tensor with False, each criterion returns another tensor, and all of them are combined. For
+a maximum length alone, this takes five kernels per step, although the length can't be reached before the last step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Criteria(StoppingCriteriaList):
         self._tokens = tokens
         self.rows: Rows | None = None
         self._ends: Unchanged | None = None  # the end tokens
-        self._set: frozenset[int] = frozenset()  # the same as a set
+        self._set: frozenset[int] = frozenset()  # the same tokens as a set
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         rows = self.rows if self.rows is not None and self.rows.active else None

@@ -1,7 +1,7 @@
 """Find the rows of a static cache for a call's keys and values, so that the kernel that rotates the keys writes both.
 
-This replaces `update` for caches whose `update` is known to do nothing else: transformers' static layers, checked by
-the digests of their definitions, and the cache of recorded decode steps.
+This replaces `update` only in caches where it is known to write keys and values and to do nothing else: transformers'
+static layers, checked by the digests of their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations

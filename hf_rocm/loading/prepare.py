@@ -98,7 +98,7 @@ def prepare(
         "overlays": overlays,  # the models whose overlays are bound
         "refused": refused,  # model: why its overlay can't be used
         "fused": joined,  # module: its layers
-        "skipped": skipped,  # module: why its layers were left alone
+        "skipped": skipped,  # module: why its layers are unchanged
         "preshuffle": shuffled,  # the settings, the shuffled and skipped weights with reasons, the bytes of copies
         "graphs": _record_steps(
             model,
@@ -197,7 +197,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     for name in sorted(names.intersection(overlays.models()).difference(bound)):
         try:
             bound += activate(name, everywhere=False, catalog=overlays)
-        except OverlayError as error:  # this family stays stock; the others are not affected
+        except OverlayError as error:  # this family stays stock; other families are not affected
             refused[name] = str(error)
     return sorted(bound), refused
 

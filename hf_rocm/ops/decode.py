@@ -1,4 +1,4 @@
-"""decode_attention: attention of the last few queries over caches whose lengths are only known on the device.
+"""decode_attention: attention of the last few queries over caches whose lengths are known only on the device.
 
 A static cache has unwritten keys after the written ones. Its length changes with every step, but only on the device,
 so that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
@@ -43,12 +43,13 @@ def decode_attention(
 ) -> Tensor:
     """Causal attention of the last S_q queries of each row over the written keys of the row.
 
-    query: [B, H, S_q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v], any strides, the last one 1. lengths: [B], or
-    [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far, including the keys of
-    these queries; at least one. If it is at most S, the keys are at the front and the rest of the cache is not used.
-    Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the first key of each
-    row after left padding, counted like lengths. window: how many keys a query sees, itself included. softcap, sinks:
-    see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths from 0, which one kernel needs, or None.
+    query: [B, H, S_q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v], with any strides, but the last one must be 1.
+    lengths: [B], or [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far,
+    including the keys of these queries; at least 1. If it is at most S, the keys are at the front and the rest of the
+    cache is not used. Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the
+    first key of each row after left padding, counted like lengths. window: how many keys a query sees, including its
+    own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
+    which one kernel needs, or None.
 
     Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
     `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on

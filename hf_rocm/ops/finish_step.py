@@ -1,8 +1,8 @@
 """finish_step: what a recorded decode step derives from its logits, in one operation.
 
-These are a copy of the logits, the tokens with the largest ones, a digest with which replays are compared, and a check
-for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small that they
-take longer to launch than to run.
+These are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, and a
+check for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small that
+they take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def finish_step(
 ) -> None:
     """Write to out, tokens, digests and doubt what a recorded step derives from its logits.
 
-    logits: [B, N, V] floating, but not fp64; out: the same, receives a copy. tokens: [B, N] int64, receives
-    `logits.argmax(-1)`. digests: [K] int64; the first one is dropped, and that of this step is appended: the sum of the
-    bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1] int64. doubt: [] fp32, to which 0 is
-    added if all logits are finite, and otherwise another number or NaN.
+    logits: [B, N, V] floating-point, but not fp64. out: a tensor like logits, which receives a copy of them. tokens:
+    [B, N] int64, which receives `logits.argmax(-1)`. digests: [K] int64; the first digest is dropped, and the digest of
+    this step is appended: the sum of the bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1]
+    int64. doubt: [] fp32, to which 0 is added if all logits are finite, and otherwise another number or NaN.
     """
     words = words_of(logits)
     spec = _specification(logits, words, out, tokens, digests, doubt, further)
@@ -119,7 +119,7 @@ def _finish(
 
 
 def _kind(spec: FinishStepSpec) -> FinishStepSpec:
-    """Round the rows up to a power of two, and reduce the columns so that `triton.parts` stays the same."""
+    """Round the rows up to a power of two, and reduce the columns so that `triton.parts` does not change."""
     rows = power_of_two(spec.rows)
     columns = 2 * triton.BLOCK * triton.parts(rows, spec.dim) + spec.dim % triton.BLOCK
     return spec._replace(rows=rows, dim=min(spec.dim, columns))
@@ -128,7 +128,7 @@ def _kind(spec: FinishStepSpec) -> FinishStepSpec:
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
     """Yield two calls in which the two largest logits of a row are equal, so that the first one must be chosen.
 
-    In the second one, some logits are not finite.
+    In the second call, some logits are not finite.
     """
     draw = Draw(spec.dtype, spec.device)
     rows, dim = spec.rows, spec.dim

@@ -24,13 +24,14 @@ PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, lim
 def shuffle_experts(weight: Tensor) -> Shuffled:
     """Copy stacked weights [E, N, K] of a 16-bit dtype into aiter's order, expert by expert.
 
-    Raises `OptionError` unless the weights have three dims and a 16-bit dtype, and N is a multiple of 16 and K of 32.
+    Raises `OptionError` unless the weights have three dims and a 16-bit dtype, N is a multiple of 16, and K is a
+    multiple of 32.
     """
     if weight.dim() != 3:
         raise OptionError(
             "the experts' weights must be stacked", facts={"expected": "[E, N, K]", "found": f"{list(weight.shape)}"}
         )
-    # a tile never crosses from one expert to the next, so E · N rows are shuffled as one matrix
+    # no tile spans two experts, so E · N rows are shuffled as one matrix
     return Shuffled(shuffle(weight.reshape(-1, weight.shape[2])).data.view(weight.shape))
 
 
@@ -56,7 +57,7 @@ def shuffled_experts(
 
 
 def aiter_refuses(gate_up: Tensor, down: Tensor, top: int) -> str | None:
-    """Why no kernel of aiter uses shuffled copies of these weights on their device, as a sentence, or None."""
+    """The reason why no aiter kernel uses shuffled copies of these weights on their device, as a sentence, or None."""
     n, k = gate_up.shape[1:]
     if gate_up.element_size() != 2 or n % ROWS or k % COLUMNS or down.shape[1] % ROWS or down.shape[2] % COLUMNS:
         return f"only 16-bit weights with N a multiple of {ROWS} and K a multiple of {COLUMNS} can be shuffled"

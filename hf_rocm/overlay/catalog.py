@@ -78,7 +78,7 @@ class Directory:
         return files
 
     def overlay(self, model: str) -> Overlay | None:
-        """The overlay of a model, or None without recorded digests, because the stock file can't be checked then."""
+        """The overlay of a model, or None if no digests are recorded: the stock file can't be checked then."""
         record = self.manifest.records.get(model)
         if record is None:
             return None
@@ -113,7 +113,7 @@ class Catalog:
         return None
 
     def leaves_out(self, model: str, release: str) -> str | None:
-        """Return the reason if the model excludes this release, which its directory covers; else None."""
+        """Return the reason if the model excludes this release although its directory covers the release; else None."""
         for directory in reversed(self.directories):
             if model in directory.files and directory.covers(release):
                 limit = directory.manifest.limits.get(model)

@@ -1,7 +1,7 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
-The system does not remove the file when its writer ends, so it records the host, the process and the start time. A
-claim is ignored if its process on this host has ended, or if it is an old claim of another host.
+The system does not remove the file when its writer ends, so the claim records the host, the process and its start time.
+A claim is ignored if its process on this host has ended, or if it is an old claim of another host.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class LeftOut:
 
 
 def some(names: Sequence[str]) -> str:
-    """List names, at most `LISTED` of them: `bert, …, llama and 96 more`."""
+    """List at most `LISTED` names: `bert, …, llama and 96 more`."""
     rest = len(names) - LISTED
     return f"{', '.join(names[:LISTED])} and {rest} more" if rest > 0 else ", ".join(names)
 

@@ -1,6 +1,6 @@
 """Wrap text to the width of the terminal, for the commands, `explain` and `check_version`.
 
-This module imports only the standard library, so that `check_version` stays cheap.
+This module imports only the standard library, so that `check_version` is cheap to import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pytest plugin for transformers' own tests: it records their outcomes and their calls of hf_rocm's forwards.
+"""The pytest plugin for transformers' own tests: it records their outcomes and their calls to hf_rocm's forwards.
 
 It is loaded with `-p upstream_plugin`. The variable UPSTREAM_TESTS contains its settings as JSON: `log`, the file
 to which a JSON line is written when a test starts and when it ends, so that a test that crashes the process can be
@@ -152,7 +152,7 @@ def _seed(test: str) -> None:
 
 
 def _count_hits() -> None:
-    """Count calls of the overlays' forwards by class name. In the stock pass, make sure that there are no overlays."""
+    """Count calls to the overlays' forwards by class name. In the stock pass, make sure that there are no overlays."""
     bind = sys.modules.get("hf_rocm.overlay.bind")
     for binding in bind.bindings() if bind is not None else ():
         if not SETTINGS["overlaid"]:

@@ -1,4 +1,4 @@
-"""Refusals of the aiter tier, by their sentences in `explain`."""
+"""Refusals of the aiter tier, identified by their sentences in `explain`."""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ KINDS: dict[str, Callable[[str, random.Random], str | None]] = {
 
 
 def drawn(instructions: list[str], reached: list[int], rng: random.Random) -> Iterator[Fault]:
-    """Draw faults endlessly, from instructions that a case reaches. The kinds of change are weighted by how often they
-    apply."""
+    """Yield random faults indefinitely, in instructions that a case reaches. The kinds of change are weighted by how
+    often they apply."""
     while True:
         index = rng.choice(reached)
         fault = draw(index, instructions[index], rng)

@@ -1,4 +1,5 @@
-"""Concurrent checks on several ranks: one checks, the others use its result, and none waits for a killed process."""
+"""Concurrent checks on several ranks: one rank checks, the others use its result, and no rank waits for a killed
+process."""
 
 from __future__ import annotations
 

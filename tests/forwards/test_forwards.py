@@ -89,7 +89,7 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
         (2, ["copies", read]),  # the results of this replay are dropped
         (2, [read]),  # recorded
         (2, [read, "copies"]),  # compared
-        *[(0, [read, "copies"])] * 2,  # the last two calls had other values
+        *[(0, [read, "copies"])] * 2,  # the last two calls had different values
         (0, ["copies", read]),
     ]
     for number, (padded, order) in enumerate(expected):

@@ -1,4 +1,4 @@
-"""Calls of encoders that differ in length are padded, share a recording, and return what stock returns."""
+"""Encoder calls that differ only in length are padded, share a recording, and return what stock returns."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def qkv(s_q, s_k, b=2):
 
 
 def check(mask, s_q, s_k, **layer):
-    """Check that the mask is recognised, and that results are equal for queries that see a key and zero for others."""
+    """The mask must be recognised. Results must be equal for queries that see a key, and zero for other queries."""
     query, key, value = qkv(s_q, s_k)
     result = recognise(mask, query, key, value, **layer)
     assert result is not None

@@ -150,7 +150,7 @@ def test_an_overlay_that_fails_leaves_nothing_bound(
 
 
 def test_a_wrapped_binding_is_recognised_by_its_source(forced: None) -> None:
-    """A profiler or a counter replaces the bound function with a wrapper that has other globals."""
+    """A profiler or a counter replaces the bound function with a wrapper that has different globals."""
     activate("llama")
     binding = llama_bindings()["LlamaMLP"]
     space: dict[str, object] = {"inner": binding.replacement, "calls": []}

@@ -1,4 +1,4 @@
-"""If graphs have a known fault, continuous batching records none by default. Otherwise, transformers decides."""
+"""If graphs have a known fault, continuous batching records no graphs by default. Otherwise, transformers decides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models with shuffled weights, shared by several test files.
 
-The CPU simulates an AMD GPU, and aiter is a recorded release. Calls of aiter are checked against the recorded
-declarations, and computed by reference functions, which unshuffle a weight that is marked as shuffled.
+The CPU simulates an AMD GPU, and aiter is a recorded release. Calls to aiter are checked against the recorded
+declarations. Their results are computed by reference functions, which unshuffle a weight that is marked as shuffled.
 """
 
 from __future__ import annotations

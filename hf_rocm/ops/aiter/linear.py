@@ -41,7 +41,7 @@ def refuses(spec: LinearSpec, device: Device) -> str | None:
 
 
 def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
-    """Why no kernel of aiter can serve a GEMM with a shuffled weight, or None."""
+    """The reason why no aiter kernel can serve a GEMM with a shuffled weight, or None."""
     reason = refuses(spec, device)
     if reason is not None:
         return reason
@@ -74,7 +74,7 @@ def _gemm() -> contract.Call | str:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() == 0 or x.device != weight.device:  # PyTorch raises the error for different devices
+    if x.numel() == 0 or x.device != weight.device:  # PyTorch raises the error if the devices differ
         return F.linear(x, weight, bias)
     kernel: Any = _gemm()
     if bias is None or detect.release().at_least(KEEPS_BIAS):

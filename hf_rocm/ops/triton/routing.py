@@ -23,7 +23,7 @@ MOST_CHOSEN = 32
 
 
 def refuses(spec: RoutingSpec, device: Device) -> str | None:
-    """Why the kernel can't choose these experts, or None."""
+    """The reason why the kernel can't choose these experts, or None."""
     if spec.grad:
         return "our routing kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:

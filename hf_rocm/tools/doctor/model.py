@@ -34,7 +34,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
-    """Read the facts about a model. cache: the Hub's cache folder. memory: bytes of available RAM."""
+    """Read the properties of a model. cache: the Hub's cache folder. memory: bytes of available RAM."""
     folder = Path(name) if Path(name).is_dir() else cached(name, cache)
     free = _free(folder or cache)
     if folder is None:

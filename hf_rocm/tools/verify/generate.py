@@ -23,9 +23,9 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
     """Generate `new` tokens, and check every token against the reference's logits for the same text.
 
     If two tokens are almost equally likely, rounding decides between them, and the texts differ afterwards. So every
-    token of hf_rocm is checked on hf_rocm's own text. Its logit in the reference may be below the best logit by the sum
-    of both logits' errors. Each of these errors may be up to twice stock's own error plus a rounding step. With
-    routed experts, the median over the tokens is compared.
+    token that hf_rocm generates is checked on hf_rocm's own text. Its logit in the reference may be lower than the best
+    logit by up to the sum of the errors of both logits. Each of these errors may be up to twice stock's own error plus
+    a rounding step. With routed experts, the median over the tokens is compared.
     """
     if not is_causal_lm(subject):
         return Check(*TOKENS, NOT_RUN, note="the model generates no text")

@@ -65,7 +65,7 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
-    """Return the bounds from stock's run in this dtype: twice its worst and mean error, both plus a rounding step."""
+    """Return the bounds from stock's run in this dtype: twice its worst and mean errors, each plus a rounding step."""
     errors = list(eager)
     return Allowed(
         allowed_error(max((error.worst for error in errors), default=0.0), dtype),

@@ -42,7 +42,7 @@ def model(facts: Facts) -> Iterator[Finding]:
 
 
 def _needed(facts: Facts, named: ModelFacts) -> int:
-    """Return the size in bytes after a plain from_pretrained, which converts to fp32 in releases before 5."""
+    """Return the size in bytes after a plain from_pretrained, which converts to fp32 in transformers before 5."""
     here = version(facts.transformers.version)
     width = BYTES.get(named.dtype or "", 4)
     if here is not None and here.major < 5 and width < 4 and not named.quantized:

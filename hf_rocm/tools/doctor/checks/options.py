@@ -34,7 +34,7 @@ def options(facts: Facts) -> Iterator[Finding]:
             fix=error.hint or f"unset {error.message.split('=')[0]}",
         )
         return
-    names = [name for name in facts.environment if not SECRET.search(name)]  # secrets are left out of the report
+    names = [name for name in facts.environment if not SECRET.search(name)]  # secrets are omitted from the report
     strange = unknown(names, (variable.name for variable in settings.VARIABLES))
     if strange:
         yield warning(

@@ -1,4 +1,4 @@
-"""Settings of torch and the ROCm runtime that make torch slower, or that only affect NVIDIA GPUs."""
+"""Settings of torch and the ROCm runtime that make torch slower, or that affect only NVIDIA GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """ROCm overlay of transformers.models.falcon.modeling_falcon, 4.53 and up.
 
-Served: attention with rotary positions. Attention with ALiBi stays stock, as do the MLP, which has no gate, and
-LayerNorm.
+Served: attention with rotary positions. Attention with ALiBi, the MLP (which has no gate) and LayerNorm stay stock.
 """
 
 try:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             installation = locate(options.transformers_path)
             newer = outlook(installation, catalog, options.models)
             outside = newer is not None and not catalog.for_release(installation.version)
-            # if the release is newer than all supported ranges, there are no states to list, only an outlook
+            # a release that is newer than all supported ranges has no states to list, only an outlook
             states = survey(installation, catalog, () if outside else options.models)
             skipped = LeftOut() if options.models or outside else left_out(installation, catalog)
     except HfRocmError as error:

@@ -20,7 +20,7 @@ Facts = Mapping[str, str]
 
 _PAUSE = 0.002  # seconds between the first two polls of the store; the pause doubles, up to 16 times this value
 _GRACE = 5.0  # seconds for the other ranks to read an error before this rank, and perhaps the store, ends
-_SHOWN = 6  # the largest number of differing facts that are listed; the others are only counted
+_SHOWN = 6  # the largest number of differing facts that are listed; further ones are only counted
 _calls: dict[tuple[int, str], Iterator[int]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Decide which models and calls are recorded, and why the others run uncaptured. A reason is a sentence or None."""
+"""Decide which models and calls are recorded, and why others run uncaptured. A reason is a sentence or None."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and the module of every outermost model that doesn't generate: `model` itself, or models in it.
 
-    The forwards of these models are recorded. For a model that generates, decode steps are recorded instead. Inside it,
-    only models without a cache are yielded: towers for images and audio, but not the decoder. A model with the config
-    of an encoder-decoder model, such as `BartModel` or its encoder, counts as one that generates.
+    The forwards of these models are recorded. For a model that generates, decode steps are recorded instead. Inside
+    such a model, only models without a cache are yielded: towers for images and audio, but not the decoder. A model
+    with the config of an encoder-decoder model, such as `BartModel` or its encoder, counts as one that generates.
     """
     from transformers import PreTrainedModel
 

@@ -25,7 +25,7 @@ from hf_rocm.overlay.bind import ON
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 # Inductor's own graphs and its memory planning have given wrong results on ROCm. Its Triton GEMMs are slower there than
-# the BLAS library, and tuning them takes minutes.
+# those of the BLAS library, and tuning them takes minutes.
 SETTINGS: Mapping[str, Any] = {
     "triton.cudagraphs": False,
     "triton.cudagraph_trees": False,
@@ -62,7 +62,7 @@ def compile(model: ModelT, *, force: bool | None = None, **overrides: Any) -> Mo
 
 
 def undo(model: nn.Module) -> None:
-    """Undo `compile`. A model that other code has compiled stays compiled."""
+    """Undo `compile`. A model that other code has compiled remains compiled."""
     if model.__dict__.pop(COMPILED, None):
         own = model.__dict__
         patches.exchange(own, "_compiled_call_impl", own.get("_compiled_call_impl", patches.ABSENT), patches.ABSENT)

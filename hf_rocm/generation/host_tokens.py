@@ -1,6 +1,6 @@
-"""The tokens of a call that verifies drafts, on the host, as far as they are known without a copy from the device.
+"""The host's copy of the tokens of a call that verifies drafts, to avoid further copies from the device.
 
-After a recorded step the accepted tokens are on the host anyway. So the search for drafts and the check for end tokens
+After a recorded step, the accepted tokens are on the host anyway. So the search for drafts and the check for end tokens
 need no other copy, unless transformers has appended tokens in another way, for example after an uncaptured step.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 class HostTokens:
     """The tokens of one sequence, and the drafts of its current step.
 
-    Values are known for one tensor of tokens and one with drafts. For any other tensor, even one of the same
-    length, the values are copied: the sequence may have been continued in an uncaptured step, or may belong to a nested
-    call.
+    Values are known for one tensor of tokens, and for one tensor of tokens and drafts. For any other tensor, even
+    one of the same length, the values are copied: the sequence may have been continued in an uncaptured step, or may
+    belong to a nested call.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class HostTokens:
         self._tokens: Unchanged | None = None  # the tensor with the tokens in the buffer
         self._candidates: Unchanged | None = None  # the tensor with the tokens and the drafts
         self._drafts = self._buffer
-        self._address = 0  # of the first draft
+        self._address = 0  # the address of the first draft
 
     def of(self, input_ids: Tensor) -> np.ndarray[Any, Any]:
         """Return the tokens of input_ids [1, S] as [S] int64, without a copy from the device if they are known."""
@@ -54,7 +54,7 @@ class HostTokens:
         self._address = candidates[:, -len(drafts) :].data_ptr()
 
     def forget(self) -> None:
-        """Forget all tokens, because the ones on the device may have been changed."""
+        """Discard all tokens, because those on the device may have been changed."""
         self._tokens = self._candidates = None
 
     def last(self, input_ids: Tensor) -> int | None:
@@ -83,7 +83,7 @@ class HostTokens:
 
 
 class Unchanged:
-    """A tensor whose values were read. Changes in place are detected, except those of inference tensors."""
+    """A tensor whose values were read. In-place changes are detected, except in inference tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

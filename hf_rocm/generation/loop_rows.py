@@ -1,9 +1,9 @@
-"""The rows of transformers' loops: which are unfinished, and in the sampling loop also the tokens so far.
+"""The rows of transformers' loops: which rows are unfinished and, in the sampling loop, the tokens so far.
 
 After the choice of the next tokens, the sampling loop gives the padding token to rows that have ended, appends the
-tokens, calls the stopping criteria, and checks whether any row is unfinished: five to eleven kernels between two
-recorded steps. Here stand-ins represent the values in between, and appending the tokens computes all of them in one
-kernel (`ops.append_tokens`). Any other use of a stand-in computes the value, as in stock.
+tokens, calls the stopping criteria, and checks whether any row is unfinished. This takes five to eleven kernels
+between two recorded steps. Here, stand-ins represent the values in between, and appending the tokens computes all
+of them in one kernel (`ops.append_tokens`). Any other use of a stand-in computes the value, as in stock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Rows:
         return self.appended.ids
 
     def taken(self, ids: Tensor, ends: Tensor | None) -> Appended | None:
-        """Return `appended` if it has these tokens, and forget it. None if other end tokens apply in the meantime.
+        """Return `appended` if it has these tokens, and clear it. Returns None if other end tokens apply now.
 
         ends: the end tokens that apply now. A streamer may have changed them since the tokens were appended.
         """
@@ -104,7 +104,7 @@ class Tokens(StandIn):
 
 
 class _Kept(StandIn):
-    """The next tokens of unfinished rows, and 0 for the others, [B]."""
+    """The next tokens of unfinished rows, and 0 for the other rows, [B]."""
 
     def __init__(self, tokens: Tokens, unfinished: Unfinished) -> None:
         self._tokens, self._unfinished = tokens, unfinished
@@ -153,7 +153,7 @@ class _Ended(StandIn):
 
 
 class _Padding(StandIn):
-    """The padding token for rows that have ended, and 0 for the others, [B]."""
+    """The padding token for rows that have ended, and 0 for the other rows, [B]."""
 
     def __init__(self, pad: Tensor, unfinished: Unfinished) -> None:
         self.pad, self.unfinished = pad, unfinished
@@ -163,7 +163,7 @@ class _Padding(StandIn):
 
 
 class _Column(StandIn):
-    """The next tokens, [B, 1]. next_tokens: the same as [B]. The other arguments are those of `Rows.append`."""
+    """The next tokens, [B, 1]. next_tokens: the same tokens, [B]. The other arguments are those of `Rows.append`."""
 
     def __init__(self, next_tokens: StandIn, tokens: Tokens, unfinished: Unfinished, pad: Tensor | None) -> None:
         self._next_tokens, self._tokens, self._unfinished, self._pad = next_tokens, tokens, unfinished, pad
@@ -188,9 +188,9 @@ class _Column(StandIn):
 class Stopped(StandIn):
     """The rows that the stopping criteria end, [B].
 
-    compute: returns them. rows: the rows of the sampling loop, or None in assisted decoding, whose single row is
-    unfinished until the loop ends. appended: the result of `ops.append_tokens`, if it appended the tokens. none:
-    whether no row ends.
+    compute: a function that returns these rows. rows: the rows of the sampling loop, or None in assisted decoding,
+    whose single row is unfinished until the loop ends. appended: the result of `ops.append_tokens`, if it appended the
+    tokens. none: whether no row ends.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class _GoingOn(StandIn):
         return super().__torch_function__(function, types, args, kwargs)
 
     def among(self, unfinished: Tensor) -> Any:
-        """The rows that are unfinished after this step. unfinished: those before it, [B]."""
+        """The rows that are unfinished after this step. unfinished: the unfinished rows before it, [B]."""
         stopped = self._stopped
         done = None
         if stopped.appended is not None:

@@ -1,4 +1,4 @@
-"""Prompt lookup and assistant models: which calls verify their drafts with recorded steps, and why the others don't.
+"""Prompt lookup and assistant models: which calls verify their drafts with recorded steps, and why others don't.
 
 A step verifies the drafted tokens and computes one more, so there is one recording per number of drafts. The cache
 drops rejected tokens by reducing its length. transformers decides how many tokens to draft and which to accept.

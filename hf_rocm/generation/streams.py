@@ -1,8 +1,8 @@
 """Record streams on tensors that other streams use, so that the allocator does not reuse their memory too early.
 
-PyTorch's allocator reuses the memory of a freed tensor at once for the stream on which it was allocated, even while
-another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches and their tensors
-to one another, and every thread may have its own current stream.
+PyTorch's allocator can immediately reuse the memory of a freed tensor for the stream on which it was allocated, even
+while another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches and their
+tensors to one another, and every thread may have its own current stream.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
 FEATURE = "token_choice"
-UPDATE = "_update_model_kwargs_for_generation"  # receives the outputs with the stand-in
+UPDATE = "_update_model_kwargs_for_generation"  # this method receives the outputs with the stand-in
 
 # Processors that read nothing but the scores and their own plain attributes, and never wait for the device.
 RECORDED = (
@@ -70,7 +70,7 @@ class Choice:
         return _Processors(self._list)
 
     def holds(self) -> bool:
-        """Whether no function that the recorded work skips was replaced, and no processor or setting has changed."""
+        """Whether the functions that the recorded work skips, the processors and their settings are unchanged."""
         if len(self._list) != len(self.processors) or not all(map(is_, self._list, self.processors)):
             return False
         for processor, before in zip(self.processors, self._settings, strict=True):

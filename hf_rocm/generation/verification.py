@@ -38,7 +38,7 @@ class Verification:
         self.tokens = HostTokens()
 
     def holds(self) -> bool:
-        """Whether no function that receives a stand-in was replaced, and no logits processor was added."""
+        """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
         return not self._processors and _receiving().holds()
 
     def stand_in(self, step: RecordedStep, _: Any) -> Any:
@@ -58,7 +58,7 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
     result = Verification(arguments["logits_processor"])
-    return result if result.holds() else None  # it does not hold if there are processors
+    return result if result.holds() else None  # `holds` returns False if there are logits processors
 
 
 @cache

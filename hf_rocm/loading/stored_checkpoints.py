@@ -1,6 +1,6 @@
 """Load quantised checkpoints with their stored bytes, in the layers of `hf_rocm.weights.stored_linear`.
 
-During one load, in this thread only, hf_rocm's quantiser replaces that of transformers. Checkpoints that it does not
+During one load, in this thread only, hf_rocm's quantiser replaces transformers' quantiser. Checkpoints that it does not
 support are loaded by transformers, and the reason is logged.
 """
 

@@ -24,8 +24,8 @@ def append_tokens(
     """Append a token to every row, and find the rows that are still unfinished.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
-    row, or None. pad: [], the token of rows that have ended, or None if these get their token like the others. All
-    arguments are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
+    row, or None. pad: [], the token of rows that have ended, or None if these rows also get their tokens in `tokens`.
+    All arguments are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
     tensors.
     """
     result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](
@@ -65,7 +65,7 @@ def stock(
 
 
 def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
-    """Rows end now, have ended before, and go on; in the last case, all of them have ended."""
+    """Rows that end now, rows that have ended before, and rows that continue; in the last case, all rows have ended."""
     rows = spec.rows
     row = torch.arange(rows, device=spec.device)
     ends = 3 + torch.arange(spec.ends, device=spec.device) if spec.ends else None

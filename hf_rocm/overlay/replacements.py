@@ -17,7 +17,7 @@ Answer = TypeVar("Answer", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
 
-_UNKNOWN: Any = object()  # the expected value where a replacement was present from the beginning; equals no value
+_UNKNOWN: Any = object()  # the expected value of a reference that was already replaced; no value equals it
 
 
 class Watch:
@@ -69,7 +69,8 @@ def constant_in_traces(function: Answer) -> Answer:
 def unchanged(code: Any) -> bool:
     """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    False for a dependency that was already replaced then, and for a class of a package that is not in `OWN`.
+    False for a dependency that was already replaced at the first check, and for a class of a package that is not
+    in `OWN`.
     """
     watch = watches.get(code)
     if watch is None:
@@ -190,5 +191,5 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
     return constant_in_traces(space["check"])
 
 
-# Watches by class or function. The keys, most of which belong to transformers or torch, are never collected.
+# Watches by class or function. The keys, most of which belong to transformers or torch, are never garbage-collected.
 watches: dict[Any, Watch] = {}

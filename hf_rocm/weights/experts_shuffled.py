@@ -1,7 +1,7 @@
 """Shuffled copies of stacked experts, for aiter's `fused_moe`, which requires that layout.
 
-The copies double the memory of the experts, so they are made only within the user's budget. They can become stale. So,
-as in `shuffled_copy.py`, every use first checks whether the weights have changed.
+The copies double the memory of the experts, so they are made only within the user's budget. They can become stale, so
+every use first checks whether the weights have changed, as in `shuffled_copy.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def is_mixture(module: nn.Module) -> bool:
 def shuffle(module: nn.Module, left: int | None) -> tuple[str | None, int]:
     """Make shuffled copies of a module's experts. Returns (refusal or None, bytes used).
 
-    left: the rest of the budget in bytes, or None for no limit.
+    left: the remaining budget in bytes, or None for no limit.
     """
     with torch.no_grad():
         group = live(module)

@@ -1,4 +1,4 @@
-"""Recognise layers that are already joined in one matrix in the checkpoint, and need no fusing."""
+"""Recognise layers that the checkpoint already stores as one matrix, so that they need no fusing."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def listed(file: Path = LISTED) -> list[Unavoidable]:
 
 
 def as_json(comparison: Comparison, sources: Mapping[str, str], detected: Sequence[Detected] = ()) -> str:
-    """The JSON of all results, by test class and test, one per line. sources: the origin of the tests."""
+    """The JSON of all results, by test class and test, with one test per line. sources: the origin of the tests."""
     models = sorted({model_of(test) for test in comparison.stock})
     summary: dict[str, object] = {
         "transformers": comparison.release,

@@ -1,10 +1,10 @@
 """Plant one-instruction faults in the machine code and check whether the tests in tests/triton detect them.
 
 `pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the selected
-cases without faults and records which compiled forms they execute. Then it takes the kernels in turn and draws by seed
-one of the kernel's forms, an instruction that a case reached, and a change. Up to `CASES` cases that execute the form
-run, until one fails. The report lists all faults with their outcomes. `--machine-code-again FILE` plants the faults of
-an earlier report instead.
+cases without faults and records which compiled forms they execute. Then it takes the kernels in turn and draws, from
+a seeded generator, one of the kernel's forms, an instruction that a case reached, and a change. Up to `CASES` cases
+that execute the form run, until one fails. The report lists all faults with their outcomes.
+`--machine-code-again FILE` plants the faults of an earlier report instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
-CASES = 40  # cases of a form to run before a fault counts as not detected
+CASES = 40  # the number of cases of a form that run before a fault counts as not detected
 KEPT = 4  # recorded launches per form, for proofs
 SLOWER = 4  # a launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000
 
@@ -201,7 +201,7 @@ def _listed(functions: list[Any], function: Any) -> Iterator[None]:
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
     """Run a case again without output. Returns how it failed, in one or two words, or None if it passed. following: an
-    item whose fixtures stay active."""
+    item whose fixtures are kept active."""
     from _pytest.runner import runtestprotocol
 
     item.session._setupstate.teardown_exact(item)  # tear down the fixtures of other modules

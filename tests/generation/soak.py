@@ -38,7 +38,7 @@ def _recorded(prefix):
 DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
 FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
 THREADS = 4
-_ROUNDS = 5  # number of first rounds that `grown` does not count
+_ROUNDS = 5  # the number of initial rounds that `grown` does not count
 
 _STATIC = Version("4.54") <= RELEASE
 # before 5.14, stock may be unable to remove drafts from a cache with sliding windows
@@ -47,7 +47,7 @@ _CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).param
 
 
 class Soak:
-    """A recorded model and stock, which run the same calls.
+    """A recorded model and a stock model, which run the same calls.
 
     longest: the largest number of tokens of a prompt, and of new tokens. scale: a factor for all matrices.
     """

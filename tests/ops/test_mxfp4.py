@@ -41,7 +41,7 @@ def test_a_nan_scale_makes_its_block_nan():
 
 
 def nearest(value):
-    """The code of the nearest number, computed in float64. Of two equally near numbers, it is the even code."""
+    """The code of the nearest number, computed in float64. If two numbers are equally near, it is the even code."""
     return min(range(8), key=lambda code: (abs(number(code) - abs(value)), code & 1)) | (value < 0) << 3
 
 
@@ -65,7 +65,7 @@ def test_numbers_are_rounded_to_the_nearest_code(dtype):
 
 
 def test_ties_are_rounded_to_even_codes():
-    """The weight contains the midpoints between adjacent numbers. With the largest, 5, the scale is 1."""
+    """The weight contains the midpoints between adjacent numbers. With the largest midpoint, 5, the scale is 1."""
     middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
     weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
     codes, scales = quantize(weight)

@@ -18,7 +18,7 @@ from hf_rocm.overlay import catalog as catalogs
 from hf_rocm.overlay.catalog import Catalog
 from hf_rocm.overlay.locate import Installation, locate
 
-# A site contains only these models. Every release has them, and the tested code treats all models alike.
+# A site contains only these models. Every release has them, and the tested code treats all models in the same way.
 MODELS = ("bert", "gemma", "llama", "qwen3")
 
 

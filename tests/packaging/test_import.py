@@ -8,7 +8,7 @@ import pytest
 
 from tests.packaging.conftest import Run
 
-LIMIT = 0.050  # seconds; on slower machines, the limit is the time of importing asyncio
+LIMIT = 0.050  # seconds; on slower machines, the limit is the time that importing asyncio takes
 HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
 
 TIMED = """

@@ -1,4 +1,4 @@
-"""Rules for known faults, on facts that match and on facts just outside the range, with their sources and remedies."""
+"""Rules for known faults on facts that match and on facts just outside the range, and their sources and remedies."""
 
 from __future__ import annotations
 

@@ -69,9 +69,10 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """Round bf16 to nearest and keep its subnormal numbers, like a GPU, and hide NumPy's floating-point warnings.
+    """Round to the nearest bf16 number and keep subnormal numbers, as a GPU does.
 
-    The interpreter truncates to bf16, and shifts the mantissas of subnormal bf16 numbers that it converts to fp32.
+    The interpreter truncates when it converts to bf16, and shifts the mantissas of subnormal bf16 numbers when it
+    converts them to fp32. NumPy's floating-point warnings are suppressed.
     """
     if suite.gpu() is not None:
         yield
@@ -98,7 +99,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def counts() -> Iterator[None]:
-    """Convert range bounds, which the interpreter stores as arrays, to integers, because NumPy 2.4 does not."""
+    """Convert range bounds, which the interpreter stores as arrays, to integers: NumPy 2.4 no longer converts them."""
     if suite.gpu() is not None:
         yield
         return
@@ -119,8 +120,8 @@ def counts() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    The interpreter patches it on every call of a device function, and builds its table of types at every use. Together,
-    this would take half of the suite's time.
+    By itself, the interpreter patches it on every call of a device function and builds its table of types at every use,
+    which together would take half of the suite's time.
     """
     if suite.gpu() is not None:
         yield

@@ -153,7 +153,7 @@ def _variants(operation: str) -> Iterator[tuple[str, Callable[[], AbstractContex
 def _sets(case: OpCase, device: torch.device) -> int:
     """Return the number of input sets that together exceed all caches, but at least 2 and at most `SETS`.
 
-    On a CPU, returns 2. Tiny inputs stay cached, as they do in a model.
+    On a CPU, returns 2. Tiny inputs remain cached, as they do in a model.
     """
     if device.type != "cuda":
         return 2

@@ -23,7 +23,7 @@ LONG_GAP = 5.0  # the shortest gap to list, in µs
 
 
 class Work(NamedTuple):
-    """One kernel run on the device. start, end: in µs."""
+    """One run of a kernel on the device. start, end: in µs."""
 
     name: str
     start: float
@@ -84,7 +84,7 @@ def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, si
 
 
 def summarise(title: str, work: Sequence[Work], steps: int) -> Profile:
-    """Add up kernels and gaps. If kernels overlap, the time that they share counts as busy only once."""
+    """Sum the times of kernels and gaps. If kernels overlap, the time that they share is counted as busy only once."""
     kernels: dict[str, tuple[int, float]] = {}
     busy, gaps, last = 0.0, [], None
     for event in sorted(work, key=lambda event: event.start):

@@ -1,6 +1,6 @@
 """Models of known shapes with random weights, to measure without a checkpoint.
 
-Speed doesn't depend on the values of weights, except for expert routing: random weights spread tokens evenly.
+Speed doesn't depend on the values of weights, except in expert routing: random weights spread tokens evenly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_rocm.tools.bench.known_shapes import shape
 def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
     """Create a stock model with this shape in eval mode, directly on the device and in `dtype`.
 
-    layers: the number of layers, if not that of the shape. Raises `OptionError` for an unknown name, and if this
+    layers: the number of layers, if it differs from the shape's. Raises `OptionError` for an unknown name, and if this
     release of transformers lacks the model.
     """
     cls, config = architecture(name, layers=layers)
@@ -30,9 +30,10 @@ def build(name: str, *, device: torch.device, dtype: torch.dtype, layers: int | 
 
 
 def architecture(name: str, *, layers: int | None = None, **settings: Any) -> tuple[Any, Any]:
-    """Return the model's class and a config with this shape. settings: override those of the shape.
+    """Return the model's class and a config with this shape.
 
-    Raises `OptionError` for an unknown name, and if this release of transformers lacks the model.
+    settings: values of the config that override those of the shape. Raises `OptionError` for an unknown name, and
+    if this release of transformers lacks the model.
     """
     import transformers
 

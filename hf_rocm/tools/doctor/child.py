@@ -1,4 +1,4 @@
-"""Checks of torch, aiter and other packages in a child process, since they may crash, hang or write to the terminal.
+"""Check torch, aiter and other packages in a child process, since a check may crash, hang or write to the terminal.
 
 The process is started as `python -m hf_rocm.tools.doctor.child TASK FILE`. It rewrites the file before and after
 every stage, so that the stage in which it was killed is known.
@@ -20,7 +20,7 @@ from typing import Any
 from hf_rocm.tools.doctor import kernels
 
 MIB = 2**20
-# Some of the functions of aiter that hf_rocm calls. All releases since 0.1.5 have them, unless a hidden import error
+# Some of aiter's functions that hf_rocm calls. All releases since 0.1.5 have them, unless a suppressed import error
 # removed one.
 AITER_NAMES = ("flash_attn_func", "flash_attn_varlen_func", "rms_norm", "silu_and_mul")
 FLAGS = (
@@ -42,7 +42,7 @@ class Diary:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the dict of facts, to which this stage adds. An exception ends the task and is recorded."""
+        """Yield the dict of facts, to which this stage adds its facts. An exception ends the task and is recorded."""
         self._stage = name
         self._write()
         try:

@@ -1,4 +1,4 @@
-"""Collect the facts about a machine. A fact that can't be read counts as absent, and the others are still read."""
+"""Collect the facts about a machine. A fact that can't be read counts as absent, and all other facts are still read."""
 
 from __future__ import annotations
 

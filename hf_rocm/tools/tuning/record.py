@@ -46,7 +46,7 @@ def record(
 
 @contextmanager
 def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Module]:
-    """Build the model in this folder or with this name, without allocating memory. It is valid only in the block.
+    """Build the model in this folder or with this name, without allocating memory. It is valid only within the block.
 
     dtype: the name of a dtype, such as bfloat16; by default the checkpoint's dtype. Raises `LoadError` if there is no
     config, and `TuningError` if there is no such dtype, the checkpoint is quantised, or the model can't be traced.
@@ -158,7 +158,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         try:
             activate(name, everywhere=False)
         except OverlayError:
-            continue  # the overlay is refused for this release, so its layers stay separate
+            continue  # the overlay is refused for this release, so its layers are not fused
     for module in model.modules():
         binding = bind.binding_of(module)
         if binding is not None and binding.fuses:

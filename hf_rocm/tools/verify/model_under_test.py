@@ -1,4 +1,4 @@
-"""The model under test: its parts, and how to run its stock forwards while it stays prepared.
+"""The model under test: its parts, and how to run its stock forwards while it remains prepared.
 
 There is only one model in memory. Stock runs with the same modules and parameters and with all dispatchers disabled, so
 a fused weight that no longer matches its parameters is detected.

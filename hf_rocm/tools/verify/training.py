@@ -55,7 +55,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
 
 
 def _where(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
-    """Return the last wrong layer. Gradients are computed from the last layer back, so the error began there."""
+    """Return the last wrong layer. Gradients are computed backwards from the last layer, so the error began there."""
 
     def layer_of(name: str) -> str:
         return next((block for block in subject.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
@@ -77,7 +77,7 @@ def _reference(subject: Subject, ids: Tensor, dtype: torch.dtype) -> tuple[float
 
 
 def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and every parameter's gradient, on the CPU. The model's own gradients stay unchanged."""
+    """Return the loss and every parameter's gradient, on the CPU. The model's own gradients remain unchanged."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     before = {name: (parameter.grad, parameter.requires_grad) for name, parameter in parameters.items()}
     try:

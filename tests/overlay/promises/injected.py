@@ -1,9 +1,9 @@
 """Run a command under strace, in one child process per system call. Every child has its own site.
 
-A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` hits the command's call number
-`place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has imported
-everything, so that the parent makes fewer than `lead` calls and `lead` can be small. The importing process is never
-traced. It starts one such parent for each request that it reads.
+A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` applies to the command's call
+number `place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has
+imported everything, so that the parent makes fewer than `lead` calls and `lead` can be small. The importing process is
+never traced. It starts one such parent for each request that it reads.
 """
 
 from __future__ import annotations

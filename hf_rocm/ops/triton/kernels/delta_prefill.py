@@ -10,7 +10,7 @@ diag(d) · Q · S + (Q · Kᵀ ⊙ D) · N, and the state after the chunk is d_C
 chunked form of https://arxiv.org/abs/2406.06484 with the decays of https://arxiv.org/abs/2412.06464.
 
 `chunk_kernel` computes (I + A)⁻¹ · diag(beta) and Q · Kᵀ ⊙ D of all chunks, neither of which depends on S.
-`recurrence_kernel` keeps some columns of S in registers and runs over the chunks.
+`recurrence_kernel` keeps some columns of S in registers and processes the chunks in order.
 
 States are fp32, so all products have the precision of fp32 (see `kernels/parts.py`). Shapes: see `ops.delta_prefill`.
 """

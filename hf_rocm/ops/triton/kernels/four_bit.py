@@ -1,10 +1,10 @@
 """GEMMs with one row and 4-bit weights in groups: the kernel of `linear`, for another encoding of W.
 
 A word contains one number from each of eight runs along K (see `ops.four_bit`). The numbers of a run are multiplied by
-a contiguous piece of x, and the sum over a group is multiplied by its scale once. On AMD GPUs, a mask selects four
+a contiguous piece of x, and the sum over a group is multiplied once by its scale. On AMD GPUs, a mask selects four
 numbers of a word, one per byte, and one instruction converts any byte to a float. On other GPUs, a shift and a logical
-operation put a number into the mantissa of a float. With a code, the numbers are looked up in a table of 16, which
-stays in the nearest cache; the bits of MXFP4's e2m1 are converted instead.
+operation put a number into the mantissa of a float. With a code, the numbers are looked up in a table of 16 entries,
+which remains in the nearest cache; the bits of MXFP4's e2m1 are converted instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def four_bit_vector(
     x,  # [1, K]
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
-    zeros,  # of the same shape, uint8: the stored numbers that represent 0; None: 8
+    zeros,  # of scale's shape, uint8: the stored numbers that represent 0; None: 8
     code,  # [16] fp32, the table; any uint8 tensor: e2m1, whose bits are converted; None: integers
     nested_code,  # [256] fp32, the table of scales in uint8, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
@@ -47,7 +47,7 @@ def four_bit_vector(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
 ):
-    """BLOCK_N columns of the result for one row, by multiplying and adding up."""
+    """Compute BLOCK_N columns of the result for one row by multiplying and summing."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # blocks are the first dim, so that the compiler distributes words and x over the threads in the same way
     rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)

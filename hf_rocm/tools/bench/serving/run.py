@@ -38,7 +38,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Settings:
     """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
-    seconds for one answer. start_timeout: the seconds for loading the model.
+    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds.
     """
 
     batching: bool = True

@@ -58,7 +58,7 @@ _VALUES = {"--no-binary", "--only-binary", "-r", "-c", "-t",
            "--log"}  # fmt: skip
 _VARIABLE = re.compile(r"^\s*(?:override\s+|export\s+)?(\w+)\s*[:?+]*=\s*(.*)$")
 _MAKE_PLATFORM = re.compile("rocm|hip(?:cc|blas)?|amd|nvidia", re.IGNORECASE)
-# Commands that only test or print a path, so that a missing path is not an error.
+# Commands that only test or print a path, for which a missing path is not an error.
 _LOOKS = {"[", "[[", "test", "for", "echo", "printf"}
 _INDEXES = ("--index-url", "--extra-index-url", "--find-links", "-i", "-f", "--index", "--default-index")
 

@@ -21,7 +21,7 @@ SECTIONS = {
 
 
 class StartPage(Group):
-    """The top level. Without arguments it prints its help, with the commands grouped by purpose, and exits with 2."""
+    """The top level. Without arguments it prints its help, with commands grouped by purpose, and exits with code 2."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:

@@ -119,6 +119,6 @@ def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor
     buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
     if old is not None and written:
         buffer[:, :, :written].copy_(old[:, :, :written])
-        if old.is_cuda:  # it may have been allocated on another stream
+        if old.is_cuda:  # the buffer may have been allocated on another stream
             old.record_stream(torch.cuda.current_stream(old.device))
     return buffer

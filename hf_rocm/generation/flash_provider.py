@@ -103,16 +103,16 @@ def batches_refused(model: Any) -> str | None:
 
 
 def take_request(arguments: dict[str, Any]) -> bool:
-    """Withdraw a request for `flash_attention_2` from the arguments of a load, if hf_rocm serves it.
+    """Remove a request for `flash_attention_2` from the loading arguments, if hf_rocm serves it.
 
-    Returns whether a request was withdrawn. transformers would raise an error while it builds the model; the
+    Returns whether a request was removed. transformers would raise an error while it builds the model; the
     implementation is set after `prepare` instead.
     """
-    config = arguments.get("config")  # `AutoModel*` moves the request into it
+    config = arguments.get("config")  # `AutoModel*` moves the request into the config
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
     if requested != NAME or unavailable() is not None:
         return False
-    arguments[_ARGUMENT] = None  # transformers' default, for the config too
+    arguments[_ARGUMENT] = None  # transformers' default, which also overrides the config
     return True
 
 

@@ -109,7 +109,7 @@ class RecordedStep(Recorded):
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
-        # the output without the cache, which references this object: this avoids a reference cycle
+        # omit the cache from the stored output: it references this object, which would create a reference cycle
         self._kind = type(like)
         self._cached = [name for name, value in like.items() if value is cache]
         self._fields = {name: None if value is cache else value for name, value in like.items()}

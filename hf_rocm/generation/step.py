@@ -1,8 +1,8 @@
 """The arguments of a decode step, split into the tensors that change and a key for everything that must not change.
 
 A recorded step reads its inputs from the addresses that they had when it was recorded. So the tensors of every step are
-copied there, except `resident` ones, whose address never changes. Everything else (flags, shapes, strides, dtypes,
-devices) is part of the recording's key.
+copied to these addresses, except `resident` ones, whose address never changes. Everything else (flags, shapes,
+strides, dtypes, devices) is part of the recording's key.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 
-# Cache implementations whose layers a `DecodeCache` can represent. The others move or quantise their tensors.
+# Cache implementations whose layers a `DecodeCache` can represent. Other caches move or quantise their tensors.
 NAMED = ("static", "sliding_window", "hybrid", "dynamic", "dynamic_full")
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -71,7 +71,7 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            if count > rows:  # queries no longer see the other rows; only their number matters
+            if count > rows:  # later queries do not see the other rows, so only their number matters
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)
             self._update(index, keys, values)

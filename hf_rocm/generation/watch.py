@@ -85,7 +85,8 @@ def _classes(model: nn.Module) -> frozenset[type]:
 def _may_change_during_a_call(reference: Reference) -> bool:
     """Whether this is a class attribute, a registry entry or a function of the model's file or torch.nn.functional.
 
-    The rest is compared when a call begins: classes, torch's operators, and functions called by transformers' helpers.
+    All others are compared when a call begins: classes, torch's operators, and functions that transformers' helpers
+    call.
     """
     if isinstance(reference.holder, type) or reference.registry is not None:
         return True

@@ -12,7 +12,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *, scale: fl
     """Bidirectional attention within every sequence of a packed batch.
 
     query, key, value: [T, H, D]. ends: [sequences + 1] cumulative lengths, integers. The longest length is read on the
-    host, as the stock layers read every length. Returns [T, H, D].
+    host, where the stock layers read every length. Returns [T, H, D].
     """
     longest = int((ends[1:] - ends[:-1]).max())
     ends = ends.to(torch.int32)

@@ -76,11 +76,11 @@ def ask(question: Request, timeout: float) -> str | None:
             except _Ended as ended:
                 _worker = None
                 if not ended.began and attempt == 1:
-                    continue  # it had just exited because it was idle
+                    continue  # the child had just exited because it was idle
                 return ended.reason
             reason: str | None = answer["reason"]
             return reason
-    raise AssertionError  # the second attempt returns
+    raise AssertionError  # the second attempt always returns
 
 
 def stop() -> None:

@@ -40,6 +40,6 @@ class Mxfp4(StoredFormat):
 
 @stored_format("mxfp4")
 def parse(config: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of the experts. Raises `Unsupported` for anything that is not known to be correct."""
+    """Return the format of the experts. Raises `Unsupported` for settings that are not known to be supported."""
     only_known(config, _SETTINGS, "checkpoint")
     return Mxfp4()

@@ -223,7 +223,7 @@ def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
         None if child is None else child.__dict__.get(SLOT),
     ):
         if isinstance(copy, ShuffledCopy):
-            copy.drop(release=False)  # PyTorch iterates over the table of its hooks
+            copy.drop(release=False)  # PyTorch is iterating over its table of hooks
 
 
 # The table that `register_module_module_registration_hook` writes to.

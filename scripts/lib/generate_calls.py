@@ -50,7 +50,7 @@ CALLS = (
     Call("greedy, 8B", "llama-8b"),
     Call("4 beams, 8B", "llama-8b", arguments={"num_beams": 4}),
 )
-DRAFTED = 5  # tokens that an assistant drafts in each round
+DRAFTED = 5  # the number of tokens that an assistant drafts in each round
 ASSISTANT_LAYERS = 2
 
 _BART = {"encoder_attention_heads": 16, "decoder_attention_heads": 16, "d_model": 1024}

@@ -92,7 +92,7 @@ LEFT_OUT = {
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Tests of `PROCESSES` that do not depend on transformers, such as those of the start, agreement and end of ranks.
+# Tests of `PROCESSES` that do not depend on transformers, such as those of startup, agreement and shutdown of ranks.
 WITHOUT_TRANSFORMERS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in (

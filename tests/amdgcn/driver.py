@@ -44,7 +44,7 @@ class Code:
         self.checked: Program | None = None
 
     def check_text(self) -> None:
-        """Raise for errors in the text, whether a launch reaches them or not.
+        """Raise an error for faults in the program's text, whether a launch reaches them or not.
 
         Raises `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
         conversion that continues after a label is not recognised, so a program with a fault may have as many errors of
@@ -227,7 +227,7 @@ class Space:
                 )
 
     def hide(self) -> None:
-        """Hide the bytes of every storage that belong to no tensor, such as those between the rows of a view."""
+        """In every storage, hide the bytes that belong to no tensor, such as those between the rows of a view."""
         for start, tensors in self.tensors.items():
             size = tensors[0].untyped_storage().nbytes()
             if any(tensor.numel() * tensor.itemsize >= size for tensor in tensors):

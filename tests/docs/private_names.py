@@ -29,7 +29,7 @@ READERS = "hf_rocm/tools/porting/"
 
 @dataclass
 class Names:
-    """The uses of private names; `members`: names that a class of the package also has."""
+    """The uses of private names. members: names that are also members of a class of the package."""
 
     used: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     members: set[str] = field(default_factory=set)
@@ -139,7 +139,7 @@ def _docstrings(tree: ast.Module) -> set[ast.AST]:
 
 
 def _pieces(tree: ast.Module) -> Iterator[ast.AST]:
-    """Parts of f-strings that don't start a name: `_bias` after a variable, but not `_sample` after a constant
+    """Parts of f-strings at which no name starts: `_bias` after a variable, but not `_sample` after the constant
     `Mixin.`.
     """
     constants = {

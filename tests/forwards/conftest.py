@@ -31,7 +31,7 @@ def exact_lengths():
 
 @pytest.fixture
 def pair(recorded_on_cpu):
-    """A function that returns (the recorded model, its twin that is never recorded) of a family.
+    """A function that returns (a recorded model, its twin, which is never recorded) for a model family.
 
     Both run the same kernels, so their results are equal if the calls are not padded (`exact_lengths`).
     """
@@ -64,7 +64,7 @@ def equal(one, other):
 
 
 def close(one, other):
-    """Whether two outputs are equal except for the rounding of other kernels, in fp32."""
+    """Whether two fp32 outputs are equal except for rounding, which differs between kernels."""
     ones, others = tensors(one), tensors(other)
     assert type(one) is type(other) and len(ones) == len(others) and ones
     return all(

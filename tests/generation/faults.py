@@ -1,4 +1,4 @@
-"""Faults of replays, as reported for HIP graphs, injected into steps that are recorded on a CPU."""
+"""Replay faults, such as those reported for HIP graphs, injected into steps that are recorded on a CPU."""
 
 from __future__ import annotations
 

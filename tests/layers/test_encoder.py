@@ -266,7 +266,7 @@ def test_gradients_equal_stock(family):
 
 @torch.no_grad()
 def test_other_dtypes_and_autocast_follow_pytorchs_rules(pair):
-    """PyTorch's own rules for dtypes apply under autocast, and if a norm has another dtype than the other layers."""
+    """PyTorch's own dtype rules apply under autocast, and if a norm has a different dtype from the other layers."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (expected, _), (output, count) = map(run, pair)
     assert count == 0 and output.dtype == expected.dtype

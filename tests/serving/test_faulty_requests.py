@@ -41,7 +41,7 @@ def begin(model):
 
 
 def collect(manager, count):
-    """Wait for this number of answers, at most `WAIT` seconds or until the manager stops.
+    """Wait until there are this many answers, `WAIT` seconds have passed or the manager has stopped.
 
     Returns name → (tokens, error).
     """

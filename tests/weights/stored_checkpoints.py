@@ -38,7 +38,10 @@ class Case(NamedTuple):
 def rounded(
     weight: torch.Tensor, group: int, dtype: torch.dtype, *, symmetric: bool = True
 ) -> tuple[numpy.ndarray, torch.Tensor, numpy.ndarray, torch.Tensor]:
-    """Returns numbers 0 … 15 [N, K], scales and zero points [N, G], and the dequantised weight. group: -1 for a row."""
+    """Returns numbers 0 … 15 [N, K], scales and zero points [N, G], and the dequantised weight.
+
+    group: the number of columns per group, or -1 for one group per row.
+    """
     n, k = weight.shape
     values = weight.double().numpy().reshape(n, -1, k if group == -1 else group)
     if symmetric:
@@ -170,7 +173,7 @@ def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, 
 
 
 def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
-    """nf4 or fp4 in blocks of the flattened weight. The last block may be smaller. double: scales have 8 bits."""
+    """nf4 or fp4 in blocks of the flattened weight. The last block may be smaller. double: whether scales are 8-bit."""
 
     def write(weight: torch.Tensor) -> Layer:
         flat = weight.double().flatten()

@@ -94,7 +94,7 @@ def test_the_experts_run_in_mxfp4(name):
 
 @each_model
 def test_experts_are_rounded_to_the_nearest_numbers_and_take_less_memory(name):
-    """Every number is the nearest one, or one of two that are equally near."""
+    """Every number is rounded to the nearest one, or to either of two that are equally near."""
     model, stock = quantized(name), build(name)
     for path, experts in experts_of(model):
         for part in ("gate_up_proj", "down_proj"):

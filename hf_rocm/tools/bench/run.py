@@ -44,10 +44,10 @@ class Subject:
 
     @property
     def encoder(self) -> bool:
-        """Whether forward passes are timed: the model generates no text."""
+        """Whether forward passes are timed, because the model generates no text."""
         if self.shape is not None:
             return SHAPES[self.shape].encoder
-        can_generate = getattr(self._class, "can_generate", None)  # AutoModelForCausalLM has none
+        can_generate = getattr(self._class, "can_generate", None)  # AutoModelForCausalLM has no such method
         return self._class.__name__ == "AutoModel" or (can_generate is not None and not can_generate())
 
     @property

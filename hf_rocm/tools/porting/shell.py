@@ -48,8 +48,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 @dataclass(frozen=True)
 class Command:
     """One simple command. words: its words without quotes; the first is the program. assigned: the assignments
-    (`NAME=value`) before the program, without a program, or after `export` and the like. guarded: whether the command
-    runs only after a test of the platform. tolerated: whether `|| …` follows and handles its failure, unlike `|| exit`.
+    (`NAME=value`) before the program, without a program, or after `export` and similar commands. guarded: whether the
+    command runs only after a test of the platform. tolerated: whether `|| …` follows and handles its failure, unlike
+    `|| exit`.
     """
 
     line: int

@@ -21,7 +21,8 @@ TITLES = {
     STATIC: "the same on a static cache",
     WINDOW: "a row longer than the sliding window",
 }
-KEPT = 96  # the largest number of positions that are compared per call, in all rows together; the last of each row
+# The largest number of positions that are compared per call, in all rows together. They are the last of each row.
+KEPT = 96
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
 
     if case.cache is None:
         return None
-    # with the config, newer releases cache only the window of sliding layers, as in generate
+    # given the config, newer releases cache only the window of sliding layers, as in generate
     if case.cache == "dynamic":
         takes_config = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
         return transformers.DynamicCache(config=subject.text_config) if takes_config else transformers.DynamicCache()

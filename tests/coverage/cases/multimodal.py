@@ -7,7 +7,7 @@ from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, mixture
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
-DINO3 |= {"pos_embed_rescale": None}  # with a rescaling, training would draw random numbers
+DINO3 |= {"pos_embed_rescale": None}  # with rescaling, training would draw random numbers
 LLAMA = {**SMALL, "model_type": "llama"}
 SECTIONS = {"rope_type": "default", "mrope_section": [4, 2, 2]}
 WITH_IMAGES = {"image_token_id": inputs.IMAGE_TOKEN, "pad_token_id": 0}

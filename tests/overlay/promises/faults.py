@@ -23,7 +23,7 @@ from tests.overlay.promises.injected import BEGIN, IDLE, READY
 FEW = 16  # exceeds the number of calls of one name that the parent makes after strace has attached: see injected.py
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # calls on open descriptors that don't access the disk
 DRIVER = Path(__file__).with_name("injected.py")
-PATIENCE = 300  # seconds, for all runs with a fault at a call of one name
+PATIENCE = 300  # the time limit in seconds for all runs with a fault at a call of one name
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
 
 ERRORS = ("ENOSPC", "EACCES", "EROFS", "EIO")

@@ -26,7 +26,8 @@ def test_a_build_with_an_unclear_version_is_identified_by_its_columns(fake_aiter
     fake = fake_aiter("0.1.10")
     newest = LAYOUTS[-1]
     write(fake.site / "aiter/configs/bf16_tuned_gemm.csv", table_text(newest))
-    assert machine.release().layout == LAYOUTS[-2]  # both have these columns; the tuner is the older one's
+    # both releases have these columns, but the tuner is that of the older release
+    assert machine.release().layout == LAYOUTS[-2]
     write(fake.site / "aiter_meta" / newest.tuner, "")
     (fake.site / "aiter_meta" / LAYOUTS[-2].tuner).unlink()
     assert machine.release().layout == newest

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from hf_rocm.errors import TableError
 from hf_rocm.ops.aiter.tables.columns import GFX_OF_UNITS, RENAMED, Layout, layouts_with, libraries, releases_of
 
-MAX_BYTES = 64 << 20  # all tables that aiter 0.1.20 ships take 0.6 MB
+MAX_BYTES = 64 << 20  # all tables in aiter 0.1.20 together take 0.6 MB
 MAX_ROWS = 400_000
 MAX_COLUMNS = 100
-MAX_PROBLEMS = 20  # enough to repair a file
+MAX_PROBLEMS = 20  # enough to fix a file
 
 DTYPES = frozenset(
     f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")

@@ -1,4 +1,4 @@
-"""Routed experts for few pairs of a token and an expert: each program computes its weights' addresses from the ids.
+"""Routed experts for few (token, expert) pairs: each program computes the addresses of its weights from the ids.
 
 So nothing is sorted, copied or read back, and the chosen weights are read once for each pair, which takes nearly all
 of the time. Sums are in fp32, rounded where separate layers round. T: tokens; k: experts per token; H, I: MLP sizes.
@@ -38,7 +38,7 @@ def chosen_gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one pair. Gate rows and up rows of the weight are read together and separated afterwards."""
+    """Compute BLOCK_N columns of one pair. The weight's gate and up rows are read together and separated afterwards."""
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK_N
     dtype: tl.constexpr = out.dtype.element_ty
@@ -94,7 +94,7 @@ def chosen_down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
+    """Compute BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -127,7 +127,7 @@ def chosen_down(
 
 @triton.jit
 def _added_up(
-    sums,  # [..., N, K]; the last dim is that of one block
+    sums,  # [..., N, K]; K is that of one block
     x,  # addresses [..., 1, K]
     weight,  # addresses, in the shape of sums
     k,

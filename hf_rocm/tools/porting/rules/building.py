@@ -127,8 +127,8 @@ def _in_code(module: Module, node: ast.Constant) -> bool:
 def _compiling(module: Module, node: ast.AST) -> bool:
     """Return whether a string can be a flag, which depends on the expression or statement that contains it.
 
-    It can be one in a list, a tuple, an addition, an assignment or a keyword argument, or as an argument of `append`,
-    `extend`, `insert` or `add`, but not in a comparison.
+    It can be a flag in a list, a tuple, an addition, an assignment or a keyword argument, or as an argument of
+    `append`, `extend`, `insert` or `add`, but not in a comparison.
     """
     parent = module.parents.get(node)
     return isinstance(parent, ast.List | ast.Tuple | ast.BinOp | ast.Assign | ast.keyword) or (

@@ -112,10 +112,10 @@ class WeightGroup:
 
     @classmethod
     def resume(cls, module: Module, names: tuple[str, ...]) -> None:
-        """Form the group again after `.to()` and the like."""
+        """Form the group again after `.to()` or a similar method."""
 
     def suspend(self, module: Module) -> bool:
-        """Prepare for `.to()` and the like. Returns whether `resume` must be called afterwards."""
+        """Prepare for `.to()` or a similar method. Returns whether `resume` must be called afterwards."""
         return False
 
     def multiply(self, module: Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:

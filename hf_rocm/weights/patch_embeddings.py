@@ -101,7 +101,7 @@ def detach(model: nn.Module) -> None:
 
 
 def in_force(model: nn.Module) -> list[str]:
-    """The names of the convolutions that a call computes as GEMMs now."""
+    """The names of the convolutions that calls currently compute as GEMMs."""
     return [
         name
         for name, module in model.named_modules()

@@ -54,7 +54,7 @@ def process_group() -> Any | None:
 
 
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the ranks, including this one, that load one model together if `from_pretrained` gets these arguments.
+    """Return the ranks, including this one, that load one model together in `from_pretrained` with these arguments.
 
     Returns an empty list if this rank loads a model alone. It must then not wait for other ranks.
     """

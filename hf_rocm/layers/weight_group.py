@@ -96,7 +96,7 @@ class WeightGroup:
 
     @classmethod
     def restore(cls, module: Module) -> None:
-        """Restore the module's own layers and parameters, and clear its slot. Values and objects stay the same."""
+        """Restore the module's own layers and parameters, and clear its slot. Values and objects do not change."""
         module.__dict__.pop(SLOT, None)
 
     @classmethod

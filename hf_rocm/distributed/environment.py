@@ -54,7 +54,7 @@ def process_group() -> Any | None:
 
 
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
-    """Return the ranks, including this one, that load one model together if `from_pretrained` gets these arguments.
+    """Return the ranks, including this one, that load one model together in `from_pretrained` with these arguments.
 
     Returns an empty list if this rank loads a model alone. It must then not wait for other ranks.
     """
@@ -88,7 +88,7 @@ def setting(config: Any, name: str) -> Any:
 
 
 def store(here: Place, *, timeout: float) -> Any | None:
-    """Return the store that all ranks reach: the process group's, the launcher's, or a new one that rank 0 serves.
+    """Return the store that all ranks can reach: the process group's, the launcher's, or a new one that rank 0 serves.
 
     Returns None if there is no address, or if the process group has no store. Waits up to `timeout` seconds for rank 0
     or the launcher's store, then raises `RuntimeError`.
@@ -119,7 +119,7 @@ def groups_store() -> Any | None:
 
 
 def existing_store(here: Place, *, timeout: float) -> Any | None:
-    """Return a store that exists already: the process group's, an opened one, or that of torchrun's agent; else None.
+    """Return an existing store: the process group's, one that is already open, or that of torchrun's agent; else None.
 
     Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
     """
@@ -141,7 +141,7 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
 
 
 def attempt() -> str:
-    """Return how often this job was restarted. torchrun's store outlives the ranks that torchrun restarts."""
+    """Return how many times this job was restarted. torchrun's store outlives the ranks that torchrun restarts."""
     return options.launcher().get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -149,7 +149,7 @@ def _tcp_store(here: Place, variables: Mapping[str, str], timeout: float, **role
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=timeout)
-    # do not wait for the other ranks: the handshake reports missing ranks, and torch's count of workers stays unchanged
+    # do not wait for the other ranks: the handshake reports missing ranks, and torch's count of workers is unchanged
     return TCPStore(
         variables["MASTER_ADDR"],
         int(variables["MASTER_PORT"]),

@@ -46,7 +46,7 @@ class Rounds:
         return features.refuses("assistants")
 
     def refuses_windows(self, windows: Sequence[int | None]) -> str | None:
-        """Return why the rounds can't run over a cache with these windows, or None."""
+        """Return why the rounds can't use a cache with these windows, or None."""
         if RECURRENT in windows:
             return "rejected tokens can't be removed from the assistant's recurrent states"
         if self._translated and any(windows):

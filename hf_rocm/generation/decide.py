@@ -1,4 +1,4 @@
-"""Decide which models and which calls of `generate` decode with recorded steps, and why the others don't.
+"""Decide which models and calls of `generate` decode with recorded steps, and give the reason if they don't.
 
 A reason is a sentence; None means that nothing prevents recording.
 """

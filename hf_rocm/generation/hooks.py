@@ -1,4 +1,4 @@
-"""Replacements of `generate` and of methods that it calls, with which a prepared model decodes in recorded steps.
+"""Replacements for `generate` and for methods that it calls. With them, a prepared model decodes in recorded steps.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
 does not depend on hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.
@@ -45,7 +45,7 @@ Method = Callable[..., Any]
 
 
 def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
-    """Decode with recorded steps in this prepared model from now on. Returns why it can't, or None.
+    """Enable recorded decode steps for this prepared model. Returns the reason if that is impossible, else None.
 
     graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
     hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
@@ -176,7 +176,7 @@ def _kind(windows: Sequence[int | None]) -> type[DecodeCache]:
 
 
 def _mode(generation_config: Any, mode: Any) -> Any:
-    """The `GenerationMode` of a call. mode: this mode, or up to transformers 4.53 the call's assistant model."""
+    """The `GenerationMode` of a call. mode: this mode, or, up to transformers 4.53, the call's assistant model."""
     from transformers.generation.configuration_utils import GenerationMode
 
     return mode if isinstance(mode, GenerationMode) else generation_config.get_generation_mode(mode)
@@ -367,7 +367,7 @@ def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
 
 
 def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
-    """Write the new keys and values to the cache that the user passed or receives, and put it into the result."""
+    """Write the new keys and values to the cache that the user passed or receives, and add this cache to the result."""
     user = cache.user
     if user is not None:
         user.store(cache)

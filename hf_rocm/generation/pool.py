@@ -22,7 +22,7 @@ from hf_rocm.generation.streams import record_current_stream, tensors_in
 # The largest number of idle caches, however small they are.
 _MOST = 8
 
-# The largest capacity of a cache for a call, in multiples of the call's size. Attention may read all rows.
+# The largest capacity of a cache for a call, as a multiple of the call's size, because attention may read all rows.
 _FACTOR = 2
 
 # The number of tokens beyond the prompt that a new cache has room for; it grows if a call needs more.
@@ -85,7 +85,7 @@ class Pool:
         return cache
 
     def put(self, cache: DecodeCache) -> None:
-        """Keep a cache for the next call. Beyond the limits on number and memory, the oldest ones are dropped."""
+        """Keep a cache for the next call. Drops the oldest caches while their number or memory exceeds its limit."""
         device = cache.attending[0].keys.device if cache.is_initialized else None
         if device is None:
             return
@@ -111,7 +111,7 @@ class Pool:
             oldest.used.synchronize()  # before the last reference goes out of scope
 
     def latest_recording(self) -> Any:
-        """The newest verified recording over the most recently used cache, or None. See `Recorded.proved`."""
+        """The newest verified recording that uses the most recently used cache, or None. See `Recorded.proved`."""
         with self._lock:
             recordings = [*self._idle[-1].cache.recordings.values()] if self._idle else []
         return next((step for step in reversed(recordings) if getattr(step, "proved", False)), None)

@@ -1,9 +1,9 @@
-"""Repeat a call of `generate` if a replay turns out to be wrong after its tokens were used.
+"""Repeat a call of `generate` if a replay is found to be wrong after its tokens were used.
 
-The loop of the call (`_sample`, for example) runs again, uncaptured, over a new cache and from its initial random
+The loop of the call (`_sample`, for example) runs again, uncaptured, with a new cache and from its initial random
 state, so it returns the result of an uncaptured call. It begins at the prompt and not at the last verified step,
-because a stale pointer may have written to any row of the cache, and a prompt that includes earlier tokens rounds
-differently from the steps of these tokens. Tokens that a streamer has received can't be withdrawn. The new tokens are
+because a stale pointer may have written to any row of the cache, and because the results for earlier tokens are rounded
+differently in a prompt than in steps. Tokens that a streamer has received can't be withdrawn. The new tokens are
 compared with them, and a difference raises an error.
 """
 

@@ -139,8 +139,8 @@ def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) 
 
 @cache
 def _signature(stock: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-    """Return the defaults of a stock layer's arguments, their names after the hidden states, and whether it returns a
-    tuple, as in the releases in which it can return attention weights.
+    """Return the defaults of a stock layer's arguments, the names of those after the hidden states, and whether the
+    layer returns a tuple, as it does in releases in which it can return attention weights.
     """
     parameters = list(inspect.signature(stock).parameters.values())[2:]
     named = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

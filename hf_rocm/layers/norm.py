@@ -1,7 +1,7 @@
 """RMSNorm modules (Llama's, and Gemma's with 1 + w), and the norm and residual sum of a decoder layer's branch.
 
 With few rows, a decoder layer calls hf_rocm's attention and MLP functions directly, with an input that is not yet
-normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never get one.
+normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never receive one.
 
 For modules that no overlay binds, such as PyTorch's own norms and dropouts, `is_plain` determines whether they were
 hooked, wrapped or replaced.

@@ -1,4 +1,4 @@
-"""Routers of experts: a small GEMM, then one kernel that selects the experts, where the stock router runs about ten."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts, instead of about ten kernels in stock."""
 
 from __future__ import annotations
 

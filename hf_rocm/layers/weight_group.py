@@ -96,7 +96,7 @@ class WeightGroup:
 
     @classmethod
     def restore(cls, module: Module) -> None:
-        """Restore the module's own layers and parameters, and clear its slot. Values and objects stay the same."""
+        """Restore the module's own layers and parameters, and clear its slot. Values and objects do not change."""
         module.__dict__.pop(SLOT, None)
 
     @classmethod
@@ -112,10 +112,10 @@ class WeightGroup:
 
     @classmethod
     def resume(cls, module: Module, names: tuple[str, ...]) -> None:
-        """Form the group again after `.to()` and the like."""
+        """Form the group again after `.to()` or a similar method."""
 
     def suspend(self, module: Module) -> bool:
-        """Prepare for `.to()` and the like. Returns whether `resume` must be called afterwards."""
+        """Prepare for `.to()` or a similar method. Returns whether `resume` must be called afterwards."""
         return False
 
     def multiply(self, module: Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:

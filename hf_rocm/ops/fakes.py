@@ -1,4 +1,7 @@
-"""Empty outputs from which torch.compile gets an operator's shapes: the argument `fake` of `custom_op.opaque`."""
+"""Functions that return empty outputs, from which torch.compile gets the shapes of an operator's outputs.
+
+They are passed as the argument `fake` of `custom_op.opaque`.
+"""
 
 from __future__ import annotations
 

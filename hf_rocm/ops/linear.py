@@ -1,8 +1,8 @@
 """linear: x Wᵀ + b; fused_linear: the same with the norm before it, and the gate and residual sum after it.
 
-The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf_rocm's kernels for few rows come before
-it if they accept the call. This module also defines which calls always go to PyTorch, and which GEMMs count as GEMMs
-with few rows.
+The torch tier is the BLAS library behind `F.linear`; aiter's tuned GEMMs and hf_rocm's kernels for few rows take
+precedence if they accept the call. This module also defines which calls always go to PyTorch, and which GEMMs count as
+GEMMs with few rows.
 
 A GEMM with few rows is limited by memory bandwidth, so its kernel can compute the surrounding operations at almost no
 extra cost, which saves their launches. Without such a kernel the operations run one by one.
@@ -43,7 +43,7 @@ BEFORE = ("user", "aiter")  # the tiers before triton
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b.
 
-    x: [..., K]; weight: [N, K]; bias: [N] or None; one dtype. Returns [..., N].
+    x: [..., K]; weight: [N, K]; bias: [N] or None; all of the same dtype. Returns [..., N].
     """
     spec = specification(x, weight, bias)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOOP = "dequantize, sorted tokens, loop"
 _GROUPED = "dequantize, grouped_mm"
-_TEMPORARY = 2**30  # the largest size in bytes of weights that are dequantised at once, unless one expert has more
+_TEMPORARY = 2**30  # the largest size in bytes of weights that are dequantised at once, unless one expert is larger
 
 
 def mxfp4_experts(
@@ -47,9 +47,9 @@ def mxfp4_experts(
 ) -> Tensor:
     """`hf_rocm.ops.experts` with weights in MXFP4; gate and up are interleaved, as in gpt-oss.
 
-    x: [T, H] floating. gate_up: [E, 2I, H / 32, 16] uint8 with scales [E, 2I, H / 32] uint8 and bias [E, 2I]; down:
-    [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]; both biases or neither. ids, weights: [T, k].
-    activation, limit, alpha: as in `experts`. Returns [T, H] in x's dtype.
+    x: [T, H] floating-point. gate_up: [E, 2I, H / 32, 16] uint8 with scales [E, 2I, H / 32] uint8 and bias [E, 2I].
+    down: [E, H, I / 32, 16] with scales [E, H, I / 32] and bias [E, H]. Both biases must be given, or neither.
+    ids, weights: [T, k]. activation, limit, alpha: as in `experts`. Returns [T, H] in x's dtype.
     Raises `OptionError` for any other activation, and if only one bias is given.
     """
     if activation not in ACTIVATIONS:
@@ -114,7 +114,7 @@ class _Stacked:
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
         self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
         self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
-        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # dequantised by one launch
+        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # dequantised in one launch
         self.at_once = max(1, numbers // (self.shape[1] * self.shape[2]))
 
     def __getitem__(self, experts: int | slice) -> Tensor:

@@ -112,7 +112,7 @@ def failed(operation: str, tier: str, name: str, dtype: torch.dtype) -> str | No
 
 
 def forget() -> None:
-    """Forget the checks of this process, so that they run again. Results on disk stay."""
+    """Forget the checks of this process, so that they run again. Results on disk are kept."""
     _off.clear()
     _passed.clear()
 

@@ -40,7 +40,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """The `top` experts with the largest scores of every token, and their weights.
 
-    logits: [T, E] floating. scores: with `softmax` or `sigmoid`, this function of all logits, in at least fp32, gives
+    logits: [T, E] floating-point. scores: `softmax` or `sigmoid` is applied to all logits, in at least fp32, and gives
     both scores and weights; with `softmax of the chosen`, the logits are the scores, and the weights are a softmax of
     the chosen logits. bias: [E], added to the scores, not to the weights. groups: the number of groups of consecutive
     experts. Only experts in the `chosen_groups` best groups are eligible. Groups are ranked by the sum of their `best`

@@ -122,7 +122,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # Python identifies a source by size and mtime, and an unknown folder may contain a pyc of the old one
+                # Python identifies a source by size and mtime, and an unknown folder may contain the old source's .pyc
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:
@@ -137,7 +137,7 @@ def _stage(action: Action, disk: Disk) -> Path:
 def _put(action: Action, temporary: Path, disk: Disk) -> None:
     _drop_compiled(action.file, disk)
     disk.replace(temporary, action.file)
-    # removed again, because another process may have compiled the old text in between
+    # once more, because another process may have compiled the old text in the meantime
     _drop_compiled(action.file, disk)
 
 

@@ -1,7 +1,7 @@
 """encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place and without rounding.
 
 Layers with the same input share an encoded weight if their tensors allow it. One group is converted at a time, so that
-the peak memory is the model plus one group.
+the peak memory is that of the model plus one group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def encode(model: nn.Module) -> None:
-    """Encode every `StoredLinear` of a model that the kernels support. The report lists the others with reasons.
+    """Encode every `StoredLinear` of a model that the kernels support. The report lists all other layers with reasons.
 
     Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have none.
     """

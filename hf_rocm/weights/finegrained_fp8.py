@@ -1,6 +1,6 @@
-"""Checkpoints of transformers' `FineGrainedFP8Config`, DeepSeek and Qwen: fp8 with one scale per 128 × 128 block.
+"""Checkpoints with transformers' `FineGrainedFP8Config`, such as DeepSeek's: fp8 with one scale per 128 × 128 block.
 
-A number is multiplied by its `weight_scale_inv`, which may be a power of two in one byte (`scale_fmt` `ue8m0`).
+A number is multiplied by its `weight_scale_inv`, which may be a power of two, stored in one byte (`scale_fmt` `ue8m0`).
 Without blocks, there is one scale per tensor.
 """
 
@@ -47,7 +47,7 @@ class FinegrainedFp8(EightBitFormat):
     scale_dtypes = (*SCALES, *_POWERS)
 
     def expected(self, n: int, k: int) -> dict[str, Expected]:
-        # the scale of activations: no GEMM here uses it, but it is saved again
+        # the scale of activations: no GEMM here uses it, but it is written when the model is saved
         return {**super().expected(n, k), "activation_scale": Expected(SCALES, self.one, required=False)}
 
 

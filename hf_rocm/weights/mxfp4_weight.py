@@ -1,4 +1,4 @@
-"""Weights in MXFP4, kind `mxfp4`: 4-bit floats, rounded to the nearest, in blocks of 32 that share a power of two."""
+"""Weights in MXFP4, kind `mxfp4`: 4-bit floats, rounded to nearest, in blocks of 32 that share a power of two."""
 
 from __future__ import annotations
 

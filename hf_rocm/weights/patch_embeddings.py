@@ -72,7 +72,7 @@ for _cls in _CALLED:
 def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
 
-    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why others stay stock.
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why other ones stay stock.
     """
     served: list[str] = []
     skipped: dict[str, str] = {}
@@ -101,7 +101,7 @@ def detach(model: nn.Module) -> None:
 
 
 def in_force(model: nn.Module) -> list[str]:
-    """The names of the convolutions that a call computes as GEMMs now."""
+    """The names of the convolutions that calls currently compute as GEMMs."""
     return [
         name
         for name, module in model.named_modules()

@@ -1,7 +1,7 @@
-"""The known gains of shuffled weights, on which `preshuffle="auto"` is based.
+"""The known gains from shuffled weights, on which `preshuffle="auto"` is based.
 
-None was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the same kernels
-and is applied only to the cases that it covers.
+None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
+same kernels and is applied only to the cases that it covers.
 """
 
 from __future__ import annotations

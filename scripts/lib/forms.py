@@ -17,9 +17,9 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition or of a class's member, without docstrings and the annotations of functions.
+    """The code of a top-level definition or of a class member, without docstrings and the annotations of functions.
 
-    `A|B` means the first one that exists. The text is empty if there is none.
+    `A|B` means the first one that exists. The text is empty if there is no such definition.
     """
     statements = ast.parse(source).body
     for one in name.split(EITHER):

@@ -1,4 +1,4 @@
-"""A fault is proven to change nothing only if it really changes nothing."""
+"""A fault is proven to have no effect only if it has none."""
 
 from __future__ import annotations
 

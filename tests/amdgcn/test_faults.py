@@ -1,4 +1,4 @@
-"""Faults of every kind in one kernel are detected. `faults.py` plants hundreds, which takes too long here."""
+"""Faults of every kind in one kernel are detected. `faults.py` plants hundreds of faults, which takes too long here."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_fused_multiply_add_rounds_once(arch):
     generator = np.random.default_rng(1)
     a, b = (generator.standard_normal(lanes(arch)).astype(f32) for _ in range(2))
     c = -(a * b) * (1 + generator.integers(-3, 4, lanes(arch)) * 2.0**-12)
-    # double rounding gets the first sum wrong: it is above a midpoint by less than float64 resolves
+    # double rounding gets the first sum wrong: it is above a midpoint by less than float64 can resolve
     a[0], b[0], c[0] = 1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60
     a[1], b[1], c[1] = 1.0, 1 + 2.0**-23, 2.0**-24
     a[2], b[2], c[2] = 2.0**-30, -(2.0**-30), 1 + 2.0**-23

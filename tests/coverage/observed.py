@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def observed(case: Case) -> dict[str, Row]:
-    """Run the case and, for text models that support it, a step on a filled cache. Observe the overlays that ran.
+    """Run the case and, for text models that support it, a step with a filled cache. Observe the overlays that ran.
 
     Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
     inside it, and a mark for each feature.

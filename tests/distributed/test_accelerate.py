@@ -151,7 +151,7 @@ def _groups(model):
 
 
 def test_a_model_entirely_on_disk_runs_if_transformers_supports_it(checkpoint, tmp_path):
-    """transformers 4.x can't load a model that is entirely on disk. hf_rocm can if transformers can."""
+    """transformers 4.x can't load a model that is entirely on disk. hf_rocm can load one if transformers can."""
     arguments = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     try:
         placed = LlamaForCausalLM.from_pretrained(checkpoint, **arguments).eval()

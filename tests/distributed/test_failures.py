@@ -38,7 +38,7 @@ def save(folder, *, heads, groups):
 
 
 def fails(what, checkpoint, extra):
-    """The log of torchrun for a job that failed in time and left no process."""
+    """The log of torchrun for a job that failed in time and left no process behind."""
     result = torchrun(SCRIPT, what, checkpoint, extra, timeout=PATIENCE)
     ended = time.time()
     assert result.code not in (0, None), result.log

@@ -41,7 +41,7 @@ class Results(list):
 
 @pytest.fixture(params=["at once", "late"])
 def stop_check(request):
-    """Whether the loop checks at once or one step late whether all rows have ended."""
+    """Whether the loop checks immediately, or one step late, if all rows have ended."""
     if request.param == "late":
         request.getfixturevalue("ends_asked_late")
 

@@ -280,7 +280,7 @@ def test_a_removed_function_is_named(pair):
 
 
 def empty_calls(check):
-    """The time of a call, divided by that of an empty function, because other load hardly affects this ratio."""
+    """The time of a call, divided by that of an empty function. Other load has little effect on this ratio."""
 
     def shortest(function):
         return min(timeit.repeat(function, number=2000, repeat=20, timer=time.thread_time))

@@ -28,7 +28,7 @@ SIZES["deepseek_v3"] = {
 }
 # with tied weights, Gemma 2 and Gemma 3 repeat the last token whatever their attention returns
 SIZES |= {name: {**DECODER, "tie_word_embeddings": False} for name in ("gemma2", "gemma3")}
-# T5 does not scale its attention scores: with larger weights, changes of the weights by 2e-7 change stock's tokens
+# T5 does not scale its attention scores: with larger weights, a change of 2e-7 in the weights changes stock's tokens
 SIZES |= {name: {"d_model": 256, "d_kv": 64, "scale": 0.35} for name in ("t5", "mt5")}
 
 

@@ -192,7 +192,7 @@ def test_fused_projections_equal_separate_layers(name):
 
 
 def outcome(layer, x, cache, further):
-    """Returns a layer's result as numbers or its error message, because packed sequences and wrong masks may raise."""
+    """Returns a layer's result as numbers, or its error message if packed sequences or wrong masks raise an error."""
     try:
         return layer(x, cache_params=cache, **further).tolist()
     except (ValueError, RuntimeError) as error:
@@ -346,7 +346,7 @@ def test_unsupported_calls_run_stock(length, change, reason, monkeypatch):
 
 @served
 def test_a_cache_that_records_its_past_is_left_to_stock():
-    """In a cache that records past states, stock keeps earlier inputs of the convolution to undo rejected drafts."""
+    """Stock stores earlier inputs of the convolution in a cache that records past states, to undo rejected drafts."""
     prepared = pair("qwen3_next")[1]
     cache = run(prepared, tokens(1, 6))[1]
     cache.activate_past_recording()

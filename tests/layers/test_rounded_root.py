@@ -1,4 +1,7 @@
-"""Up to transformers 4.57, GPT-J and CodeGen store the root of the head dim as a tensor; kernels take a number."""
+"""Up to transformers 4.57, GPT-J and CodeGen store the square root of the head dim as a tensor.
+
+Kernels take the scale as a number.
+"""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def bert(tmp_path_factory):
 
 
 def change_config(folder, target, **changes):
-    """Copy a checkpoint with changed config entries. None removes an entry."""
+    """Copy a checkpoint with changed config entries. The value None removes an entry."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def drawn(dtype, *, batch=2, groups=3, shared=2, key_dim=8, value_dim=6, taps=4, joined=True, seed=0):
-    """Returns (the six inputs, the keywords). joined: the inputs are views of two GEMM outputs."""
+    """Returns (the six inputs, the keyword arguments). joined: the inputs are views of two GEMM outputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, spread=1.0):

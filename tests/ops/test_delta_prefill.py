@@ -35,7 +35,10 @@ HARD = {
 def drawn(
     dtype, *, length, batch=2, groups=2, shared=2, key_dim=8, value_dim=6, taps=4, joined=True, fresh=False, seed=0
 ):
-    """Returns (the six inputs, the keywords). joined: the inputs are views of two GEMM outputs. fresh: no states."""
+    """Returns (the six inputs, the keyword arguments).
+
+    joined: the inputs are views of two GEMM outputs. fresh: no states.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, spread=1.0):
@@ -87,8 +90,8 @@ def in_tier(tier, inputs, keywords):
 def check(serve, inputs, keywords):
     """Output and state must be within the tolerance of single steps, and the convolution's state must be exact.
 
-    A prompt in chunks rounds at other points than single steps, which are accurate by chance for some inputs. The error
-    may therefore also be as large as that of single steps in float64 whose inputs have a rounding error.
+    Chunks are rounded at other points than single steps, and single steps are accurate by chance for some inputs. The
+    error may therefore also be as large as that of single steps in float64 whose inputs have rounding errors.
     """
     actual = serve(*inputs, **keywords)
     steps = in_tier("eager", inputs, keywords)

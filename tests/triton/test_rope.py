@@ -149,7 +149,7 @@ def test_norms_are_applied_before_the_rotation(b, s, d, rotated, once, one_plus,
 
 
 def test_norms_round_like_the_layers():
-    """Almost all results equal those of separate norm and rotary kernels. The order of sums may change the others."""
+    """Almost all results equal those of separate norm and rotary kernels. The order of summation may change a few."""
     query, key, value = heads(1, 1, torch.bfloat16, h=8, d=64, d_v=64)
     cos, sin = angles(1, 1, 64, torch.bfloat16)
     cache = {"keys": torch.zeros(1, 2, 4, 64).bfloat16(), "values": torch.zeros(1, 2, 4, 64).bfloat16()}

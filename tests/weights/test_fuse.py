@@ -129,7 +129,7 @@ def test_ordinary_parameters_fused_under_inference_mode_stay_ordinary():
     same(group)
 
 
-# Changes to a fused group. They return (whether the block is kept, whether it would be used).
+# Functions that change a fused group. They return (whether the block is kept, whether it would be used).
 def _in_place(group):
     group.b.weight.mul_(3)
     return True, True

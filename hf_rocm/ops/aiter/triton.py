@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 NAME = "ops.triton.attention.mha:flash_attn_func"
 
-# Among Radeon GPUs, aiter has a table of tiles only for gfx1151, and raises an error for the others. Compiled for
-# gfx1151 by Triton 3.6, the tile in that table spills 127 registers at head dim 128. The tile below spills no
-# registers, and uses 8 KiB of the 64 KiB of LDS.
+# Among Radeon GPUs, aiter has a table of tiles only for gfx1151, and raises an error for all others. A kernel that
+# Triton 3.6 compiles for gfx1151 with the tile in that table spills 127 registers at head dim 128. With the tile below,
+# it spills no registers, and uses 8 KiB of the 64 KiB of LDS.
 _TILE = {
     "BLOCK_M": 32,
     "BLOCK_N": 16,

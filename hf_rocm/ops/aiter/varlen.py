@@ -1,4 +1,4 @@
-"""Packed attention through aiter's `flash_attn_varlen_func`, the only aiter function used here that has a softcap."""
+"""Packed attention through aiter's `flash_attn_varlen_func`, the only function used here that supports a softcap."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _kernel() -> contract.Call | str:
 
 @lru_cache(maxsize=64)
 def _steps(b: int, length: int, device: torch.device) -> Tensor:
-    """[B + 1] int32: 0, length, 2 · length, …, the ends of B sequences of one length."""
+    """[B + 1] int32: 0, length, 2 · length, …, the ends of B sequences of equal length."""
     return torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
 
 

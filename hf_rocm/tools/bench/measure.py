@@ -48,7 +48,7 @@ class Timing(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One case: its floor, the timed sides, and the reasons why others were left out."""
+    """One case: its floor, the timed sides, and the reasons why other sides were left out."""
 
     case: Case
     floor: Floor

@@ -1,7 +1,7 @@
 """One rank of `hf-rocm bench --tp N`. It loads its part of each model (stock and prepared), as transformers shards it.
 
-All ranks must make the same decisions, or they wait for each other forever. So no decision here depends on the clock or
-the free memory of a single rank, and a side that fails ends the run.
+All ranks must make the same decisions; otherwise they would wait for each other forever. So no decision here depends on
+the clock or the free memory of a single rank, and a side that fails ends the run.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Rank:
         return timings
 
     def _turn(self, side: Side, case: Case) -> Generated:
-        """Run one side once. All ranks begin together, and every time is that of the slowest rank."""
+        """Run one side once. All ranks start together, and every time is that of the slowest rank."""
         self.peers.slowest(0.0)
         with torch.no_grad(), side.turn():
             if case.kind == "decode":

@@ -1,8 +1,8 @@
 """Compute, without measuring, the data that tensor parallelism exchanges per token and its effect on the speed-up.
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
-MLP's down projection. A message is [B, S, hidden]. At batch 1 it is a few kilobytes long, too small to saturate a
-link, so the speed-up depends on the latency of an all-reduce and on the part of a step that can be divided.
+MLP's down projection. A message is [B, S, hidden]. At batch 1, its size is a few kilobytes, too small to saturate
+a link, so the speed-up depends on the latency of an all-reduce and on the part of a step that can be divided.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Decoder:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, item: int = 2) -> Decoder:
-        """Create a decoder from a config's settings (see `known_shapes`). All layers are alike and have gated MLPs."""
+        """Create a decoder from a config's settings (see `known_shapes`), with identical layers and gated MLPs."""
         hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
         heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
         head = settings.get("head_dim") or hidden // heads
@@ -113,7 +113,7 @@ def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, 
 
 
 def allowed_seconds(decoder: Decoder, fewer: int, more: int, bandwidth: float) -> float:
-    """Return the latency that an all-reduce over `more` ranks may add before they make decoding slower than `fewer`.
+    """Return the additional latency of an all-reduce above which `more` ranks decode more slowly than `fewer` ranks.
 
     The latency is relative to an all-reduce over `fewer` ranks, at batch 1.
     """

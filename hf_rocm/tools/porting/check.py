@@ -22,7 +22,7 @@ class Report:
     """The findings under a path.
 
     kinds: kind → the number of files that were read. unread: path → why a file for which there are rules could not be
-    read. left_out: path → why a file, a part of a file, or a folder (the path ends in a slash) was not read. suffixes:
+    read. left_out: path → why a file, a part of a file, or a folder (its path ends in a slash) was not read. suffixes:
     suffix → the number of files for which there are no rules.
     """
 
@@ -60,7 +60,7 @@ class Report:
 def check(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> Report:
     """Check a file or a folder, without running or importing anything in it.
 
-    It reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake and Makefiles, files that declare
+    Reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake files, Makefiles, files that declare
     packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,
     caches, links to folders, and files and folders that have a counterpart for ROCm are skipped. progress(done, total)
     is called after each file.

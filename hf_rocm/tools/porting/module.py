@@ -18,12 +18,12 @@ from typing import Any
 
 from hf_rocm.tools.porting.libraries import LIBRARIES
 
-# The words that rules look for in a guard. No others are stored, so that contexts stay small in long files.
+# The words that rules look for in a guard. No other words are stored, so that contexts are small even in long files.
 PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters of an imported name; a longer name is ignored, because every use would repeat it
+LONGEST_NAME = 300  # characters; longer imported names are ignored, because every use would repeat them
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)

@@ -1,8 +1,8 @@
 """Stand-ins for aiter's compiled kernels: slow, correct and strict.
 
 They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
-lose a gradient, so that a wrong call fails. The environment variable `STANDIN_BROKEN` is the path
-of a file. If it contains `name:how`, the kernel of that name fails in this way, such as `nan` or `crash`.
+lose a gradient, so that a wrong call fails. The environment variable `STANDIN_BROKEN` contains the path of a file. If
+this file contains `name:how`, the kernel of that name fails in this way, such as `nan` or `crash`.
 """
 
 from __future__ import annotations

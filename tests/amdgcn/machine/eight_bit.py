@@ -63,7 +63,7 @@ def _stochastic(c: Compiling, kind: str) -> Step:
         number = value(state)
         bits = np.ascontiguousarray(number).view(u32)
         exponent = (bits >> u32(23) & u32(255)).astype(np.int32) - 127
-        extra = np.clip(1 - format.bias - exponent, 0, 31 - dropped)  # subnormal codes have fewer bits
+        extra = np.clip(1 - format.bias - exponent, 0, 31 - dropped)  # subnormal codes have fewer significant bits
         shift = (dropped + extra).astype(u32)
         noise = random(state) >> (u32(32) - shift)
         moved = bits + np.where(np.isfinite(number), noise, u32(0))
@@ -76,8 +76,8 @@ def _stochastic(c: Compiling, kind: str) -> Step:
 
 
 def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
-    """Convert one code, or the two codes of a half, to float32. The source selection of SDWA, op_sel or byte_sel
-    selects them."""
+    """Convert one code, or the two codes of a half, to float32. They are selected by SDWA's source selection, by
+    op_sel or by byte_sel."""
     format, register = small(c.target, kind), c.operands[0].register
     if packed:
         half = c.take("op_sel", (0, 0))[0]
@@ -120,7 +120,7 @@ def _scaled(c: Compiling, kind: str) -> Step:
 
 
 def whole_register(c: Compiling) -> None:
-    """Read the modifiers of the destination. Raises `UnknownInstruction` if it is a part of a register."""
+    """Read the modifiers of the destination. Raises `UnknownInstruction` if it is only part of a register."""
     if c.take("dst_sel", "DWORD") != "DWORD":
         raise c.refuse("SDWA must write the whole register")
     c.take("dst_unused")

@@ -52,7 +52,7 @@ class _Buffer(logging.Filter):
         if record.thread != self.thread or record.levelno >= logging.ERROR or record.module == _ALWAYS:
             return True
         if self.here.rank == 0:
-            with suppress(RuntimeError):  # the other ranks and the store are gone
+            with suppress(RuntimeError):  # the other ranks and the store no longer exist
                 if self.store is not None:
                     self.store.set(_key(record), "")
             return True

@@ -29,7 +29,7 @@ def register(
     without side effects. check: whether to compare it with the eager tier before its first use, in this process.
 
     The implementation is preferred to every built-in one; `HF_ROCM_TIER=user` requires it. Returns a function that
-    removes it. Raises `OptionError` on an unknown operation or a name that is taken.
+    removes it. Raises `OptionError` if the operation is unknown or the name is already used.
     """
     available = operations()
     if operation not in available:
@@ -43,7 +43,7 @@ def register(
     else:
         implementation = Implementation(TIER, name, refuses, call, probe)
     target.register(implementation)
-    forget_choices()  # the choice of one operation may depend on another
+    forget_choices()  # the choice of one operation may depend on that of another
 
     def remove() -> None:
         if implementation in target.implementations:

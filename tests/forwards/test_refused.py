@@ -280,7 +280,7 @@ def test_a_read_of_a_computed_value_is_not_recorded(pair):
 
 
 def test_each_path_of_dependent_host_reads_has_a_recording(pair):
-    """Only one of two paths reads a second value. Each of its two values has a separate recording."""
+    """Only one of two paths reads a second value. Each of the two possible second values has a separate recording."""
 
     def chosen(module, args, kwargs):
         ids = kwargs["input_ids"]

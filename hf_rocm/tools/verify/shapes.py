@@ -1,4 +1,4 @@
-"""Models with random weights, for verifying without a checkpoint: from any config, or from a small named config."""
+"""Models with random weights, for verification without a checkpoint: from any config, or from a small named config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Deduplicate log records of ranks that load models: a message that all ranks would log comes from rank 0.
 
 With a store, no message is lost: the other ranks buffer their records while they load, then drop the messages that
-rank 0 has also logged and log the rest, prefixed with the rank's number. Errors are never buffered.
+rank 0 has also logged and log all others, prefixed with the rank's number. Errors are never buffered.
 """
 
 from __future__ import annotations

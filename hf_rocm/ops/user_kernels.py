@@ -24,7 +24,7 @@ def register(
     """Register another implementation of an operation.
 
     operation: `attention`, `linear`, … name: its name in `explain`. call: takes the arguments of the operation's eager
-    implementation (the fields, if that takes a NamedTuple) and returns the same result. refuses(spec, device): why it
+    implementation (the fields, if it takes a NamedTuple) and returns the same result. refuses(spec, device): why it
     can't serve a specification, in a sentence, or None; called once for each specification, so it must be cheap and
     without side effects. check: whether to compare it with the eager tier before its first use, in this process.
 

@@ -311,7 +311,7 @@ def test_a_failed_recording_does_not_affect_results(pair, monkeypatch):
             given = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, given), call(stock, given))
     reason = "the forward can't be recorded: operation not permitted when stream is capturing"
-    # after four shapes that can't be recorded, nothing is recorded any more
+    # after four shapes that can't be recorded, nothing more is recorded
     assert reasons(prepared) == [reason] and known(prepared).disabled == reason
 
 

@@ -1,7 +1,7 @@
 """Deduplicate log records of ranks that load models: a message that all ranks would log comes from rank 0.
 
 With a store, no message is lost: the other ranks buffer their records while they load, then drop the messages that
-rank 0 has also logged and log the rest, prefixed with the rank's number. Errors are never buffered.
+rank 0 has also logged and log all others, prefixed with the rank's number. Errors are never buffered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Buffer(logging.Filter):
         if record.thread != self.thread or record.levelno >= logging.ERROR or record.module == _ALWAYS:
             return True
         if self.here.rank == 0:
-            with suppress(RuntimeError):  # the other ranks and the store are gone
+            with suppress(RuntimeError):  # the other ranks and the store no longer exist
                 if self.store is not None:
                     self.store.set(_key(record), "")
             return True

@@ -24,7 +24,7 @@ Run = Callable[[Sequence[Tensor]], Any]
 
 
 class Observed(NamedTuple):
-    """An uncaptured forward: its output, its reads on the host, and the reason why it can't be recorded, or None."""
+    """An uncaptured forward: its output, the values read on the host, and why it can't be recorded, or None."""
 
     output: Any
     reads: list[Read]
@@ -130,9 +130,9 @@ class Compared(NamedTuple):
 def recordable() -> Iterator[None]:
     """Within the block, this thread's forwards take the same path, whether or not they are recorded.
 
-    While a stream is being captured, transformers takes another path: it keeps masks that mask nothing, since it can't
-    read them. In this block their values are known, so the path is that of an uncaptured forward. transformers' warning
-    about padding without a mask is disabled in the block.
+    While a stream is being captured, transformers takes another path: masks that hide nothing are kept, since their
+    values can't be read. In this block the values are known, so the path is that of an uncaptured forward.
+    transformers' warning about padding without a mask is disabled in the block.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils

@@ -37,7 +37,7 @@ class Reordering(Recorded):
         super().__init__(recorder, Inputs((order,), ()), run, [])
 
     def agrees(self, cache: DecodeCache, rows: Tensor) -> Callable[[], bool]:
-        """Call before a replay. Returns a function that returns, after the replay, whether keys and values are correct.
+        """Call before a replay. Returns a function that checks, after the replay, whether keys and values are correct.
 
         Keys and values are compared by the sums of their bits: one sum for every head and token.
         """

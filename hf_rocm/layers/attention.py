@@ -126,7 +126,7 @@ def _reason(
 
 
 def implementation_replaced(module: nn.Module) -> str | None:
-    """Return a sentence about a replacement where the stock forward looks up its attention function, or None."""
+    """Return a sentence if the attention function that the stock forward looks up was replaced, else None."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", SERVED)
     watch = _watch(module.__class__, implementation)
     return None if watch is None else watch.difference()
@@ -287,7 +287,7 @@ def rotate_and_update_cache(
 
 
 def _may_have_slot(cache: Any, index: int) -> bool:
-    """Return whether `slot` may return rows of this cache. Checks only types, to be quick."""
+    """Return whether `slot` may return rows of this cache. Checks only types, so that it is fast."""
     if hasattr(type(cache), "_hf_rocm_slot"):
         return True
     layers = getattr(cache, "layers", ())

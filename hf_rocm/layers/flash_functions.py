@@ -1,7 +1,7 @@
 """The functions of the flash-attn package that transformers calls, computed by the operations of `hf_rocm.ops`.
 
 transformers reads the parameters of these functions to determine what an implementation supports, so the names are
-those of flash-attn. Parameters that transformers never passes are left out.
+those of flash-attn. Parameters that transformers never passes are omitted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Window = tuple[int | None, int | None]
 class RingPages(NamedTuple):
     """The key pages of sliding layers. Every row is a ring that contains only its last `window` keys, in any order.
 
-    `flash_attn_with_kvcache` takes them with a block table that has the slot of each row's new key in its last column.
+    `flash_attn_with_kvcache` takes them with a block table whose last column has the slot of each row's new key.
     size: the number of pages of a full ring.
     """
 

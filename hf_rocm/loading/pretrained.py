@@ -1,8 +1,8 @@
 """from_pretrained: transformers loads the model, then hf_rocm prepares it for ROCm.
 
 The result is the ordinary `PreTrainedModel` that transformers created. All arguments except hf_rocm's own are passed to
-transformers. `dtype` defaults to the checkpoint's own dtype. A request for `flash_attention_2` that hf_rocm serves is
-withdrawn, and the implementation is set after `prepare`.
+transformers. `dtype` defaults to the checkpoint's own dtype. If hf_rocm serves a requested
+`flash_attention_2`, the request is not passed to transformers, and the implementation is set after `prepare`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
             )
         return auto_class
     if arguments.get("quantization_config") is None and _is_adapter(model_id):
-        return transformers.AutoModelForCausalLM  # it resolves the base model of a PEFT adapter
+        return transformers.AutoModelForCausalLM  # this class resolves the base model of a PEFT adapter
     config = _config(model_id, arguments)
     remote = getattr(config, "auto_map", None) or {}
     if arguments.get("trust_remote_code") and remote:

@@ -21,7 +21,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
     scores = _scores(query, key, terms)
     wide = scores.dtype
 
-    # exp and sum instead of softmax: a row that sees no key gives zeros, not NaN, and a sink is only part of the sum
+    # exp and sum instead of softmax: a query that sees no key returns zeros, not NaN, and a sink only adds to the sum
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, h, 1, 1)
@@ -38,7 +38,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
 
 
 def log_sum_exp(query: Tensor, key: Tensor, **terms: Unpack[AttentionTerms]) -> Tensor:
-    """The logarithms of the sums by which the softmax divides: [B, S_q, H] in fp32 (fp64 for fp64)."""
+    """The logarithms of the softmax's denominators: [B, S_q, H] in fp32 (fp64 for fp64)."""
     scores = _scores(query, key, terms)
     if terms["sinks"] is not None:
         sinks = terms["sinks"].to(scores.dtype).view(1, -1, 1, 1)

@@ -46,7 +46,7 @@ def gated_delta_prefill(
     convolution before the prompt. state: [B, H, D_k, D_v]. Both are None at the start of a sequence, and neither is
     changed. The other arguments are those of `gated_delta_step`, and each token is computed as by `gated_delta_step`.
 
-    Returns the output [B, S, H, D_v], and both states after the last token. Without a given state, the returned
+    Returns the output [B, S, H, D_v], and both states after the last token. If no state is given, the returned
     recurrent state is in at least fp32.
     """
     call = PrefillCall(

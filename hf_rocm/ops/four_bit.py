@@ -112,7 +112,7 @@ def run_length(k: int, group: int) -> int:
 
 
 def kernel_groups(k: int, group: int) -> tuple[int, int]:
-    """(how many numbers a kernel adds up before it multiplies by a scale, the step to the next scale).
+    """(the count of numbers that a kernel sums before it multiplies by a scale, the step to the next scale).
 
     The step is 1, or 0 if a row has a single scale.
     """
@@ -142,8 +142,8 @@ def dequantize_groups(
 ) -> Tensor:
     """Dequantise words [N, K / 8] with scales [N, K / group], rounding once to dtype. Returns [N, K].
 
-    zeros: [N, K / group] uint8, the stored numbers that represent 0; None: 8. code: the name of the table to which the
-    stored numbers are indices; None: they are integers. nested: how uint8 scales are decoded; None: as those of MXFP4.
+    zeros: [N, K / group] uint8, the stored numbers that represent 0; None: 8. code: the name of the table that the
+    stored numbers index; None: they are integers. nested: how uint8 scales are decoded; None: as those of MXFP4.
     """
     n, k = words.shape[0], words.shape[1] * PER_WORD
     group = k // scale.shape[1]

@@ -1,9 +1,8 @@
 """Recognise a padded batch from its mask, and convert it to a form for kernels without masks.
 
-transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. If the mask expresses only left padding
-with causality and a sliding window, keys that no query sees, or the filled part of a static cache, packed sequences
-or lengths can replace it. The mask is compared element by element, once, and only if a kernel can use the
-result.
+transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. Packed sequences or lengths can replace a
+mask that expresses only left padding with causality and a sliding window, keys that no query sees, or the filled part
+of a static cache. The mask is compared element by element, once, and only if a kernel can use the result.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def recognise(
     if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
         return None
     if window is not None and window >= s_k:
-        window = None  # it masks nothing
+        window = None  # it hides no key
     if mask.is_inference() or not _kernel_serves(query, key, value, mask, window, softcap, sinks):
         return None  # inference tensors have no version, so the mask would have to be read in every layer
     if captured(query):

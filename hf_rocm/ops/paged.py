@@ -1,6 +1,6 @@
-"""paged_attention: `decode_attention` over keys and values in pages, which a table assigns to rows.
+"""paged_attention: `decode_attention` over keys and values in pages that a table assigns to rows.
 
-Continuous batching allocates the cache in pages, so that requests of different lengths share it without holes. The
+Continuous batching allocates the cache in pages, so that requests of different lengths share it without gaps. The
 table and the lengths are on the device, so that a recorded graph of the step stays valid.
 """
 
@@ -44,13 +44,13 @@ def paged_attention(
 ) -> Tensor:
     """Write the new keys and values of each row into its pages, then attend causally to the row's keys.
 
-    query: [B, H, S_q, D]; key_pages: [P, page, Hkv, D]; value_pages: [P, page, Hkv, D_v], any strides, the last one 1.
-    table: [B, N] int32, last stride 1: key j of row b is in page `table[b, j // page]`. lengths: [B] int32 on the same
-    device: the number of keys of the row, including the keys of these queries, at most N · page; 0 for a row without a
-    request, whose output is zero. key: [B, Hkv, S_q, D]; value: [B, Hkv, S_q, D_v]: the keys and values of the queries,
-    or None if the pages already contain them. slots: [B] int32, for S_q = 1: the new key of row b becomes key
-    `slots[b]` of the row, instead of the last one, as in a ring buffer that keeps the last keys in any order. The other
-    arguments are those of `decode_attention`.
+    query: [B, H, S_q, D]; key_pages: [P, page, Hkv, D]; value_pages: [P, page, Hkv, D_v]; the pages may have any
+    strides with a last stride of 1. table: [B, N] int32, last stride 1: key j of row b is in page
+    `table[b, j // page]`. lengths: [B] int32 on the same device: the number of keys of the row, including the keys of
+    these queries, at most N · page; 0 for a row without a request, whose output is zero. key: [B, Hkv, S_q, D]; value:
+    [B, Hkv, S_q, D_v]: the keys and values of the queries, or None if the pages already contain them. slots: [B] int32,
+    for S_q = 1: the new key of row b becomes key `slots[b]` of the row, instead of the last one, as in a ring buffer
+    that keeps the last keys in any order. The other arguments are those of `decode_attention`.
 
     Changes key_pages and value_pages in place. Kernels read no tensor on the host. Returns [B, S_q, H, D_v].
     """

@@ -1,8 +1,8 @@
 """Passed checks on disk: one small file for each check, in the user's cache folder.
 
 A file is used only if no one but this user or root can have written it, and if it contains exactly the facts of the
-check: the kernel, the kind of call, the GPU, its driver and the releases. Nothing here raises: if the folder can't be
-read or written, checks are not remembered.
+check: the kernel, the kind of call, the GPU, its driver and the releases. No function here raises an error: if the
+folder can't be read or written, checks are not recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_empty() -> bool:
 
 
 def lock(key: str) -> Path | None:
-    """The lock file of processes that run this check at the same time; None if there is no folder for it."""
+    """The lock file for processes that run this check at the same time; None if there is no folder for it."""
     try:
         return options.cache_folder() / "turns" / f"{_digest(key)}.lock"
     except OSError:
@@ -58,7 +58,7 @@ def lock(key: str) -> Path | None:
 
 
 def _files(key: str) -> list[Path]:
-    """The files of root and of this user: in a shared folder, no user replaces another user's file."""
+    """The files of root and of this user. Every user has a separate file, so that users can share the folder."""
     try:
         folder = options.cache_folder() / "probes"
     except OSError:

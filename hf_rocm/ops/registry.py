@@ -253,7 +253,7 @@ def watching(watcher: Watcher) -> Iterator[list[Route]]:
 
 
 def _drop_calls() -> None:
-    """Drop the functions, because recording has begun or ended. The choices stay."""
+    """Drop the functions, because recording has begun or ended. The choices are kept."""
     for operation in _operations.values():
         operation.calls.clear()
 

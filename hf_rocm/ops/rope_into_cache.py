@@ -42,7 +42,7 @@ def rope_into_cache(
     query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: see `rope`. keys: [B, Hkv, L, D];
     values: [B, Hkv, L, D_v]; both are written to. position: int64, either [S], the row of each token, or a scalar, the
     number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with each angle once.
-    norms: the RMS norms of queries and keys over the head dim, which come before the rotation; both multiply by (1 + w)
+    norms: the RMS norms of queries and keys over the head dim, applied before the rotation; both multiply by (1 + w)
     or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
     row is outside the cache isn't written: the Triton tier sets its query to NaN, and the other tiers raise like
     `index_copy_`. Raises `OptionError` if the norms differ in kind.

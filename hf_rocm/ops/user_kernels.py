@@ -24,12 +24,12 @@ def register(
     """Register another implementation of an operation.
 
     operation: `attention`, `linear`, … name: its name in `explain`. call: takes the arguments of the operation's eager
-    implementation (the fields, if that takes a NamedTuple) and returns the same result. refuses(spec, device): why it
+    implementation (the fields, if it takes a NamedTuple) and returns the same result. refuses(spec, device): why it
     can't serve a specification, in a sentence, or None; called once for each specification, so it must be cheap and
     without side effects. check: whether to compare it with the eager tier before its first use, in this process.
 
     The implementation is preferred to every built-in one; `HF_ROCM_TIER=user` requires it. Returns a function that
-    removes it. Raises `OptionError` on an unknown operation or a name that is taken.
+    removes it. Raises `OptionError` if the operation is unknown or the name is already used.
     """
     available = operations()
     if operation not in available:
@@ -43,7 +43,7 @@ def register(
     else:
         implementation = Implementation(TIER, name, refuses, call, probe)
     target.register(implementation)
-    forget_choices()  # the choice of one operation may depend on another
+    forget_choices()  # the choice of one operation may depend on that of another
 
     def remove() -> None:
         if implementation in target.implementations:

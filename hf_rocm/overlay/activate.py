@@ -56,7 +56,7 @@ def deactivate(*models: str) -> list[str]:
     """Restore the forwards of the stock classes of these models, or of all models if none is named.
 
     Returns the unbound models.
-    Raises `OverlayError`, without changing anything, if a name is not that of a model with an overlay.
+    Raises `OverlayError`, without changing anything, if there is no overlay for one of the names.
     """
     require_families(models, "deactivate")
     with _lock:

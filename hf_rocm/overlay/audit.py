@@ -1,6 +1,6 @@
 """Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
-pip and uv check nothing after installing. A changed file that is hard-linked was written in place (for instance, by
+pip and uv check no file after installing it. A changed file that is hard-linked was written in place (for instance, by
 `cp -r`), so the same bytes are in the package manager's cache and in every environment that shares it.
 """
 
@@ -60,7 +60,7 @@ class Audit:
 
     @property
     def warning(self) -> OverlayError | None:
-        """Return an error about shared files that were changed in place, with the remedy, or None."""
+        """Return an error about shared files that were changed in place, with the fix, or None."""
         poisoned = [entry.path for entry in self.entries if entry.finding is Finding.CHANGED and entry.shared]
         if not poisoned:
             return None

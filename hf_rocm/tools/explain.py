@@ -1,6 +1,6 @@
-"""explain: hf_rocm's changes to a model, the parts that stay stock with the reasons, and the kernel of each operation.
+"""explain: hf_rocm's changes to a model, the reasons why other parts stay stock, and the kernel of each operation.
 
-It reads the current state of the model, including changes that were made after it was prepared. Some reasons are from
+It reads the current state of the model, including changes that were made after it was prepared. Some reasons come from
 the report of `prepare`.
 """
 
@@ -144,7 +144,7 @@ def _why_unbound(family: str, report: dict[str, Any]) -> str:
 def _name(cls: type) -> str:
     """Return a name that distinguishes a class from others of the same name, such as `lora.Linear`.
 
-    PyTorch's classes keep their names.
+    The names of PyTorch's classes are returned unchanged.
     """
     if cls.__module__.split(".")[0] == "torch":
         return cls.__name__
@@ -203,7 +203,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
 def _has_its_own_forward(module: nn.Module) -> bool:
     """Return whether a Hub kernel or the user set a forward on this instance.
 
-    The forwards of accelerate and of tensor parallelism don't count, because they call hf_rocm's forward.
+    Forwards set by accelerate or for tensor parallelism don't count, because they call hf_rocm's forward.
     """
     own = module.__dict__
     forward = enclosed_forward(own.get("_old_forward" if "_hf_hook" in own else "forward"))

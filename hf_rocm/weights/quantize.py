@@ -62,11 +62,10 @@ def quantize(
     that `restore` can bring them back; None frees them. exclude: names or patterns of layers to skip, such as
     `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes the logits, unless it shares the
     embedding's weight. force: as in `prepare`. progress: called with the number of groups that are done and the total.
-    All remaining parameters stop requiring gradients. The peak memory is that of the original
-    model plus one group.
+    After the call, no parameter requires gradients. The peak memory is that of the original model plus one group.
 
-    Returns the same model. Raises `OptionError` on an invalid argument, a model that is already quantised or in
-    training mode, a model without a layer that can be quantised, and if the ROCm path is disabled.
+    Returns the same model. Raises `OptionError` if an argument is invalid, if the model is already quantised or in
+    training mode, if it has no layer that can be quantised, or if the ROCm path is disabled.
     """
     _check(model, kind, keep, force)
     encoding = encodings()[kind]
@@ -166,7 +165,7 @@ def kinds() -> list[str]:
 
 
 def check_options(kind: str, keep: str | None = None, force: bool | None = None) -> None:
-    """Raise `OptionError`, before a model is loaded, on arguments that are invalid for every model.
+    """Raise `OptionError`, before a model is loaded, if an argument is invalid for every model.
 
     Also raises it if the ROCm path is disabled.
     """
@@ -194,7 +193,7 @@ def _quantize(
     expected = [F.linear(sample, linear.weight, linear.bias) for linear in linears]
     quantized = _round(linears, encoding, format)
     if set(names_in(module)).intersection(names):
-        del module.__dict__[SLOT]  # so that a fused group's memory is freed as its parameters leave it
+        del module.__dict__[SLOT]  # so that a fused group's memory is freed once no parameter uses it
     errors, start = {}, 0
     for name, linear, wanted in zip(names, linears, expected, strict=True):
         layer = QuantizedLinear(linear, quantized, start, warns=warns and not start)

@@ -219,7 +219,7 @@ class Quantized(WeightGroup):
 
     @classmethod
     def restore_model(cls, model: nn.Module) -> None:
-        """Restore the original layers. Raises `OptionError` if their weights were not kept; then nothing changes."""
+        """Restore the original layers. Raises `OptionError` and changes nothing if their weights were not kept."""
         gone = [path for path, module in replacements(model) if not module.kept]
         if gone:
             raise OptionError(

@@ -1,6 +1,6 @@
 """Find shared weights of a model: one parameter in two modules, or two tensors in the same memory.
 
-Fusing moves a weight. Another tensor in its old memory would no longer follow its changes.
+Fusing moves a weight. A tensor that still uses the old memory would no longer change with the weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 
 def shared(model: nn.Module) -> dict[int, str]:
-    """Map the ids of parameters and buffers that share memory with others, or have two names, to a sentence."""
+    """Map the id of every parameter or buffer that shares memory or has two names to a sentence about it."""
     sentences: dict[int, str] = {}
     last: _Place | None = None
     for place in sorted(_places(model), key=lambda place: place[:4]):

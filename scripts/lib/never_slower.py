@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Case:
-    """One situation. change: a user's or a library's change of both models. run: `generate`, `forward` or `train`.
+    """One situation. change: a user's or a library's change to both models. run: `generate`, `forward` or `train`.
     arguments: arguments of generate. graphs: the argument of `prepare`. needs: a package that the case requires."""
 
     name: str
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether hf_rocm is slower than stock beyond the spread: its first quartile is above stock's third."""
+        """Whether hf_rocm is slower than stock by more than the spread: its first quartile is above stock's third."""
         if self.left_out is not None:
             return False
         return _quartiles(self.prepared)[0] > _quartiles(self.stock)[2]
@@ -65,7 +65,7 @@ def hooked(model: Any) -> None:
 
 
 def patched(model: Any) -> None:
-    """Set Python forwards on every norm and every MLP of a decoder, as libraries do."""
+    """Replace the forward of every norm and every MLP of a decoder with a Python function, as libraries do."""
     for module in model.modules():
         for ending, forward in (("RMSNorm", _norm), ("MLP", _mlp)):
             if type(module).__name__.endswith(ending):
@@ -110,7 +110,7 @@ SMALL, LARGE = Size(), Size(hidden=2048, layers=8, prompt=512, new=64)
 def measure(
     cases: Sequence[Case], device: Any, size: Size, *, rounds: int, progress: Callable[[str], None]
 ) -> Iterator[Outcome]:
-    """Measure every case: warm up both sides, compare them, and then time them in alternation."""
+    """Measure every case: warm up both sides, compare them, and then time them alternately."""
     for case in cases:
         progress(f"{case.name} …")
         if case.needs is not None and find_spec(case.needs) is None:

@@ -205,7 +205,7 @@ def test_a_counter_at_its_maximum_makes_the_wave_wait():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("offset", "lane"), [(-4, 0), (4 - 4 * 64, 63), (1 << 20, 5)])
 def test_every_lane_address_is_checked(arch, offset, lane):
-    """A single wrong lane is reported: before the start, across the end, or far away."""
+    """A wrong address of a single lane is reported: before the start, across the end, or far away."""
     size = 4 * lanes(arch)
     memory, _, registers = buffer(size)
     memory.place(np.zeros(1 << 16, np.uint8))

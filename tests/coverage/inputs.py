@@ -66,7 +66,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         known = inspect.signature(model.forward).parameters
         if case.overlay == "mistral3":
             given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
-        if "pixel_attention_mask" in known:  # a list of images per text, here of one image; the widths differ
+        if "pixel_attention_mask" in known:  # a list of images per text, here with one image; the widths differ
             given["pixel_values"] = given["pixel_values"][:, None]
             given["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
             given["pixel_attention_mask"][1, 0, :, 12:] = 0

@@ -1,4 +1,4 @@
-"""Run by test_recorded_steps.py in each of two ranks: decode steps of a sharded model, recorded on a CPU.
+"""Record decode steps of a sharded model on a CPU. test_recorded_steps.py runs this script in each of two ranks.
 
 Argument: a checkpoint. Prints a line of JSON: check → error, or "".
 """

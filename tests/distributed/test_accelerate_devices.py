@@ -1,7 +1,7 @@
 """Layers on two simulated devices: fake tensors have a device and raise if devices are mixed.
 
 So a mask, a position or a cache entry on the wrong device is an error, as on two GPUs. Fake weights are not plain
-parameters, so layers are not fused and norms stay stock; tests/gpu/test_device_maps.py tests the rest.
+parameters, so layers are not fused and norms stay stock; tests/gpu/test_device_maps.py tests the other cases.
 """
 
 from __future__ import annotations

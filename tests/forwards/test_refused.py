@@ -280,7 +280,7 @@ def test_a_read_of_a_computed_value_is_not_recorded(pair):
 
 
 def test_each_path_of_dependent_host_reads_has_a_recording(pair):
-    """Only one of two paths reads a second value. Each of its two values has a separate recording."""
+    """Only one of two paths reads a second value. Each of the two possible second values has a separate recording."""
 
     def chosen(module, args, kwargs):
         ids = kwargs["input_ids"]
@@ -311,7 +311,7 @@ def test_a_failed_recording_does_not_affect_results(pair, monkeypatch):
             given = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, given), call(stock, given))
     reason = "the forward can't be recorded: operation not permitted when stream is capturing"
-    # after four shapes that can't be recorded, nothing is recorded any more
+    # after four shapes that can't be recorded, nothing more is recorded
     assert reasons(prepared) == [reason] and known(prepared).disabled == reason
 
 

@@ -1,4 +1,4 @@
-"""Changes of a model between two calls take effect in the second one: outdated recordings are not replayed."""
+"""Changes to a model between two calls take effect in the second one: outdated recordings are not replayed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_switching_back_to_an_adapter_records_nothing(pair):
 
 
 def test_no_recording_of_a_moved_weight_is_replayed(pair):
-    """The fused block of the old weights is not used any more, in uncaptured and in recorded steps."""
+    """The fused block of the old weights is no longer used, neither in uncaptured nor in recorded steps."""
     prepared, stock = pair()
     generate(prepared)
     for _ in range(3):

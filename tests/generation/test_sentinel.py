@@ -204,7 +204,7 @@ def test_required_graphs_raise(pair, monkeypatch):
 
 @pytest.mark.parametrize("call", [2, 3])
 def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
-    faulty_replay = 10 + 11 * (call - 2)  # nine replays in the first call, 11 in the others
+    faulty_replay = 10 + 11 * (call - 2)  # nine replays in the first call, 11 in each later call
     prepared, stock = faulty(faults.garbage, faulty_replay)
     first = generate(stock, new=12)
     for _ in range(call):
@@ -213,7 +213,7 @@ def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
 
 
 def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(faulty, monkeypatch):
-    """From the fifth call on, replays are wrong. The first of them comes long enough after the last comparison."""
+    """From the fifth call on, replays are wrong. The first wrong replay comes long enough after the last comparison."""
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)

@@ -44,7 +44,7 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore it under sdpa
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore softcaps under sdpa
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -68,7 +68,7 @@ def pair():
 
 @pytest.fixture
 def few(monkeypatch):
-    """Behave as on a GPU whose GEMMs include norms and residual sums. On the CPU, the parts run one by one."""
+    """Simulate a GPU whose GEMMs include norms and residual sums. On the CPU, the parts run one by one."""
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
 
 

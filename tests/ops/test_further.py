@@ -162,7 +162,7 @@ def test_norm_add(tier, dtype, one_plus, shape):
 @pytest.mark.parametrize("keep_sum", [True, False])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
 def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
-    """The torch tier equals separate layers bitwise, and both tiers equal float64 within the tolerance."""
+    """The torch tier is bitwise equal to separate layers, and both tiers equal float64 within the tolerance."""
     sizes = [shape, shape, shape[-1:], shape[-1:]]
     x, residual, weight, bias = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
     bias = bias if biased else None
@@ -249,7 +249,7 @@ def test_shuffling_is_a_permutation_with_an_inverse(n, k):
     assert torch.equal(unshuffle(ops.shuffle(weight).data), weight)
     assert not torch.equal(shuffled.data, weight)
     assert torch.equal(shuffled.data.flatten()[:8], weight[0, :8])
-    assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])  # then the next row, not the next columns
+    assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])  # the next row, not the next columns
 
 
 @each_tier
@@ -289,7 +289,7 @@ def test_queries_without_keys_return_zeros(dtype):
 @each_dtype
 @each_tier
 def test_paged_attention_uses_the_page_table(tier, dtype):
-    """Unwritten slots are NaN. The output of a row without a request is zero, and the row writes nothing."""
+    """Unwritten slots are NaN. A row without a request has an output of zero and writes nothing."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)

@@ -96,7 +96,7 @@ facts["imported"] = sorted(module for module in sys.modules if module.split(".")
 
 @pytest.fixture(scope="module")
 def stock(whole_site, checkpoints):
-    """Results of a transformers without overlays."""
+    """The results of a transformers without overlays."""
     return report(whole_site, checkpoints, INERT)
 
 

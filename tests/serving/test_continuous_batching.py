@@ -196,7 +196,7 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(re
 
 
 def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
-    """The other tests simulate a memory size. Without a memory size, a prepared model fails like stock."""
+    """The other tests simulate a memory size. Without one, a prepared model fails as in stock."""
     works = memory_is_known()
     for model in (make("llama"), hf_rocm.prepare(make("llama"), force=True)):
         with paged(model), nullcontext() if works else pytest.raises(AssertionError, match="0 of 5 requests"):

@@ -91,7 +91,7 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
 @pytest.mark.parametrize("page_size", [256, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):
-    """A window of 8 keys occupies a part of a page of 256 keys, or two pages of 5 keys without filling the second."""
+    """A window of 8 keys occupies part of a page of 256 keys, or two pages of 5 keys without filling the second."""
     model = make(kind, **KINDS[kind])
     expected = one_by_one(model, prompts())
     hf_rocm.prepare(model, force=True)

@@ -270,7 +270,7 @@ def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) 
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # no valid variable is set, so no other finding
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # valid variables would add a finding
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or rename it to HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")

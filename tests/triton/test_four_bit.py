@@ -28,7 +28,7 @@ def test_every_class_of_rows(m):
 @pytest.mark.parametrize("m", [1, 3])
 def test_every_group_and_run(m, k, group):
     dtype = FP16 if k == 640 else BF16
-    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):  # an odd factor keeps the run length
+    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):  # odd factors don't change the run length
         x, weight = random(m, columns, dtype=dtype), random(18, columns, dtype=dtype, seed=1)
         check(x, *quantize_groups(weight, group), random(18, dtype=dtype, seed=2))
 

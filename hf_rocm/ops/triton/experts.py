@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "chosen_experts"
 
-PAIRS = 64  # the most token-expert pairs for which these kernels come before the torch tier
+PAIRS = 64  # the largest number of token-expert pairs for which these kernels are preferred to the torch tier
 LARGEST = 2**31  # elements of one expert: offsets have 32 bits
 WIDEST = 2**16  # columns; the second dimension of a grid is limited to 16 bits
 
@@ -52,7 +52,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
 
 
 def _gain(spec: ExpertsSpec) -> str | None:
-    """Why GEMMs over all tokens of an expert are preferred. None if not, or if the triton tier was requested."""
+    """Why GEMMs over all tokens of an expert are preferred, or None if not or if the triton tier was requested."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
     return f"there are more than {PAIRS} token-expert pairs: each would read its expert's weights again"

@@ -20,7 +20,7 @@ WIDEST = 1024
 
 
 class Norms(NamedTuple):
-    """The norms of queries and keys over the head dim, before their rotation: both or neither."""
+    """The norms of queries and keys over the head dim, before the rotation: either both are given, or neither."""
 
     query: Tensor | None = None
     key: Tensor | None = None

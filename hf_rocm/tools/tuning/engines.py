@@ -29,7 +29,7 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 Progress = Callable[[int, int], None]
 
-# The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make thirty.
+# The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make 30 attempts.
 PATIENCE = 3
 _GRACE = 30.0  # the seconds that the tuner has to exit after an interrupt
 _ATTEMPT_FAILED = "process exitcode is"
@@ -193,7 +193,7 @@ def _rows(path: Path) -> int:
 
 
 def _tail(log: Path) -> str:
-    """Return the last line of a log that is neither empty nor about a retry, cut to 300 characters."""
+    """Return the last line of a log that is neither empty nor about a retry, truncated to 300 characters."""
     lines = log.read_bytes()[-4000:].decode("utf-8", "replace").splitlines() if log.is_file() else []
     words = [" ".join(line.split()) for line in lines if line.strip() and "retried num" not in line]
     return words[-1][:300] if words else "nothing"

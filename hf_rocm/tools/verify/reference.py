@@ -48,7 +48,7 @@ class Reference:
 
 
 def reference_of(subject: Subject, case: Case, inside: set[str]) -> Reference:
-    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` if it can't run."""
+    """Run the reference. inside: the layers whose inner points are recorded. Raises `StockFailed` if stock fails."""
     try:
         with subject.stock():
             eager = run(subject, case, subject.dtype, inside=inside, rotary=True)

@@ -52,7 +52,7 @@ def compile_scratch(c: Compiling) -> Step | None:
 
 
 class Scratch:
-    """The scratch memory of a launch's waves: [words, waves, lanes]. It starts as garbage."""
+    """The scratch memory of a launch's waves: [words, waves, lanes]. It is initialised with garbage."""
 
     def __init__(self, size: int, garbage: np.ndarray, waves: int) -> None:
         """size: bytes per lane. garbage: [words, lanes]."""

@@ -1,4 +1,4 @@
-"""More text decoders whose MLPs have no gate: with learned positions, ALiBi or rotary embeddings."""
+"""Text decoders whose MLPs have no gate: with learned positions, ALiBi or rotary embeddings."""
 
 from tests.coverage.case import Case
 from tests.coverage.cases.shapes import FALCON, GPT2, QUIET

@@ -1,4 +1,4 @@
-"""The check of stock detects and names injected stand-ins for three faults of stock on AMD GPUs."""
+"""The check of stock transformers detects and names injected stand-ins for three of its faults on AMD GPUs."""
 
 from __future__ import annotations
 

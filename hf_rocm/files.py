@@ -64,8 +64,8 @@ def output(path: Path) -> Iterator[Path]:
 
     A regular file is replaced atomically and keeps its permissions and, as far as this user is allowed to set them, its
     owner and group; the umask determines the permissions of a new file. For a symbolic link, the target is replaced and
-    the link stays. The content is written directly to a character device, a FIFO or a standard stream. Raises `OSError`
-    for anything else.
+    the link is kept. The content is written directly to a character device, a FIFO or a standard stream. Raises
+    `OSError` for anything else.
     """
     check_output(path)
     if _is_stream(path):

@@ -1,4 +1,4 @@
-"""Environment variables that look like an option but are not one, such as HF_ROCM_FROCE."""
+"""Environment variables that look like options but are not, such as HF_ROCM_FROCE."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _log = logging.getLogger("hf_rocm")
 def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]:
     """Map unknown names to the most similar known name, or to None.
 
-    A name that is not in `known` is unknown if it begins with HF_ROCM_, or if it begins with USE_ and is almost the
-    name of an option: other programs also have variables that begin with USE_.
+    A name that is not in `known` is unknown if it begins with HF_ROCM_, or if it begins with USE_ and is very similar
+    to the name of an option. Other programs also have variables that begin with USE_.
     """
     options = set(known)
     strange = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))

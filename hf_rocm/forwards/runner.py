@@ -84,8 +84,8 @@ class _Call(NamedTuple):
 class _Found(NamedTuple):
     """A call with the key and the path of its recording.
 
-    recording, reason: the recording, or the reason why there is none; both are None if the call was not recorded yet.
-    copies: the outputs of a replay that is already queued, or None. before: a context for work that does not wait
+    recording, reason: the recording, or the reason why there is none; both are None if the call has not been recorded
+    yet. copies: the outputs of a replay that is already queued, or None. before: a context for work that does not wait
     for that replay.
     """
 

@@ -37,8 +37,8 @@ _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
-    number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model.
-    refused: why its state can't be compared, or None.
+    number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model
+    itself. refused: why its state can't be compared, or None.
     """
 
     def __init__(self, model: nn.Module, number: int) -> None:
@@ -123,7 +123,7 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Return whether both have the same tensors at the same addresses, so this snapshot may become valid again."""
+        """Return whether both snapshots have the same tensors and addresses, so this one may become valid again."""
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Allow reading the random state while a graph is recorded, which raises in older PyTorch."""
+"""Allow reading the random state while a graph is recorded, which raises in older releases of PyTorch."""
 
 from __future__ import annotations
 

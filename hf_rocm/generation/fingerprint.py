@@ -21,9 +21,9 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
 
 class Fingerprint(NamedTuple):
-    """A fingerprint; it stays equal as long as the recordings made with it are valid.
+    """A fingerprint, which does not change as long as the recordings made with it are valid.
 
-    facts: the compared values. kept: the objects that are compared by id, referenced so that no id is reused.
+    facts: the compared values. kept: the objects that are compared by id; they are referenced so that no id is reused.
     """
 
     facts: tuple[Hashable, ...]
@@ -58,7 +58,7 @@ def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
     return Fingerprint(tuple(facts), tuple(kept))
 
 
-# Attributes of `nn.Module` itself, those that are handled separately, and those that don't affect a step.
+# Attributes of `nn.Module` itself, attributes that are handled separately, and attributes that don't affect a step.
 _IGNORED = frozenset(nn.Module().__dict__) | {
     "config",
     "generation_config",
@@ -96,7 +96,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """The address of the shuffled weight in use. After a write to the weight, the next prompt updates the copy."""
+    """The address of the shuffled weight in use. After a write to the original weight, the next prompt updates it."""
     group = module.__dict__[SLOT]
     data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
     kept.append(data)
@@ -120,7 +120,7 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
 
 
 class _Identity:
-    """The identity of an object, as a weak reference. Two are equal while they refer to the same live object."""
+    """An object's identity, as a weak reference. Two instances are equal while they refer to the same live object."""
 
     __slots__ = ("_hash", "_refer")
 

@@ -1,8 +1,8 @@
-"""Release recordings that contain collectives before their process group is destroyed, which would deadlock otherwise.
+"""Release recordings that contain collectives before their process group is destroyed, which would otherwise deadlock.
 
 NCCL and RCCL count the graphs that contain their collectives, and destroy a communicator only when none is left. So
 while such recordings exist, every function that destroys a process group first releases the group's recordings, and
-all recordings are released at exit. When the last recording is gone, PyTorch's own functions are restored.
+all recordings are released at exit. When no recording is left, PyTorch's own functions are restored.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hf_rocm.generation.static_buffers import settle, written
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
-_GROWTH = 256  # columns of the padding mask that are allocated ahead
+_GROWTH = 256  # columns of the padding mask that are allocated in advance
 
 
 class Step:
@@ -29,8 +29,8 @@ class Step:
     derived from these, for example because the mask is not that of a sequence with left padding.
 
     In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted tokens. transformers
-    would grow the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An assistant
-    drafts in the same way, but in several calls. `resume` receives these arguments again when a call begins.
+    would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An
+    assistant drafts in the same way, but in several calls. `resume` receives these arguments again in each call.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Step:
         return self._removed and not any(name in arguments for name in self._given)
 
     def follows(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether these are the arguments of the step after the last one."""
+        """Return whether these are the arguments of the next step."""
         return (
             (self.lacks(arguments) if self.verifies else self.matches(arguments))
             and _count(arguments) == self._count - len(self._given) * self._removed
@@ -145,7 +145,7 @@ class Step:
         return inputs
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
-        """Advance the tensors, and the arguments that the next step is prepared from, by the last step's tokens."""
+        """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens."""
         if self.verifies:
             if not self._removed:
                 self._given = {name: value[..., : self._position + 1] for name, value in self._given.items()}
@@ -155,7 +155,7 @@ class Step:
             self._position = int(cache.get_seq_length())  # the masks are set when the number of drafts is known
             return
         self._position += 1
-        self.residents.advance()  # while the device is busy
+        self.residents.advance()  # runs while the device is busy
         for name, value in self._given.items():
             self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
@@ -174,7 +174,7 @@ class Step:
         return result
 
     def _grown(self, padding_mask: Tensor) -> Tensor:
-        """The padding mask with one more column, as a view of memory that was allocated ahead."""
+        """The padding mask with one more column, as a view of memory that was allocated in advance."""
         if self._columns is None or self._width == self._columns.shape[1]:
             self._columns = padding_mask.new_ones((len(padding_mask), self._width + _GROWTH))
             self._columns[:, : self._width] = padding_mask
@@ -266,8 +266,8 @@ class Residents:
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
         self.unedited = 0  # the number of earlier steps since user code last changed tokens in place
-        # One tensor, so that one addition advances everything. For every token of the step it has the position, the
-        # length per kind and the position per row.
+        # One tensor, so that one addition advances everything. For every token of the step, it contains the position,
+        # the length per kind and the position per row.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
         self._offsets = torch.arange(n, device=form.device)
         self.clocks = {"cache_position": settle(self._clock[0])}

@@ -70,8 +70,8 @@ class SoftmaxMixture:
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
     weights are divided by their sum, or the name of the attribute with this flag. jitter: the name of the attribute
-    with the range of the noise that multiplies the input in training; the stock forward then runs. shared: the names of
-    the shared expert and its gate.
+    with the range of the noise that multiplies the input in training; with this noise, the stock forward runs. shared:
+    the names of the shared expert and its gate.
     """
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -128,7 +128,7 @@ def given_experts(
     """Return a function for the experts of a module that stacks their weights in parameters, or None.
 
     gate_up, down: the parameters' names, dotted for parameters of children; biases are named `…_bias`. activation: as
-    in `ops.experts`; default: that of the child act_fn. extra_reason: the overlay's reason to run the stock forward.
+    in `ops.experts`; by default, that of the child act_fn. extra_reason: the overlay's reason to run the stock forward.
     form: the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
     """
     function = None if activation else _function(module, act_fn)

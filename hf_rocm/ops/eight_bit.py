@@ -2,7 +2,7 @@
 
 A row whose largest magnitude is `a` is divided by `a / largest(format)`, so that it uses the whole range of the format,
 and is rounded to the nearest number. The scale is never 0, so a row of zeros stays zero. A NaN makes only its own row
-NaN. A row that contains an infinity does not become finite either.
+NaN. A row that contains an infinity never becomes finite.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_rocm.ops.aiter.layout import shuffle_tiles, unshuffle_tiles
 
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
-# The fp8 format of MI300: no negative zero, about half the range
+# The fp8 format of MI300: no negative zero, and about half the range
 FP8_FNUZ = torch.float8_e4m3fnuz
 
 # The GPUs whose matrix units multiply fp8, and the encoding that they use
@@ -36,9 +36,9 @@ def largest(format: torch.dtype) -> float:
 
 
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row to 8 bits. x: [..., K] floating. Returns [..., K] in the format, and scales [..., 1] in fp32.
+    """Round each row of a floating-point x [..., K] to 8 bits. Returns [..., K] in the format and scales [..., 1].
 
-    The scales are fp64 if x is. torch.compile can fuse all operations of this function.
+    The scales are fp64 if x is fp64, otherwise fp32. torch.compile can fuse all operations of this function.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     top = x.abs().amax(dim=-1, keepdim=True).to(wide)

@@ -24,7 +24,7 @@ from hf_rocm.options import Switch
 
 
 def norm_add(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> tuple[Tensor | None, Tensor]:
-    """residual + rms_norm(x), and the norm of that sum if `then` is given. Rounds where separate layers round.
+    """residual + rms_norm(x), and the norm of that sum if `then` is given. Rounds where separate layers would round.
 
     x, residual: [..., D], one dtype. norm, then: the norms; both multiply by (1 + w) or neither does, and their weights
     [D] have one dtype. Returns (the normalised sum or None, the sum), new tensors [..., D]. Raises `OptionError` if the
@@ -38,7 +38,7 @@ def norm_add(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) 
 
 
 def one_kernel(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None) -> bool:
-    """Whether one kernel computes `norm_add`, so that it is faster than several calls."""
+    """Whether one kernel computes `norm_add`, which is faster than several calls."""
     if then is not None and not _alike(norm, then):
         return False
     current = options.current()

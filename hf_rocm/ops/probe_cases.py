@@ -116,12 +116,12 @@ def from_arguments(call: Callable[..., Any], terms: type[tuple[Any, ...]]) -> Ca
 
 
 def smaller(size: int, most: int, power: int = 64) -> int:
-    """A size of at most about `most`, with the same remainder modulo `power`."""
+    """A size up to about `most`, with the same remainder modulo `power` as `size`."""
     return size if size <= most else most + size % power
 
 
 def fewer_rows(n: int, k: int, step: int = 64) -> int:
-    """N of a weight [N, K] with at most about `LARGEST_WEIGHT` elements, with the same remainder modulo `step` as n."""
+    """N of a weight [N, K] with up to about `LARGEST_WEIGHT` elements, with the same remainder modulo `step` as n."""
     return n if n * k <= LARGEST_WEIGHT else max(step, LARGEST_WEIGHT // k // step * step) + n % step
 
 

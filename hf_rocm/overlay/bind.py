@@ -38,11 +38,11 @@ _DECORATED_BY = ("transformers", "torch", "kernels")
 # The argument that lets a function fuse the preceding norm and the following residual sum (hf_rocm.layers).
 FUSED = "fused"
 
-# All bindings, including those that are unbound now.
+# All bindings, including those of classes that are no longer bound.
 bindings_by_class: dict[type, Binding] = {}
 _bindings = bindings_by_class
 
-# Classes that had another library's forward when their overlay ran. They are bound once the stock forward is back.
+# Classes that had another library's forward when their overlay ran. They are bound once the stock forward is restored.
 waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 
 
@@ -82,7 +82,7 @@ class Binding:
         self.dispatcher: Forward = self.change.replacement
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        """Return self: accelerate's wrapper has the binding as an attribute and is copied with its module."""
+        """Return self, because accelerate's wrapper has the binding as an attribute and is copied with its module."""
         return self
 
     @property
@@ -109,7 +109,7 @@ def wanted(module_name: str) -> bool:
     if module_name.startswith("hf_rocm."):
         return True
     if not module_name.startswith("transformers.models."):
-        return False  # the overlay is not for a copy of the file under another name
+        return False  # the overlay does not apply to a copy of the file under another name
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
@@ -318,7 +318,7 @@ def binding_of(module: object) -> Binding | None:
 
 
 def last_binding_of(module: object) -> Binding | None:
-    """The binding of this instance's class, even if it is unbound now."""
+    """The binding of this instance's class, even if the class is no longer bound."""
     return _bindings.get(type(module))
 
 

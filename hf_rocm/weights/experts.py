@@ -46,7 +46,7 @@ class Stacked(BlockGroup):
         self.down, self.down_bias = _blocks(downs, len(self.experts))
         self.copies: ExpertCopies | None = None
         self.parts = tuple(_part(expert, name) for expert in self.experts for name in (gate, up, down))
-        # The expected state of the modules around the layers, in flat lists that are fast to check.
+        # The expected state of the modules that contain the layers, in flat lists that are fast to check.
         self._children = [(expert._modules, name) for expert in self.experts for name in names]
         self._were: list[Any] = [children[name] for children, name in self._children]
         self.activation: Any = self._were[len(names) - 1]
@@ -127,7 +127,7 @@ class Stacked(BlockGroup):
         if len(experts) != len(self.experts) or not all(map(is_, experts, self.experts)):
             self.forget(module)
             return False
-        # a child may be replaced temporarily, for example by an adapter around it, so the group is not forgotten
+        # a child may be replaced temporarily, for example by an adapter around it, so the group is kept
         if not all(map(is_, [children.get(name) for children, name in self._children], self._were)):
             return False
         if any(self._hooks) or type(experts[0]).forward is not self._forward:
@@ -135,7 +135,7 @@ class Stacked(BlockGroup):
         return not any("forward" in own for own in self._own) and all(map(is_, map(type, self._around), self._classes))
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
-        """Do nothing: the experts stay in the blocks, because copying all of them would double their memory."""
+        """Do nothing: the experts remain in the blocks, because copying all of them would double their memory."""
 
     def unshuffle(self, module: Module) -> None:
         if self.copies is not None:

@@ -42,17 +42,17 @@ def capturing() -> bool:
 
 
 def is_aliased(parameter: Tensor) -> bool:
-    """Whether another tensor uses the parameter's storage and would not follow if the parameter moved."""
+    """Whether another tensor uses the parameter's storage and would not move with the parameter."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     own = 2  # references by the parameter and by the storage object that this call creates
     return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)
 
 
 def part_memory(module: nn.Module, names: Sequence[str]) -> None:
-    """Move the weights and biases of these children to their own memory. Values and objects stay the same.
+    """Move the weights and biases of these children to their own memory. Values and objects do not change.
 
-    Parameters that share memory with other tensors, such as another model's, are not moved, because the others would
-    no longer follow them.
+    Parameters that share memory with other tensors, such as another model's, are not moved, because the other
+    tensors would no longer see their new values.
     """
     on_gpu, freed = False, 0
     for linear in (module._modules.get(name) for name in names):
@@ -69,7 +69,7 @@ def part_memory(module: nn.Module, names: Sequence[str]) -> None:
 def release_joined(weight: Tensor) -> None:
     """Release the former memory of the weights that now form this block.
 
-    Otherwise the allocator would keep this memory, which is too small for the next block. Over all blocks, it would
+    Otherwise the allocator would keep this memory, which is too small for the next block. Over all blocks, this would
     amount to a second copy of the model.
     """
     if weight.is_cuda:
@@ -79,7 +79,7 @@ def release_joined(weight: Tensor) -> None:
 
 
 def own_memory(parameter: Tensor) -> None:
-    """Copy a parameter's values to its own ordinary memory. The object stays the same."""
+    """Copy a parameter's values to its own ordinary memory. The object does not change."""
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
         parameter.data = parameter.data.clone()
 
@@ -105,7 +105,7 @@ def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -
 
 
 def _apart(part: Tensor) -> Tensor:
-    """Return a tensor over the same memory with its own storage. PyTorch exports only from the current device."""
+    """Return a tensor over the same memory with its own storage. PyTorch can only export from the current device."""
     with torch.cuda.device_of(part):
         return from_dlpack(part)
 

@@ -1,7 +1,7 @@
 """Weights that are still mapped from a file: on the CPU, a weight is read from the checkpoint when it is first used.
 
-Copying such weights while loading would read data that stock does not read, and keep it twice: in the copy and in the
-pages of the file. So they are fused at their first use, and the pages are released.
+Copying such weights while loading would read data that stock does not read, and keep it in memory twice: in the copy
+and in the pages of the file. So they are fused at their first use, and the pages are released.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _WORTH = 2**20
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """Return glibc's malloc_trim, or None if the C library is a different one."""
+    """Return glibc's malloc_trim, or None if the C library is not glibc."""
     if not sys.platform.startswith("linux"):
         return None
     function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)

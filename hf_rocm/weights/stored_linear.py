@@ -31,7 +31,7 @@ class StoredLayer(nn.Module):
 
     @staticmethod
     def is_plain(name: str) -> bool:
-        """Whether transformers can load a tensor of this name. A name with a dot would refer to a child module."""
+        """Whether transformers can load a tensor with this name. A name with a dot would refer to a child module."""
         return "." not in name
 
     def attach(self, name: str, tensor: Tensor) -> None:

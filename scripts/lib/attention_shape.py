@@ -1,6 +1,6 @@
 """Parse a stock attention forward statement by statement. An unknown statement is an error and is never ignored.
 
-Supported: separate or joined projections, norms over a head or over the whole projection, rotary positions, the cache,
+Supported: separate or joined projections, norms over a head or over the whole projection, rotary embeddings, the cache,
 the attention interface with its terms, the output projection and its dropout.
 """
 
@@ -26,8 +26,8 @@ class Part:
     head_dim: str | None = None  # set once the projection is split into heads
     moved: bool = False  # whether its layout is [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
-    chunk: int | None = None  # the index of its third of every head, in a joined projection
-    scale: str | None = None  # a factor of the queries, which can become attention's scale
+    chunk: int | None = None  # the index of its third of every head in a joined projection
+    scale: str | None = None  # a factor of the queries, which can become the scale of attention
 
 
 @dataclass

@@ -10,7 +10,7 @@ from lib.suites import REPORTS, Suite
 
 # Architectures with different instruction sets.
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
-# gfx115x has the instructions of gfx1100 and scalar floating-point ones; gfx1200 has those of gfx1201.
+# gfx115x has the instructions of gfx1100 plus scalar floating-point instructions; gfx1200 has those of gfx1201.
 RELATIVES = ("gfx1150", "gfx1151", "gfx1200")
 KERNELS = "tests/triton"
 

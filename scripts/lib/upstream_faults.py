@@ -1,10 +1,10 @@
 """A pytest plugin that injects faults into hf_rocm's operations, to show which tests detect them.
 
 The plugin is loaded with `-p upstream_faults`, in transformers' tests together with `upstream_plugin`. Every
-implementation of an operation is wrapped, so tier and route do not change. Environment variables: UPSTREAM_FAULT is the
-name of a fault. UPSTREAM_SPREAD scales the standard deviation of the weights that transformers initialises.
-UPSTREAM_FAULT_LOG is a file with one JSON line per phase of a test: its outcome, and the number of changed calls so
-far.
+implementation of an operation is wrapped, so the tier and the route do not change. Environment variables:
+UPSTREAM_FAULT is the name of a fault. UPSTREAM_SPREAD scales the standard deviation of the weights that transformers
+initialises. UPSTREAM_FAULT_LOG is a file with one JSON line per phase of a test: its outcome, and the number of changed
+calls so far.
 """
 
 from __future__ import annotations

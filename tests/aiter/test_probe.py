@@ -1,5 +1,5 @@
-"""First-use checks, in real child processes except for simulated releases: wrong kernels are found, reported once, and
-not used."""
+"""First-use checks, in real child processes except for simulated releases: wrong kernels are detected, reported once,
+and not used."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. lanes: per wave; lds: maximum bytes of local memory per workgroup; units: compute units as HIP counts
-    them."""
+    """One GPU. lanes: lanes per wave; lds: maximum bytes of local memory per workgroup; units: compute units as HIP
+    counts them."""
 
     arch: str
     lanes: int

@@ -14,7 +14,7 @@ from .machine.run import Launch
 from .machine.state import State
 from .machine.targets import TARGETS
 
-# One target per instruction set. All other targets equal one of these, except for scalar floating-point instructions.
+# One target per instruction set. Except for scalar floating-point instructions, every other target equals one of these.
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = tuple(name for name in ARCHITECTURES if TARGETS[name].cdna)
 RDNA = tuple(name for name in ARCHITECTURES if not TARGETS[name].cdna)
@@ -57,8 +57,8 @@ def execute(
 ) -> State:
     """Return the registers after the last instruction.
 
-    registers: initial bits of "v3", "a1", "s[4:5]" or "vcc". For vector registers: an array [lanes] or [waves, lanes]
-    of 4-byte elements, or one value. active: the bits of EXEC, one per lane.
+    registers: the initial bits of registers by name, such as "v3", "a1", "s[4:5]" or "vcc". For a vector register: an
+    array [lanes] or [waves, lanes] of 4-byte elements, or one value. active: the bits of EXEC, one per lane.
     """
     code = program(arch, lines)
     block = np.zeros(64, np.uint8)
@@ -81,7 +81,7 @@ def execute(
 
 
 def _sorted(state: State) -> State:
-    """Restore the order of the waves."""
+    """Sort the waves by their index."""
     order = np.argsort(state.waves)
     state.waves, state.scc = state.waves[order], state.scc[order]
     state._bind(np.ascontiguousarray(state.v[:, order]), np.ascontiguousarray(state.s[:, order]))

@@ -54,7 +54,7 @@ def source_lines(text: str) -> list[str]:
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            if match[2] != "0":  # 0: code without a source line, which counts for the line before it
+            if match[2] != "0":  # 0: code without a source line, which is counted with the line before it
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
             out.append(here)

@@ -1,4 +1,4 @@
-"""Run by test_failures.py in two ranks. They differ, their load is refused, the second one fails, or one is missing.
+"""Run by test_failures.py in two ranks: they differ, their load is refused, the second fails, or one is missing.
 
 Arguments: the fault, a checkpoint, and a folder that only one rank adds to its import path, for the faults `overlays`
 and `aiter`. Each rank prints the time at which it begins to load, and `loaded` afterwards.

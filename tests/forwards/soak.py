@@ -39,7 +39,7 @@ CHANGES = {
 
 
 class Models:
-    """The recorded model, its twin that runs the same kernels and is never recorded, and stock."""
+    """The recorded model, its twin (with the same kernels, but never recorded), and stock."""
 
     def __init__(self, name, device="cpu"):
         self.stock = make(name).to(device)
@@ -123,7 +123,7 @@ def _drawn(models, name, kind, draw, lengths):
 
 
 def _results(models, batch):
-    """The results of the recorded model. Several calls run in threads if all of them may be concurrent."""
+    """The results of the recorded model. Several calls run in threads if all of them may run concurrently."""
     if len(batch) == 1 or not all(map(_may_be_concurrent, batch)):
         return [call(models.prepared) for call in batch]
 
@@ -151,7 +151,7 @@ def _may_be_concurrent(call):
 
 def _agree(models, call, result, same, *, strictly):
     agree = same(result, call(models.twin), models.dtype)
-    if not agree:  # while a call is observed, PyTorch runs some operators in other kernels, which round differently
+    if not agree:  # while a call is observed, PyTorch runs some operators with other kernels, which round differently
         with Observed():
             agree = same(result, call(models.twin), models.dtype)
     return agree and (not strictly or close(result, call(models.stock), models.dtype))
@@ -167,7 +167,7 @@ def exactly(result, expected, dtype):
 
 
 def close(result, expected, dtype):
-    """Whether two outputs are equal except for the rounding of other kernels."""
+    """Whether two outputs are equal except for rounding differences between kernels."""
     ones, others = tensors(result), tensors(expected)
     assert type(result) is type(expected) and len(ones) == len(others) and ones
     scale = 64 * torch.finfo(dtype).eps

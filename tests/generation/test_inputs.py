@@ -19,7 +19,7 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # number of steps after the prompt, whose inputs are prepared in place
+PREPARED = NEW - 1  # number of steps after the prompt; their inputs are prepared in place
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ class Operators(TorchDispatchMode):
 
 
 def costs(model, monkeypatch):
-    """(operators, thread seconds) spent on preparing all steps of one call except the first few."""
+    """Returns (operators, seconds of thread time) for preparing all steps of one call except the first few."""
     spent = []
 
     def measured(method):
@@ -234,7 +234,7 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
 
 
 class Edits(StoppingCriteria):
-    """Changes the second newest token in place, after its keys and values were computed."""
+    """Changes the second-newest token in place, after its keys and values were computed."""
 
     def __init__(self):
         self.seen = []
@@ -248,7 +248,7 @@ class Edits(StoppingCriteria):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_tokens_changed_in_place_by_user_code_are_not_a_fault(kind, pair):
-    """Comparisons do not recompute a step if its tokens have changed since then."""
+    """A comparison does not recompute a step whose tokens have changed since the step ran."""
     prepared, stock = pair(kind)
     for _ in range(2):
         results = []

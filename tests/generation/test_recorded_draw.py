@@ -1,4 +1,4 @@
-"""A recorded draw computes the same probabilities as transformers, bitwise, and draws `multinomial`'s tokens."""
+"""A recorded draw computes transformers' probabilities bitwise, and draws the same tokens as `multinomial`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_wrong_draw_is_detected():
 
 
 def test_sums_in_another_order_are_not_a_fault(monkeypatch):
-    """On a GPU, the cumulative sum of one row may be computed in different orders, in replays and uncaptured draws."""
+    """On a GPU, the cumulative sum of a row may be computed in different orders in replays and in uncaptured draws."""
     step = SimpleNamespace(last_logits=torch.zeros((1, 61)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, [])
     recorded._varies, runs = True, itertools.count()
@@ -121,7 +121,7 @@ def test_sums_in_another_order_are_not_a_fault(monkeypatch):
 
 
 def test_stale_logits_are_a_fault_even_if_results_vary():
-    """A replay reads the logits of the previous replay, so a second replay of the same logits would be correct."""
+    """Every replay reads the logits of the previous one, so a second replay of the same logits would be correct."""
     stale, step = torch.zeros((2, 1, 61)), SimpleNamespace(last_logits=torch.zeros((1, 61)))
     recorded = RecordedDraw(EmulatedRecorder(CPU), SimpleNamespace(last_logits=stale[0]), [])
     recorded._varies, replay = True, recorded._recording.replay

@@ -85,7 +85,7 @@ def memory():
 
 @pytest.mark.first
 def test_preparing_and_saving_on_the_gpu_stay_within_the_memory_bound(tmp_path):
-    """Allocated memory stays within 1 % of stock, and reserved memory within 1 % and two allocator steps.
+    """Allocated memory is within 1 % of stock's, and reserved memory within 1 % plus two allocator steps.
 
     The peak is higher by at most the largest fused weight and two allocator steps.
     """

@@ -143,7 +143,7 @@ def test_three_threads_on_separate_streams_while_a_fourth_samples(pair):
             for _ in range(2000):
                 try:
                     torch.multinomial(torch.ones(8, device="cuda"), 2)
-                except RuntimeError as error:  # raised at the moment when a capture begins
+                except RuntimeError as error:  # raised when a capture begins
                     assert "Offset increment outside graph capture" in str(error)
                     caught.append(error)
         except Exception as error:  # noqa: BLE001  shown by the test

@@ -22,7 +22,7 @@ def test_attention(tier, shape, masked, dtype):
     mask = None
     if masked:
         mask = torch.rand(b, 1, s_q, s_k, generator=torch.Generator().manual_seed(3)) > 0.3
-        mask[..., 0] = True  # every query sees a key
+        mask[..., 0] = True  # every query sees at least one key
     rules = {"scale": d**-0.5, "causal": not masked}
     results = {}
     for entry in ("eager", tier):

@@ -267,7 +267,7 @@ def test_a_prompt_is_not_rounded(kind):
 def test_a_recorded_step_reads_the_packed_weights(kind):
     """Greedy tokens of recorded and uncaptured steps are equal.
 
-    Weights of 8 bits take half of the memory of bf16, and weights of 4 bits about a quarter.
+    8-bit weights take half the memory of bf16 weights, and 4-bit weights about a quarter.
     """
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)

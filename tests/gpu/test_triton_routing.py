@@ -1,4 +1,4 @@
-"""Expert selection in the Triton kernel on a GPU: torch.topk's experts, even with equal scores and in a graph."""
+"""The Triton kernel selects the same experts as torch.topk on a GPU, even with equal scores and in a graph."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_choose_experts(form, dtype):
 @pytest.mark.parametrize("scores", routing.SCORES)
 @pytest.mark.parametrize(("experts", "top"), SIZES)
 def test_the_experts_equal_those_of_topk_even_with_equal_scores(experts, top, scores):
-    """The logits are rounded to bf16, as those of a GEMM, so the scores at ranks k and k + 1 are equal for some tokens.
+    """The logits are rounded to bf16, like those of a GEMM, so some tokens have equal scores at ranks k and k + 1.
     With 512 experts and the largest spread, this is the case for about 40 % of the tokens.
     """
     generator = torch.Generator("cuda").manual_seed(0)

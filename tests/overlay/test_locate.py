@@ -1,4 +1,4 @@
-"""Locating the transformers to write to, and every refusal with its fix."""
+"""Locating the transformers installation to write to, and every refusal with its fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _find_spec = PathFinder.find_spec
 
 @pytest.fixture
 def path_only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Returns a function that makes folders the entire search path, and hides the virtual environment."""
+    """Returns a function that sets the search path to the given folders only, and hides the virtual environment."""
 
     def use(*folders: Path) -> None:
         monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])

@@ -1,4 +1,4 @@
-"""Forward passes equal stock's within a tolerance, and hf_rocm's path ran."""
+"""Forward passes run hf_rocm's path and equal stock's within a tolerance."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outputs(result, keep=None):
 @pytest.mark.parametrize("padding", PADDING)
 def test_outputs_equal_stock(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
-    # outputs at padding tokens are not compared, because stock's implementations also differ there
+    # outputs at padding tokens are not compared, because stock's own implementations also differ there
     keep = mask.bool()
 
     def run(model):

@@ -49,7 +49,7 @@ def windows(terms: Mapping[str, Any], more: int) -> list[Mapping[str, Any]]:
 
 
 def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, spec: Any) -> None:
-    """For machine code: run a first-use check of attention with so many keys that loops have several iterations.
+    """For machine code: run a first-use check of attention with enough keys for loops to have several iterations.
 
     The compiled variants are those of the check, because the sizes have the same remainders modulo 16.
     """
@@ -77,7 +77,7 @@ def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 in any order of the sums.
+    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 for any order of summation.
 
     Large terms cancel, so a wrong last bit of any term changes the result. Half of the results are midway between two
     numbers of the dtype, so a different rounding changes them.

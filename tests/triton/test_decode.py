@@ -161,7 +161,7 @@ def test_the_softcap_of_large_scores_is_finite(factor):
 
 
 def test_every_key_can_have_all_the_weight(monkeypatch):
-    """Every row of the batch attends to a different key, whose weight no other key can replace."""
+    """Every row of the batch attends to a different key, so a wrong weight of any key changes the output."""
     monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)

@@ -24,14 +24,14 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
-# added to the sizes; in machine code, one more size has several full blocks and the same compiled variant
+# added to the sizes; in machine code, an additional size has several full blocks and the same compiled variant
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Use several small blocks along K, and wide ones along N, because every program takes long in the interpreter."""
+    """Use several small blocks along K, and wide ones along N, because every program is slow in the interpreter."""
     monkeypatch.setattr(experts, "gate_up_tile", lambda transposed: experts.ExpertsTile(8, 16, 64, 2))
     monkeypatch.setattr(
         experts, "down_tile", lambda tokens, top, transposed, rocm: experts.ExpertsTile(8, 8, 64, 2, gcd(top, 4))
@@ -60,7 +60,7 @@ def test_every_number_of_experts_is_supported(tokens, top):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 16), (33, 16), (32, 17), (1, 1)], ids=str)
 def test_every_layout_of_the_weights_is_supported(sizes, biases, transposed, interleaved):
-    """Some sizes are multiples of the blocks, and some are not."""
+    """Some sizes are multiples of the block sizes, and some are not."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
     for further in LONGER:
         check(*drawn((2, 4, 2, *(size + further for size in sizes)), BF16, form))

@@ -25,7 +25,7 @@ from tests.triton.routed import compiled_once, here, routed
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# added to the sizes; in machine code, one more size takes several iterations of the loop
+# added to the sizes; in machine code, an additional size takes several iterations of the loop
 LONGER = (0,) if suite.gpu() is None else (0, 2080)
 
 
@@ -108,7 +108,7 @@ def test_one_pass_dequantises_as_the_reference_does(dtype):
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Convert to float64 with one number in place of NaN, so that tensors can be compared."""
+    """Convert to float64 and replace NaN with a number, so that tensors can be compared."""
     return torch.where(tensor.isnan(), 12345.0, tensor.double())
 
 
@@ -212,7 +212,7 @@ def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
 
 
 def test_without_a_grouped_gemm_experts_run_one_by_one(monkeypatch):
-    """Experts run one by one if PyTorch has no grouped GEMM, and with gradients."""
+    """Experts run one by one if PyTorch has no grouped GEMM, or if gradients are enabled."""
     tensors, keywords = drawn((experts.PAIRS, 3, 2, 32, 32), BF16)
     with options.override(tiers={"experts": "triton"}):
         monkeypatch.setattr(moe_torch, "_grouped_mm", None)

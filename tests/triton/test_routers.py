@@ -1,4 +1,4 @@
-"""Routers of models with the Triton kernel: they return stock's results, or stay stock."""
+"""Models' routers in the Triton kernel: they return stock's results, or stay stock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves that change nothing keep weight groups and their memory, so that recordings that use them stay valid."""
+"""Moves that change nothing keep weight groups and their memory, so recordings that use these groups remain valid."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ class Release:
 
 
 def unavailable(device: Device, *, portable: bool = False) -> str | None:
-    """Why no kernel of aiter can serve this device, or None. Imports aiter if everything else is in order.
+    """Why no kernel of aiter can serve this device, or None. Imports aiter unless the device rules it out.
 
-    portable: the kernel is plain HIP or Triton, so that Radeon GPUs may run it too.
+    portable: whether the kernel is plain HIP or Triton, so that Radeon GPUs may run it too.
     """
     if not device.rocm:
         return f"aiter needs an AMD GPU under ROCm, but this is {_plain(device)}"
@@ -103,7 +103,7 @@ def _named() -> bool:
 
 
 def checked(operation: str, name: str) -> Probe:
-    """The probe of a kernel of aiter. Its result is valid for the installed release."""
+    """The probe of an aiter kernel. Its result is valid for the installed release."""
     return probe.checked(operation, name, tier="aiter", version=lambda: str(release().version))
 
 

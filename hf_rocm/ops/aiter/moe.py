@@ -1,6 +1,6 @@
 """Routed experts through aiter's `fused_moe`, which sorts, multiplies and sums in a few kernels.
 
-Its 16-bit kernels require shuffled weights, and silently return wrong results for the plain order.
+Its 16-bit kernels require shuffled weights, and silently return wrong results for weights in the plain order.
 """
 
 from __future__ import annotations

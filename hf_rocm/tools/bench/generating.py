@@ -1,7 +1,7 @@
 """Timed calls of the model's `generate`, and one that returns its logits for the parity check.
 
 `generate` measures the time to the first token with a second, shorter call, not with a logits processor or a streamer:
-with one, transformers and hf_rocm choose tokens and check for the end of a call differently than in a user's call.
+with either, transformers and hf_rocm choose tokens and check for the end of a call differently than in a user's call.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _FirstFewLogits:
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
     """Generate exactly `case.new` tokens greedily, and then the first token alone with the same maximum length.
 
-    Both calls are timed from an idle device to an idle device. The time per later token is the difference between the
-    two times, divided by the number of later tokens.
+    The device is idle at the beginning and at the end of both timings. The time per later token is the difference
+    between the two times, divided by the number of later tokens.
     """
     device = ids.device
     whole = timed(lambda: call(side, ids, case.new), device)

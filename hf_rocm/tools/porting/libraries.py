@@ -10,9 +10,10 @@ from dataclasses import dataclass
 class Library:
     """A library and its counterpart.
 
-    cuda: the name of a library from NVIDIA, or of one only for NVIDIA GPUs. rocm: its counterpart. headers: prefixes of
-    the paths that C and C++ include. packages: the Python modules that contain it. hipify: whether PyTorch's extension
-    builder translates its includes and calls automatically. note: the remaining differences.
+    cuda: the name of a library from NVIDIA, or of another library that supports only NVIDIA GPUs. rocm: its
+    counterpart. headers: prefixes of the paths that C and C++ include. packages: the Python modules that contain it.
+    hipify: whether PyTorch's extension builder translates its includes and calls automatically. note: the remaining
+    differences.
     """
 
     cuda: str

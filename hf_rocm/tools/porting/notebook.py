@@ -82,7 +82,7 @@ class _Positions:
 
 
 def _python(lines: list[str]) -> list[str]:
-    """Return the lines of a cell as Python, without changing their number. Raises SyntaxError if that fails."""
+    """Return the lines of a cell as Python, without changing the number of lines. Raises SyntaxError if that fails."""
     first = next((line for line in lines if line.strip()), "")
     if first.startswith("%%"):
         magic = first[2:].split(maxsplit=1)[0] if first[2:].strip() else ""

@@ -1,6 +1,6 @@
 """Stand-ins for aiter's norms, gated activations, GEMMs and rotary embedding.
 
-Most of aiter's kernels assume dense rows and do not check this; the stand-ins do.
+Most of aiter's kernels assume dense rows and do not check this; the stand-ins check it.
 """
 
 from __future__ import annotations

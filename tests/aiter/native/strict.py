@@ -1,4 +1,4 @@
-"""Code that all stand-ins share: it records calls, raises for wrong ones, and breaks a kernel on a test's request."""
+"""Code shared by all stand-ins: it records calls, raises for wrong calls, and breaks a kernel if a test requests it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _ACCESS = re.compile(r"ds_(read|load|write|store)(2|_2addr)?(st64|_stride64)?_(\
 
 
 class Lds:
-    """The LDS of all workgroups that run at the same time, in consecutive memory. It starts as garbage."""
+    """The LDS of all workgroups that run at the same time, in consecutive memory. The initial data are arbitrary."""
 
     def __init__(self, groups: int, size: int, garbage: np.random.Generator) -> None:
         self.size = size
@@ -216,7 +216,7 @@ def _permute(c: Compiling, *, backward: bool) -> Step:
 
 
 def _transposed(c: Compiling, bits: int) -> Step:
-    """Transposing load: every 16 lanes read rows of 16 elements, 8 bytes per lane, and lane i of them gets column i."""
+    """Transposing load: each group of 16 lanes reads rows of 16 elements, 8 bytes per lane; lane i gets column i."""
     target, machine, index, counter = c.operands[0], c.machine, c.index, c.target.counters["lds"]
     address, offset = vector_reader(c.operands[1], "u"), c.take("offset", 0)
     registers = frozenset({target.register, target.register + 1})

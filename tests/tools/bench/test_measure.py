@@ -55,7 +55,7 @@ def test_a_timed_round_counts_every_token_after_the_first(model):
 
 
 def test_timed_calls_have_no_processor_or_streamer(model, monkeypatch):
-    """With one, tokens would be chosen in a different way than in a user's call."""
+    """With a processor or a streamer, tokens would be chosen in a different way than in a user's call."""
     generate, calls = type(model).generate, []
     monkeypatch.setattr(
         type(model), "generate", lambda self, **given: calls.append(given.keys()) or generate(self, **given)

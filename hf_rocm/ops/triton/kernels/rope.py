@@ -14,7 +14,7 @@ from hf_rocm.ops.triton.builds import Build
 
 @triton.jit
 def _pairs(at, there, PAIRS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr):
-    """Load the first and the second of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
+    """Load the first and the second element of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
         both = tl.load(at + column, mask=there & (column < ROTATED), other=0.0)

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """Yield the tiers of each architecture, and the problems of different architectures in one machine."""
+    """Yield the tiers of each architecture, and the problems caused by different architectures in one machine."""
     if facts.system.name != "Linux":
         return
     different = tuple(dict.fromkeys(facts.gpus))

@@ -34,7 +34,7 @@ def split_size(module: Module) -> Iterator[Place]:
 
 
 def read(setting: str, line: int) -> Iterator[Place]:
-    """Yield the findings in one setting."""
+    """Yield the findings for one setting."""
     if "max_split_size_mb" in setting:
         together = "expandable_segments:true" in setting.lower().replace(" ", "")
         yield Place(BOTH if together else SPLIT, line, setting)

@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
         key, value = layers.update_cache(self, key, value, cache, kwargs)
         key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)
-        # up to 5.3 stock's sdpa always uses this scale, for any config
+        # up to 5.3, stock's SDPA attention uses this scale for every config
         output, _ = ops.attention(query, key, value, scale=getattr(self, "scaling", self.head_dim**-0.5), **seen)
         return self.resid_dropout(self.c_proj(output.flatten(2))), None
 

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.mistral3.modeling_mistral3, 4.53 and up.
 
-Served: the norm between the vision tower and the language model. The overlays for
-their model types, such as pixtral and mistral, serve the tower and the language model.
+Served: the norm between the vision tower and the language model. The tower and the language model are
+served by the overlays for their model types, such as pixtral and mistral.
 """
 
 try:

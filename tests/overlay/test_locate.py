@@ -163,7 +163,7 @@ def test_a_transformers_of_another_environment_is_refused(
 
 def test_two_package_records_are_refused(site: Site) -> None:
     (site.path / "transformers-0.0.1.dist-info").mkdir()
-    assert "two records" in refusal(site.path).message
+    assert "several records" in refusal(site.path).message
 
 
 def test_files_and_a_record_of_different_releases_are_refused(site: Site) -> None:

@@ -277,7 +277,7 @@ def _part(part: Part) -> Iterator[str]:
         yield f"    one matrix in the checkpoint already: {', '.join(part.joined)}"
     if part.stock_because is not None and part.active:
         yield f"    stock × {part.active}: {part.stock_because}"
-    yield from (f"    last call stock × {count}: {reason}" for reason, count in part.stayed_stock.items())
+    yield from (f"    stock at the last call × {count}: {reason}" for reason, count in part.stayed_stock.items())
     if part.theirs:
         yield f"    another forward × {part.theirs}: it was set on the instance (by a Hub kernel or by you) and runs"
 

@@ -31,7 +31,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(params=[True, False], ids=["guards", "Python"])
 def compared(request, monkeypatch) -> list[str]:
-    """The names of the comparisons that ran: `guard` for PyTorch's guards, `forms` for Python."""
+    """A list with `forms` for every comparison in Python."""
     ran: list[str] = []
     described = Snapshot._described
     monkeypatch.setattr(Snapshot, "_described", lambda self: (ran.append("forms"), described(self))[1])

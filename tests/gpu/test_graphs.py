@@ -20,7 +20,9 @@ from tests.generation.conftest import counted, generate, make, outlives_steps_of
 pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503}
-FIRST = 3  # steps after the prompt whose results are not taken from a replay: first, recorded, first compared
+# number of steps after the prompt whose results are not taken from a replay: the first step, the one that is recorded,
+# and the one with the first comparison
+FIRST = 3
 
 
 @pytest.fixture

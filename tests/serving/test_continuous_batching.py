@@ -76,7 +76,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     assert ran["experts" if kind == "mixtral" else "act_and_mul"] == decoders
     (reason,) = reasons  # all layers stayed stock, for the same reason
     assert reason is not None and ("sdpa_paged" in reason or "paged|" in reason or "cache" in reason)
-    assert f"last call stock × {layers}: {reason}" in told
+    assert f"stock at the last call × {layers}: {reason}" in told
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -126,13 +126,13 @@ def test_page_tables_are_sized_for_requests_of_unknown_lengths(longest, given, c
 def test_explain_after_a_batch():
     """With flash attention, attention layers run in their overlays. With sdpa, they run their stock forward."""
     model = hf_rocm.prepare(make("llama"), force=True)
-    stayed = "last call stock × 2: the call has a paged cache (continuous batching)"
+    stayed = "stock at the last call × 2: the call has a paged cache (continuous batching)"
     batch(model)
-    assert "last call stock" not in hf_rocm.explain(model).details()
+    assert "stock at the last call" not in hf_rocm.explain(model).details()
     batching.batch(model, prompts())
     assert stayed in hf_rocm.explain(model).details()
     one_by_one(model, prompts()[:1])
-    assert "last call stock" not in hf_rocm.explain(model).details()
+    assert "stock at the last call" not in hf_rocm.explain(model).details()
 
 
 @served

@@ -191,7 +191,7 @@ SURGERY = {
     "a subclass": lambda model: setattr(model.proj, "__class__", type("Mine", (nn.Conv2d,), {})),
     "another stride": lambda model: setattr(model.proj, "stride", (7, 7)),
     "a padding": lambda model: setattr(model.proj, "padding", (1, 1)),
-    "no kernel": lambda model: setattr(model.proj, "weight", nn.Parameter(torch.randn(20, 3, 2, 2))),
+    "another kernel size": lambda model: setattr(model.proj, "weight", nn.Parameter(torch.randn(20, 3, 2, 2))),
 }
 
 
@@ -206,7 +206,7 @@ def test_changes_by_users_take_effect(surgery, before):
     hf_rocm.prepare(model, force=True)
     if not before:
         SURGERY[surgery](model)
-    if surgery == "no kernel":
+    if surgery == "another kernel size":
         with torch.no_grad():
             model.proj.weight.copy_(stock.proj.weight)
     prepared, routes = products(model, pixels)

@@ -40,7 +40,7 @@ def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if spec.grad:
         return "fused_moe has no gradient"
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.weight_dtype != spec.dtype:
-        return f"fused_moe takes fp16 or bf16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
+        return f"fused_moe needs x and weights of one dtype, fp16 or bf16, got {spec.dtype} and {spec.weight_dtype}"
     if spec.activation != "silu":
         return f"fused_moe is used only for silu, not for {spec.activation}"
     if spec.bias:

@@ -109,6 +109,6 @@ def _pretence(facts: Facts, value: str, pretended: str, real: tuple[str, ...]) -
         "override",
         what,
         means=means,
-        fix=f"unset {OVERRIDE}, with a torch that was built for {' and '.join(real) or 'this card'}; "
+        fix=f"install a torch that was built for {' and '.join(real) or 'this card'}, and unset {OVERRIDE}; "
         "if you must keep it, run `hf-rocm verify MODEL`",
     )

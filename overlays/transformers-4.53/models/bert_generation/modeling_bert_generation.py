@@ -43,5 +43,5 @@ if overlay is not None and overlay.wanted(__name__):
         given = [name for name, value in kwargs.items() if value is not None and value is not False]
         unserved = [name for name in given if name != "cache_position"]
         if unserved or any(value is not None and value is not False for value in more):
-            return f"calls with {' and '.join(unserved) or 'more positional arguments'} stay stock"
+            return f"calls with {' and '.join(unserved) or 'extra positional arguments'} stay stock"
         return None

@@ -31,7 +31,7 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         angles = kwargs.get("position_embeddings")
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments" if more or angles is None else None
+            "the call has no position embeddings, or has extra positional arguments" if more or angles is None else None
         )
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
@@ -50,7 +50,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Qwen2_5_VLVisionAttention)
     def qwen2_5_vl_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

@@ -48,7 +48,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Glm4vMoeVisionAttention)
     def glm4v_moe_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

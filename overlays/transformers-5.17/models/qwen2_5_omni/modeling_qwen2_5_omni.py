@@ -61,7 +61,7 @@ if overlay is not None and overlay.wanted(__name__):
         self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs
     ):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

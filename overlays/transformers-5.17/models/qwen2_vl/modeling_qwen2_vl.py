@@ -56,7 +56,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(VisionAttention)
     def qwen2_vl_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe, 5.3 and up.
 
-The decoder layers stay stock: they pass the type of every token to the mixture, which has separate experts for text and
-for images.
+The decoder layers stay stock: they pass the type of every token to the MoE block, which has separate experts for text
+and for images.
 """
 
 try:
@@ -44,7 +44,7 @@ if overlay is not None and overlay.wanted(__name__):
         self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs
     ):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

@@ -51,7 +51,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Qwen3_5MoeVisionAttention)
     def qwen3_5_moe_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):
         extra_reason = (
-            "the call has no position embeddings, or more positional arguments"
+            "the call has no position embeddings, or has extra positional arguments"
             if more or position_embeddings is None
             else None
         )

@@ -147,7 +147,7 @@ def in_float64(model: Any) -> Any:
 
 
 def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
-    """Seconds: median, fastest and slowest of a few rounds after a warm-up."""
+    """The median, the fastest and the slowest time of a few rounds after a warm-up, in seconds."""
     call(*arguments)
     seconds = []
     for _ in range(ROUNDS):

@@ -16,7 +16,7 @@ NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 
 
 def before_replay(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context for work on a device that waits only for the work queued so far in the current stream.
+    """Return a context in which work on the device waits only for the work queued so far in the current stream.
 
     The context can be entered several times. Only the host may use the results of the work, because no stream waits for
     it.

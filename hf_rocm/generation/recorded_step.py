@@ -201,8 +201,8 @@ def largest(outputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _logits(outputs: Mapping[str, Any]) -> Tensor | None:
-    """The logits of a step, [B, N, V]. transformers converts them to fp32, which preserves the order of all dtypes
-    except fp64.
+    """The logits of a step, [B, N, V]. transformers converts them to fp32, which preserves the order of values in all
+    dtypes except fp64.
     """
     logits = outputs.get("logits")
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.dtype == torch.float64:

@@ -26,8 +26,8 @@ from hf_rocm.overlay.replacements import Watch
 def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> dict[str, Any]:
     """Return a replacement for the stopping criteria in the arguments of a loop. It stops at the same steps.
 
-    arguments: the keyword arguments of `_sample`. tokens: with the arguments of `_assisted_decoding`, the tokens of the
-    call as far as they are known on the host. Returns the changed argument, or an empty dict if the criteria are not
+    arguments: the keyword arguments of `_sample` or `_assisted_decoding`. tokens: in assisted decoding, the tokens of
+    the call that are known on the host. Returns the changed argument, or an empty dict if the criteria are not
     replaced.
     """
     criteria = arguments.get("stopping_criteria")

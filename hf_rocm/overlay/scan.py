@@ -43,7 +43,7 @@ def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return a file's bytes, or None if it does not exist. Raises unless it is a regular file."""
+    """Return a file's bytes, or None if it does not exist. Raises `OverlayError` if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -19,8 +19,8 @@ class Call:
     """One call. model: a shape of `hf-rocm bench` or a key of `_SHAPES`. new: the number of new tokens per row.
     arguments: arguments of generate.
 
-    repeats: whether the layers of the model are silenced, so that it repeats the last token of the prompt, and the
-    number of accepted drafts is known. prompt: `random`, `one token` (lookups draft the same token, so all drafts are
+    repeats: whether the layers of the model add zeros, so that it repeats the last token of the prompt, and the number
+    of accepted drafts is known. prompt: `random`, `one token` (lookups draft the same token, so all drafts are
     accepted) or `every other` (lookups draft the tokens after the first repeated token, so all drafts are rejected).
     assistant: whether the first layers of the model draft.
     """

@@ -31,7 +31,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(params=[True, False], ids=["guards", "Python"])
 def compared(request, monkeypatch) -> list[str]:
-    """A list with `forms` for every comparison in Python."""
+    """A list to which every comparison in Python adds the entry `forms`."""
     ran: list[str] = []
     described = Snapshot._described
     monkeypatch.setattr(Snapshot, "_described", lambda self: (ran.append("forms"), described(self))[1])

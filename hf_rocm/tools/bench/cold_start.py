@@ -102,7 +102,10 @@ def child(text: str) -> None:
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
-    """Return the seconds of each stage and the memory. warmup: the first generation's minus the third's, at least 0."""
+    """Return the time of each stage in seconds, and the memory.
+
+    warmup: the time of the first generation minus that of the third, at least 0.
+    """
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):

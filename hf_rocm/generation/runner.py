@@ -331,9 +331,9 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
+    """At the end of a call, return a `Rewind` if a replay since the last comparison had nonfinite logits, else None.
 
-    If one did, recording is disabled for this model.
+    In the first case, recording is disabled for this model.
     """
     steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
     if not steps:

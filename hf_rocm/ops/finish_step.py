@@ -40,7 +40,8 @@ def finish_step(
     spec = _specification(logits, words, out, tokens, digests, doubt, further)
     try:
         serve = _operation.calls[spec]
-    except TierUnavailable:  # the user named a tier for `linear`, whose options apply
+    except TierUnavailable:
+        # the options of `linear` apply here, and the tier that the user named there can't serve this operation
         serve = torch_finish_step
     serve(logits, words, out, tokens, digests, doubt, further)
 

@@ -15,8 +15,8 @@ _ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 
 @dataclass(frozen=True)
 class Plan:
-    """One segment. cases: (kind, batch, prompt, new). run: whether it measures cases, kernels or starts of fresh
-    processes. layers, dtype: override the layers and dtype of the shape. tp: the number of GPUs of a sharded model."""
+    """One segment. cases: (kind, batch, prompt, new). run: whether it measures cases, kernels or cold
+    starts. layers, dtype: override the layers and dtype of the shape. tp: the number of GPUs of a sharded model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()

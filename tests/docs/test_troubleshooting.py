@@ -60,7 +60,7 @@ def test_doctor_prints_every_quoted_line() -> None:
 
 @pytest.fixture(scope="module")
 def dockerfile() -> list[tuple[str, str]]:
-    """(instruction, arguments) of the Dockerfile, without comments and with joined lines."""
+    """The (instruction, arguments) pairs of the Dockerfile, without comments and with continued lines joined."""
     (text,) = re.findall(r"```dockerfile\n(.*?)```", DOCKER, re.S)
     lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines]

@@ -48,8 +48,8 @@ def test_every_operation_is_listed():
 
 @pytest.mark.parametrize("operation", BUILDERS)
 def test_the_plain_tuple_names_the_fields_in_their_order(operation):
-    """For speed, the router takes a plain tuple. Its elements are variables with the names of the fields, or tests of
-    these variables for None.
+    """For speed, the router takes a plain tuple. Its elements are variables with the names of the fields, or
+    comparisons of these variables with None.
     """
     module, _, name = BUILDERS[operation].partition(".")
     function = getattr(sys.modules[f"hf_rocm.ops.{module}"], name)

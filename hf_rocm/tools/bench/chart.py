@@ -177,9 +177,9 @@ _END_TO_END = "ms per token, end to end through generate"
 
 
 def _scales(panels: Sequence[Panel]) -> list[float]:
-    """Return the longest bar that the scale of each panel is based on.
+    """Return, for each panel, the time in milliseconds that spans its full width.
 
-    Panels of one kind share the longest of their bars, unless some bars would then be too short to read.
+    It is the largest time of the panels of one kind, unless some bars would then be too short to read.
     """
     longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []

@@ -192,7 +192,7 @@ def finished(product, scale, bias, n, n_size, dtype: tl.constexpr):
 
 @triton.jit
 def gate(first, up, ACTIVATION: tl.constexpr):
-    """act(first) · up, rounded where the separate layers do."""
+    """act(first) · up, rounded where the separate layers round."""
     value = first.to(tl.float32)
     if ACTIVATION == "silu":
         value = value / (1.0 + tl.exp(-value))
@@ -225,7 +225,7 @@ def _build(
     residual: bool = False,
     arch: str | None = None,
 ) -> Build:
-    """The build for bf16 inputs on AMD; arch: the only architecture it is for, or None for all that support it."""
+    """The build for bf16 inputs on AMD GPUs. arch: the only architecture to build for; None: all that support it."""
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None

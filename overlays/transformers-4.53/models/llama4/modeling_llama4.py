@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.llama4.modeling_llama4, 4.53 to 4.55.
 
 Served: attention, the MLPs, the shared experts and the RMS norms of the text model. The vision tower stays stock, as
-do the routed experts: these releases compute them densely, and 4.54 and 4.55 use the scores of other tokens.
+do the routed experts: these releases compute them densely, and 4.54 and 4.55 multiply tokens by other tokens' scores.
 """
 
 try:

@@ -1,4 +1,7 @@
-"""Texts must be equal in fp32. In 16 bits, half of a text may differ, or twice the share that batching changes."""
+"""Texts must be equal in fp32.
+
+In 16 bits, half of the text may differ, or twice the share that batching changes in stock if that is more.
+"""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-# The stores that this process has opened; None for a store of torchrun's agent that did not answer. They stay open,
-# because the process group later uses the server that rank 0 started.
+# The stores that this process has opened; None for a store of torchrun's agent that did not answer. A store that rank 0
+# serves stays open, because the process group later uses the same server.
 _stores: list[Any] = []
 
 

@@ -17,7 +17,7 @@ from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 # The stores that this process has opened; None for a store of torchrun's agent that did not answer. A store that rank 0
-# serves keeps the port on which the process group is created later.
+# serves stays open, because the process group later uses the same server.
 _stores: list[Any] = []
 
 

@@ -204,7 +204,7 @@ def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
 
 
 def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
-    """The tile of the second GEMM. A program has one warp for each expert that it reads at a time."""
+    """The tile of the second GEMM. A program has 64 threads (32 on NVIDIA) for each expert that it reads at a time."""
     wave, experts = 64 if rocm else 32, gcd(top, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
 

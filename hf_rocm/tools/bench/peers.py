@@ -73,7 +73,7 @@ class Peers:
 
 
 def exchanged(model: Any, case: Case, ranks: int) -> Exchange:
-    """Return the exchange in one unit of a case, given the parameters that this release of transformers shards."""
+    """Return the exchanges of a decode step or a prefill, which depend on what this release of transformers shards."""
     config = model.config.get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     divided = [local(parameter).shape[0] < config.vocab_size for parameter in (table, head)]

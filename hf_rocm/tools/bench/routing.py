@@ -1,4 +1,4 @@
-"""The overhead of the router in an eager call of an operation.
+"""The overhead of routing, the selection of the implementation, in an eager call of an operation.
 
 The chosen implementation is replaced by an empty function, so that only the routing is timed. The target is below 2 µs.
 """
@@ -20,7 +20,7 @@ CALLS, ROUNDS = 5000, 7
 
 
 def routing() -> Iterator[Line]:
-    """Yield a line for each of four operations, with the router's overhead in µs: the median of several rounds."""
+    """Yield a line for each of four operations, with the routing overhead in µs: the median of several rounds."""
     x, row, weight, heads = torch.ones(1, 8), torch.ones(8), torch.ones(8, 8), torch.ones(1, 2, 1, 8)
     calls: dict[str, Callable[[], Any]] = {
         "attention": lambda: ops.attention(heads, heads, heads, scale=0.3, causal=True),

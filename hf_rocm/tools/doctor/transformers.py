@@ -18,9 +18,10 @@ class TransformersFacts:
     """The installed transformers.
 
     kernels: the required versions of the `kernels` package. overlays: the number of files per state, such as
-    `yes/verified`. refused, hint: the reason why the overlays could not be read, and the remedy. outlook: whether to
-    use a release that is newer than all checked ones. hub_rope: the version of the Hub's rotary kernel that it uses on
-    ROCm. hub_flash: whether it uses flash attention from the Hub on ROCm, to which it passes no attention sinks.
+    `yes/verified`. refused, hint: the reason why the overlays could not be read, and the remedy. outlook: for a
+    release that is newer than all checked ones, a sentence on whether to use it. hub_rope: the version of the Hub's
+    rotary kernel that it uses on ROCm. hub_flash: whether it uses flash attention from the Hub on ROCm, to which it
+    passes no attention sinks.
     """
 
     version: str | None = None

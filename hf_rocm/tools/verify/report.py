@@ -104,7 +104,7 @@ def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]
 
 
 def _final_lines(result: Verification, width: int) -> Iterator[str]:
-    """Yield lines that compare the end results with the reference and, at porting guides' tolerance, with stock."""
+    """Yield lines that compare the end results with the reference, and with stock at porting guides' tolerance."""
     rows = [check for check in result.checks if "kl" in check.numbers]
     if not rows:
         return

@@ -49,7 +49,7 @@ def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT
 
 
 def _is_plain(given: Sequence[Any], arguments: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint is a folder whose config has no quantiser, so that loading needs no change."""
+    """Return whether the checkpoint is a folder without a quantization config, so that loading needs no change."""
     if len(given) != 1 or any(arguments.get(name) is not None for name in ("config", "subfolder")):
         return False
     try:

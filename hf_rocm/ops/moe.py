@@ -48,8 +48,8 @@ def experts(
     x: [T, H] floating-point. gate_up: [E, 2I, H], gate first; down: [E, H, I]; if transposed, [E, H, 2I] and [E, I, H].
     gate_up_bias: [E, 2I] and down_bias: [E, H], both or neither. ids: [T, k] integers, 0 to E − 1, no expert twice for
     one token. weights: [T, k] floating-point; the sum is computed in the wider of their dtype and x's dtype; kernels
-    compute it in fp32. interleaved: gate and up alternate along 2I. weigh_input: multiply x by the weight instead of
-    the output. activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1)
+    compute it in fp32. interleaved: gate and up alternate along 2I. weigh_input: multiply x, instead of the output, by
+    the weight. activation: `silu`, `gelu`, `gelu_tanh`, or `clamped_swiglu`, which is (min(max(up, −limit), limit) + 1)
     · g · sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
     Raises `OptionError` for any other activation, and if only one bias is given. Shazeer et al. 2017.
     """

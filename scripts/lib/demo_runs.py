@@ -78,7 +78,7 @@ class Runs:
         return {dtype: result for dtype, result in verdict.items() if isinstance(result, dict)}
 
     def shown(self, *words: str) -> None:
-        """Run a command in the way users do, and show its output."""
+        """Run a command as users do, and show its output."""
         say(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
         output = self.output([self.environment.path / "bin" / words[0], *words[1:]])
         quoted(output)

@@ -1,4 +1,4 @@
-"""Requests of transformers' experts interface that hf_rocm serves or refuses."""
+"""Calls through transformers' experts interface that hf_rocm serves or refuses."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 
     dtype: that of the ids. rows: B. ends: the number of end tokens. padded: whether there is a padding token.
-    contiguous, wide, here: whether all tensors are contiguous, of int64, and on the device of the ids.
+    contiguous, wide, here: whether all tensors are contiguous, have dtype int64, and are on the device of the ids.
     """
 
     dtype: torch.dtype

@@ -41,7 +41,7 @@ JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose attention sco
 
 
 class Question(NamedTuple):
-    """The task of all ranks. folder: the checkpoint. blank: whether its matrices must be filled."""
+    """The task of all ranks. folder: the checkpoint. blank: whether its matrices must be filled with random values."""
 
     folder: str
     blank: bool

@@ -4,7 +4,8 @@ from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
 
 PLAIN = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
-BERT = {**PLAIN, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # no dropout: gradients are compared
+# no dropout, because gradients are compared
+BERT = {**PLAIN, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IMAGE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 IMAGE |= {"image_size": 16, "patch_size": 4}
 

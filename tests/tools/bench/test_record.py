@@ -1,4 +1,4 @@
-"""Segments are read back as written and replace older ones of the same name. Other files are refused by name."""
+"""Segments are read back as written and replace older ones of the same name. Errors about other files name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache that decode steps are recorded over: buffers at fixed addresses, with lengths that are known on the host.
+"""The cache of recorded decode steps: buffers at fixed addresses, with lengths that are known on the host.
 
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
 as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, a step

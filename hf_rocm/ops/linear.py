@@ -263,7 +263,7 @@ def _one_by_one(
     return fused_linear
 
 
-composed = _one_by_one(rms_norm, linear, act_and_mul)  # each part by the implementation that serves it
+composed = _one_by_one(rms_norm, linear, act_and_mul)  # each part runs in the implementation that serves it
 eager_fused_linear = _one_by_one(eager_rms_norm, eager_linear, eager_act_and_mul)  # the oracle
 
 

@@ -42,7 +42,7 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def grouped(call: ExpertsCall) -> Tensor:
-    """Pairs of a token and an expert, sorted by expert, through two grouped GEMMs. Differentiable."""
+    """Sort the (token, expert) pairs by expert, and run them through two grouped GEMMs. Differentiable."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1
@@ -165,7 +165,7 @@ def sorted_loop(call: ExpertsCall) -> Tensor:
 
 
 def eager(call: ExpertsCall) -> Tensor:
-    """The oracle: for every expert, the tokens that are routed to it."""
+    """The oracle: run every expert on the tokens that are routed to it."""
     x, weights = call.x, call.weights
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for expert in range(call.gate_up.shape[0]):
@@ -178,7 +178,7 @@ def eager(call: ExpertsCall) -> Tensor:
 
 
 def _one(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
-    """One expert's gated MLP on its rows."""
+    """Run one expert's gated MLP on its rows."""
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         matrix = weight[expert]
@@ -188,7 +188,7 @@ def _one(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
 
 
 def _gate(h: Tensor, form: Form) -> Tensor:
-    """[..., 2I] to [..., I]."""
+    """Apply the gate: [..., 2I] to [..., I]."""
     return torch_act_and_mul(h, form.activation, form.interleaved, form.limit, form.alpha)
 
 

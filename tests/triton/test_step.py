@@ -16,7 +16,7 @@ BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 
 def finished(logits, further=None, run=routed):
-    """(copy, tokens, digests, doubt)"""
+    """Returns (copy, tokens, digests, doubt)."""
     out = torch.full_like(logits, 7)
     tokens = torch.full(logits.shape[:2], -1)
     digests, doubt = torch.tensor(BEFORE), torch.zeros(())

@@ -49,7 +49,10 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Return bytes and FLOPs of a forward pass over the prompt or image. A causal head runs on one position per row."""
+    """Return bytes and FLOPs of a forward pass over the prompt or image.
+
+    For a prompt, the head runs on one position per row.
+    """
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"
     weights = Weights.of(model)

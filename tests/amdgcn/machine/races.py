@@ -87,7 +87,7 @@ def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], 
 
 
 def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) -> np.ndarray:
-    """Where a write stores the final value, or a read is by a wave that stored this value too: bool [n, parts]."""
+    """Which writes store the final value, or which reads are by a wave that also stored it: bool [n, parts]."""
     dtype = np.dtype(f"u{min(unit, 8)}")
     content = np.zeros((size // unit + 1, max(1, unit // 8)), dtype)
     for write in writes:

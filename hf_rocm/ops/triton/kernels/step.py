@@ -1,8 +1,8 @@
 """The end of a decode step: the largest logits, a copy and a digest of them, and a check for values that aren't finite.
-The tokens that were chosen are appended in another kernel, after the logits were processed.
+Another kernel appends the chosen tokens after the logits have been processed.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
-descending column. So one maximum returns the first of the largest logits, in two stages.
+descending column. So a maximum, computed in two stages, selects the first of the largest logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def logits_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One of PARTS pieces of a row, and an equal share of the words."""
+    """Process one of the PARTS pieces of a row, and an equal share of the words."""
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def finish_kernel(
     KEPT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program with one wave for all rows, so that it reads all digests before it writes any of them."""
+    """Process all rows in one program with one wave, so that all digests are read before any of them is written."""
     row = tl.arange(0, ROWS)
     at = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
     there = (row < count)[:, None]
@@ -102,7 +102,7 @@ def append_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of one row; the first program also finds the unfinished rows."""
+    """Write BLOCK columns of one row; the first program also determines the unfinished rows."""
     this = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(ids + this * length + column, mask=column < length, other=0)

@@ -46,7 +46,7 @@ def _sums(integers: Tensor) -> Tensor:
 def rows(tensor: Tensor) -> Tensor:
     """The elements of a tensor as [R, N / R], R at most `ROWS`. Adding up each row, then the sums, takes two kernels.
 
-    One kernel that adds up the logits of a token takes several times as long, since PyTorch runs it on few cores.
+    One kernel that adds up the logits of a token takes several times as long, since it runs on few compute units.
     """
     count = math.gcd(tensor.numel(), ROWS)
     return tensor.reshape(count, tensor.numel() // count)

@@ -49,7 +49,7 @@ def pack(codes: Tensor) -> Tensor:
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantise blocks [..., K / 32, 16] with scales [..., K / 32], rounding once to dtype. Returns [..., K].
 
-    Only a magnitude outside the range of dtype is changed.
+    A number is changed only if it exceeds the range of dtype or is subnormal in dtype.
     """
     wide = torch.promote_types(dtype, torch.float32)
     numbers = _numbers(blocks.device)[blocks.int()].to(wide)  # [..., K / 32, 16, 2]

@@ -126,5 +126,5 @@ def fewer_rows(n: int, k: int, step: int = 64) -> int:
 
 
 def small_window(spec: Any) -> Any:
-    """The kind of an attention specification, with a window that is shorter than the cases."""
+    """The kind of an attention specification, with a window that is shorter than the sequences of the cases."""
     return spec if spec.window is None else spec._replace(window=min(spec.window, WINDOW))

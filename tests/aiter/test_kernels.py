@@ -1,4 +1,4 @@
-"""Operations of the tier with the real aiter package: the expected kernels and arguments, and correct results."""
+"""Operations of the aiter tier with the real package: the expected kernels and arguments, and correct results."""
 
 from __future__ import annotations
 

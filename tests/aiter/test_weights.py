@@ -1,4 +1,4 @@
-"""Routed layers and shuffled weights with the real package: kernels and refusals."""
+"""Routed layers and shuffled weights with the real aiter package: kernels and refusals."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NO_DESCRIPTOR = 2**20
 NOWHERE = "/nowhere/at/all"
 BEGIN = "/the/command/begins/here"
 READY = "ready for strace"
-# PR_SET_PTRACER and PR_SET_PTRACER_ANY. By default, some systems allow only a parent to trace a process.
+# PR_SET_PTRACER and PR_SET_PTRACER_ANY. By default, some systems allow only an ancestor to trace a process.
 _ANY_TRACER = 0x59616D61, 2**64 - 1
 _DIRECTORY_ENTRIES = {"x86_64": 217, "aarch64": 61}
 

@@ -16,7 +16,7 @@ IMPORT = Rule(
     "import it inside `try: … except ImportError`, or only `if torch.version.hip is None`",
 )
 
-# Package → words, besides those of its own name, in names that test for it, such as `HAS_TRT`.
+# Package → words that occur in the names of flags for it, such as `HAS_TRT`, in addition to those of its own name.
 _ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
 
 

@@ -14,7 +14,7 @@ LOAD = Load(2, None, 5, 4, 9, 3)
 # Two streamed answers of 3 tokens, one whole answer, and two failures: 9 tokens in 2 seconds.
 ANSWERS = (
     Answer(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
-    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens arrived in one piece
+    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens arrived in one chunk
     Answer(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
     Answer(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
     Answer(1.0, 1.1, error="HTTP 500", detail="no memory"),

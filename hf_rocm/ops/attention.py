@@ -1,6 +1,6 @@
 """attention: softmax(q kᵀ · scale) v with grouped key/value heads, which are never expanded.
 
-One definition for all tiers. Causality and the window are aligned bottom-right: query i of S_q is at position
+All tiers use the same definition. Causality and the window are aligned bottom-right: query i of S_q is at position
 S_k − S_q + i. The output of a query before the first key is zero. If the mask alone hides every key from a query, as
 for a padding token, the output is finite but undefined: it is zero in the eager tier, and whatever SDPA returns in the
 torch tier.

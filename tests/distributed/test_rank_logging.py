@@ -1,4 +1,4 @@
-"""Messages of all ranks are logged once, by rank 0, and messages that only another rank emits are also logged."""
+"""Messages that every rank emits are logged once, by rank 0. Messages that only another rank emits are logged, too."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 
 
 def padded_families() -> list[str]:
-    """The families whose calls are padded to a bucket of lengths."""
+    """The families whose calls are padded to a bucket length."""
     return [name for name, (*_, image) in FAMILIES.items() if not image and name != "clip-text"]
 
 

@@ -44,7 +44,7 @@ KINDS = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 10}),
-    # as transformers selects from 5.21 on, because SDPA has no softcap
+    # eager attention, which transformers selects from 5.21 on, because SDPA has no softcap
     "gemma2": ("Gemma2", {"sliding_window": 10, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}),
     "gemma3": ("Gemma3", {"sliding_window": 10, "query_pre_attn_scalar": 8, "num_hidden_layers": 3}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -35,7 +35,7 @@ def test_a_comparison_with_another_implementation_is_repeated(pair, monkeypatch)
 
     def uncaptured(model, *rest):
         compared.append(model)
-        if 5 < len(compared) < 11:  # in three comparisons; the second run of the third one agrees
+        if 5 < len(compared) < 11:  # the runs of three comparisons, except the second run of the third one
             with call_of_another_thread(model):
                 return run(model, *rest)
         return run(model, *rest)

@@ -265,7 +265,7 @@ def _builds(
     sinks: bool = False,
     lse: bool = False,
 ) -> Iterator[Build]:
-    """Builds for CDNA, gfx11 and gfx12, whose tiles differ. The predicate refuses large heads on gfx11."""
+    """Builds for CDNA, gfx11 and gfx12, whose tiles differ. Head dims above 128 are refused on gfx11."""
     strides = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}

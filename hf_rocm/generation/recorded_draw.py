@@ -38,7 +38,7 @@ class RecordedDraw(Recorded):
     [B, V] fp32.
     """
 
-    alarms = False  # logits that are not finite already raise the alarm in the recorded step
+    alarms = False  # the alarm of the recorded step already detects logits that are not finite
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
         logits = step.last_logits

@@ -40,7 +40,7 @@ KNOWN = frozenset(
 class Watches(NamedTuple):
     """The functions that a model's classes call, and those that are compared before each step.
 
-    foreign: a sentence with the first of these functions that belongs to none of the `KNOWN` packages, or None.
+    foreign: a sentence that names the first of these functions outside the `KNOWN` packages, or None.
     """
 
     call: Watch

@@ -44,7 +44,7 @@ _SOURCE = (
 # hf_rocm's own arguments, which are not passed to transformers.
 _OWN = ("auto_class", "force", "preshuffle", "budget", "linear_backend", "quantize", "graphs")
 
-# Parts of the messages for damaged files, by torch and safetensors, and for weights with other shapes, by transformers.
+# Parts of the messages of torch and safetensors for damaged files, and of transformers for weights of other shapes.
 _UNUSABLE_WEIGHTS = ("PytorchStreamReader", "deserializing", "ignore_mismatched_sizes", "size mismatch")
 
 

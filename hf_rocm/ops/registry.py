@@ -243,7 +243,7 @@ def recording() -> Iterator[list[Route]]:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[list[Route]]:
-    """`recording`, and call `watcher` with the operation's name and the result of every call within the block."""
+    """Like `recording`, but also call `watcher` with the operation's name and the result of every call in the block."""
     _watchers.append(watcher)
     try:
         with recording() as routes:

@@ -86,7 +86,7 @@ LAYOUTS = (
         untuned=_SHUFFLED,
         key=("gfx", "cu_num", *_SHUFFLED),
         tuner="csrc/gemm_a16w16/gemm_a16w16_tune.py",
-        # by default it writes results after every 100 shapes, which would be lost if it were stopped earlier
+        # by default it writes results only after every 100 shapes, and loses them if it is stopped earlier
         options=("--batch", "8"),
     ),
 )

@@ -33,8 +33,8 @@ KNOWN = (
         dtype=torch.bfloat16,
         multiple=64,
         rows=128,
-        source="AMD's port of openpi, MI350: assembly kernels on shuffled weights 20 to 32 % faster at M = 788 in "
-        "isolation, slower for few rows",
+        source="AMD's port of openpi, MI350: assembly kernels on shuffled weights are 20 to 32 % faster at M = 788 in "
+        "isolation, and slower for few rows",
     ),
 )
 

@@ -33,7 +33,7 @@ def test_heads_are_those_of_the_calls(case, trio):
 
 
 @params([case for case in CASES if case.overlay in ("bloom", "mpnet", "mt5", "t5")])
-def test_a_bias_by_position_is_a_mask(case, trio):
+def test_a_position_bias_is_a_mask(case, trio):
     prepared, _, _ = trio()
     listed = [
         spec for module in prepared.modules() for spec in of_attention(module, torch.float32, torch.device("cpu"))

@@ -50,7 +50,7 @@ def nobody(monkeypatch):
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Place(3, 4, 1)),
     ],
 )
-def test_the_place_of_a_rank_is_read_from_the_environment(environ, expected, monkeypatch):
+def test_rank_world_size_and_local_rank_are_read_from_the_environment(environ, expected, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert place() == expected

@@ -95,7 +95,7 @@ def test_drafts_tokens_and_draws_equal_stock(sampled, schedule, trio):
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
-def test_windows_keep_what_rejected_drafts_covered(kind, pair):
+def test_rejected_drafts_lose_no_keys_of_a_window(kind, pair):
     """Windows move while an assistant drafts, and its drafts are longer than the spare rows of its buffers."""
     prepared, stock = pair()
     drafting = make(kind)
@@ -175,7 +175,7 @@ FAULTS = [faults.garbage, faults.node_dropped, faults.stale_input, faults.stale_
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_draft_is_noticed_and_the_call_begins_again(fault, sampled, trio, faulty):
+def test_a_wrong_draft_is_detected_and_the_call_begins_again(fault, sampled, trio, faulty):
     ours, stocks = trio(graphs=None)
     faulty(ours[1], fault, first=4)
     for seed in range(2):
@@ -194,7 +194,7 @@ def test_a_wrong_draft_never_reaches_a_streamer(trio, faulty):
     assert streamers[0].values == streamers[1].values and known(ours[1]).disabled is not None
 
 
-def test_nonfinite_drafts_are_noticed(trio, faulty):
+def test_nonfinite_drafts_are_detected(trio, faulty):
     """At the end of a call, the step's alarm reports values that are not finite."""
     ours, stocks = trio(graphs=None, schedule="constant")
     faulty(ours[1], faults.garbage, first=10**9)
@@ -206,7 +206,7 @@ def test_nonfinite_drafts_are_noticed(trio, faulty):
     assert known(ours[1]).disabled is not None and known(ours[0]).disabled is None
 
 
-def test_a_fault_in_a_draft_that_is_not_compared_costs_acceptance_only(trio, faulty, monkeypatch):
+def test_a_fault_in_a_draft_that_is_not_compared_only_lowers_the_acceptance_rate(trio, faulty, monkeypatch):
     ours, stocks = trio(graphs=None)
     faulty(ours[1], faults.garbage, first=2)
     monkeypatch.setattr("hf_rocm.generation.schedule.Schedule.due", property(lambda self: self.replays == 0))

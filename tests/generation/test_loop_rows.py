@@ -54,7 +54,7 @@ def ends_of(tokens, at):
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("at", [(), (12,), (9, 15)], ids=str)
-def test_rows_end_like_stocks(at, rows, how, pair, appended, stop_check):
+def test_rows_end_at_the_same_steps_as_in_stock(at, rows, how, pair, appended, stop_check):
     prepared, stock = pair()
     inputs = prompt(rows=rows)
     ends = ends_of(generate(stock, inputs, new=25, seed=0, **how), at)

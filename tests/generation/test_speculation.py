@@ -151,7 +151,7 @@ def test_each_number_of_drafts_has_a_recording(pair, drafted):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 0.8}, {"eos_token_id": [5, 17, 40]}])
-def test_sampling_draws_stocks_numbers(arguments, pair, drafted):
+def test_sampling_draws_the_same_random_numbers_as_stock(arguments, pair, drafted):
     prepared, stock = pair()
     for seed in range(4):
         how = {"do_sample": True, "top_k": 3, "temperature": 0.6, **arguments}

@@ -270,7 +270,7 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
 
 @pytest.mark.parametrize("vocabulary", [61, 64, 1000, 1536])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_largest_logit_in_two_stages_is_that_of_one(dtype, vocabulary):
+def test_argmax_in_two_stages_equals_argmax_in_one(dtype, vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     for values in (3, 1000):  # with 3 values, many of the largest logits are equal
         logits = torch.randint(0, values, (2, 5, vocabulary), generator=generator).to(dtype)

@@ -113,7 +113,7 @@ def test_force_false_overrides_the_environment(llama, monkeypatch):
     assert bind.mode_of(hf_rocm.from_pretrained(llama).model.layers[0].self_attn) == bind.ON
 
 
-def test_a_model_without_an_overlay_comes_back_stock_with_the_reason(tmp_path):
+def test_a_model_without_an_overlay_stays_stock_and_explain_gives_the_reason(tmp_path):
     config = transformers.OpenAIGPTConfig(vocab_size=99, n_embd=16, n_layer=1, n_head=2, n_positions=32)
     transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
     model = hf_rocm.from_pretrained(tmp_path, force=True)

@@ -143,7 +143,7 @@ def test_the_torch_tier_equals_eager_and_records_its_shapes():
     ]
 
 
-def test_a_required_tier_is_named_beforehand():
+def test_a_required_tier_that_cannot_serve_is_reported_before_the_call():
     x = torch.ones(1)
     assert delta.refused_in(x) is None
     required = {**options.current().aiter, "attention": options.Switch.REQUIRED}

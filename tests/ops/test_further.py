@@ -70,7 +70,7 @@ def test_log_sum_exp_of_packed_sequences(tier, dtype):
 
 
 @each_tier
-def test_attention_to_parts_of_the_keys_is_combined_by_their_log_sum_exp(tier):
+def test_attention_over_parts_of_the_keys_can_be_combined_with_log_sum_exp(tier):
     query, key = random(5, 4, 8, dtype=torch.float32), random(12, 2, 8, dtype=torch.float32, seed=1)
     value = random(12, 2, 8, dtype=torch.float32, seed=2)
 

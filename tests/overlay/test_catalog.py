@@ -74,7 +74,7 @@ def test_a_symbolic_link_is_not_an_overlay(tmp_path: Path) -> None:
     assert Catalog(tmp_path).models() == []
 
 
-def test_an_invalid_range_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_range_names_it(tmp_path: Path) -> None:
     directory(tmp_path, "5.0", "five and up", "llama")
     with pytest.raises(OverlayError) as refused:
         Catalog(tmp_path)
@@ -127,7 +127,7 @@ def test_a_model_may_have_its_own_range_and_an_older_directory_serves_the_rest(t
     assert result.leaves_out("llama", "6.0.0") is None, "the directory's own range needs no reason"
 
 
-def test_an_invalid_range_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_range_of_a_model_names_it(tmp_path: Path) -> None:
     directory(tmp_path, "5.0", ">=5.0,<6", "llama")
     limit(tmp_path, "5.0", "llama", "five and up", "")
     with pytest.raises(OverlayError) as refused:

@@ -79,7 +79,7 @@ def test_a_rocm_torch_and_its_triton_are_not_replaced(naming: str, wheel: Path, 
     assert not [name for name in result if name.startswith("nvidia-")], result
 
 
-def test_without_a_torch_one_would_be_installed(wheel: Path, tmp_path: Path) -> None:
+def test_pip_would_install_a_missing_torch(wheel: Path, tmp_path: Path) -> None:
     """Proves that the test above can fail: pip reports torch if it would install torch.
 
     The test provides torch as an empty wheel with a newer version. Otherwise pip would download the index's wheel with

@@ -63,7 +63,7 @@ def test_a_hanging_test_ends_its_suite_and_is_named(
     assert "in test_that_hangs" in capsys.readouterr().out
 
 
-def test_a_selection_of_the_user_may_be_empty(lib: SimpleNamespace) -> None:
+def test_a_users_selection_may_be_empty(lib: SimpleNamespace) -> None:
     assert outcome(lib, 5, None, may_be_empty=True).failed == 0
 
 

@@ -58,7 +58,7 @@ def run(model, calls, **arguments):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("delivery", ["prepared", "overlays"])
-def test_it_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
+def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, monkeypatch):
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)
     instances = {index: object() for index in range(stock.config.num_hidden_layers)}
@@ -140,7 +140,7 @@ def equip(model):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_its_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
+def test_engine_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
     """All parts that an engine replaced run as often as in stock. The compiled model has no graph breaks."""
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)

@@ -94,7 +94,7 @@ def test_network_interfaces_that_do_not_exist_are_a_problem(good: Facts, name: s
     assert levels(ranks(facts)) == ["problem"] * wrong
 
 
-def test_an_unresolved_host_name_matters_on_several_machines_only(good: Facts) -> None:
+def test_an_unresolved_host_name_matters_only_on_several_machines(good: Facts) -> None:
     lost = with_host(good, resolves=False, interfaces=("lo", "eno1"))
     alone = with_environment(lost, **TORCHRUN, LOCAL_WORLD_SIZE="2")
     assert levels(ranks(alone)) == ["ok"]

@@ -168,7 +168,7 @@ def test_the_custom_op_passes_opcheck():
     torch.library.opcheck(torch.ops.hf_rocm.triton_experts.default, (*arguments, *form), test_utils=checks)
 
 
-def test_only_few_pairs_are_served():
+def test_only_a_few_pairs_are_served():
     tiers = []
     for tokens in (experts.PAIRS // 2, experts.PAIRS // 2 + 1):
         tensors, _ = drawn((tokens, 3, 2, 16, 8), BF16, {})

@@ -195,7 +195,7 @@ def test_the_custom_op_passes_opcheck():
 
 @pytest.mark.parametrize("at_once", [2, 7])
 @each_dtype
-def test_more_pairs_are_dequantised(at_once, dtype, monkeypatch):
+def test_with_more_than_256_pairs_the_experts_are_dequantised(at_once, dtype, monkeypatch):
     """All experts are dequantised together, or as many as fit into temporary memory. The last expert has no tokens."""
     assert "more than 256 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))
     monkeypatch.setattr(experts, "PAIRS", 6)

@@ -131,7 +131,7 @@ def test_without_a_page_map_they_are_fused_when_they_are_loaded(checkpoint, monk
 
 
 @pytest.mark.parametrize("where", ["a mapped file", "memory"])
-def test_on_rocm_weights_on_the_cpu_wait_for_a_gpu(checkpoint, monkeypatch, where):
+def test_on_rocm_weights_on_the_cpu_stay_pending_until_a_move_to_a_gpu(checkpoint, monkeypatch, where):
     monkeypatch.setattr(preparing, "is_rocm", lambda: True)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     model = hf_rocm.from_pretrained(checkpoint) if where == "a mapped file" else hf_rocm.prepare(models.build())

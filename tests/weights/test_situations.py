@@ -179,7 +179,7 @@ def test_a_pickle_can_be_loaded_without_hf_rocm(model, tmp_path):
     follows(torch.load(tmp_path / "again.pt", weights_only=False), GROUPS)
 
 
-def test_memory_shared_with_processes_stays_shared(model):
+def test_memory_shared_with_other_processes_stays_shared(model):
     model.share_memory()
     assert all(parameter.is_shared() for parameter in model.parameters())
     follows(model, 0)

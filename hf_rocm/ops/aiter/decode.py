@@ -65,7 +65,10 @@ def _gain(spec: DecodeSpec, device: Device) -> str | None:
         return None
     if split.refuses(spec, device) is not None:
         return None
-    return "mha_fwd uses one workgroup for each key head and needs running sums; our decode kernel splits the keys"
+    return (
+        "mha_fwd uses one workgroup for each key head and needs cumulative sequence lengths; hf_rocm's decode kernel "
+        "splits the keys"
+    )
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, sinks: Tensor | None, scale: float) -> Tensor:

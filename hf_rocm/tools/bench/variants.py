@@ -159,7 +159,7 @@ def twin(model: Any) -> Any:
     """
     from hf_rocm.loading.prepare import REPORT, restore
 
-    assert REPORT not in model.__dict__, "twins are made before the model is prepared"
+    assert REPORT not in model.__dict__, "copies must be made before the model is prepared"
     shared = [*model.parameters(), *model.buffers()]
     return restore(copy.deepcopy(model, {id(tensor): tensor for tensor in shared}))
 

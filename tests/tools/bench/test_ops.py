@@ -62,7 +62,7 @@ def test_the_floor_of_a_gemm_is_the_longer_of_memory_and_compute_time():
     assert line.floor == pytest.approx(1e6 * max(4 * (256 * 256 + 2 * 512) / 1e10, 2 * 2 * 256 * 256 / 1e11))
 
 
-def test_router_overhead_is_measured_with_empty_kernels(monkeypatch):
+def test_routing_overhead_is_measured_with_an_empty_implementation(monkeypatch):
     monkeypatch.setattr(routing, "CALLS", 50)
     monkeypatch.setattr(routing, "ROUNDS", 3)
     result = list(routing.routing())
@@ -71,7 +71,7 @@ def test_router_overhead_is_measured_with_empty_kernels(monkeypatch):
     assert not any(operations()[outcome.case].choices for outcome in result)
 
 
-def test_a_run_is_a_segment_and_an_encoder_is_refused():
+def test_a_run_returns_a_segment_and_refuses_an_encoder():
     sizes = {"rows": (1,), "batches": (1,), "keys": (8,), "prompt": 8}
     done = ops_run.compare_ops(Subject(None, "small", CPU), ["rope"], **sizes, segment="x", progress=lambda text: None)
     assert done.kernels and not done.results and done.kernels[0]["operation"] == "rope"

@@ -36,5 +36,5 @@ def test_a_difference_within_the_noise_is_labelled(stock, expected):
 
 
 @pytest.mark.parametrize(("layers", "name"), [(None, "small"), (1, "small, 1 layer"), (2, "small, 2 layers")])
-def test_the_name_counts_the_layers(layers, name):
+def test_the_name_contains_the_number_of_layers(layers, name):
     assert Subject(None, "small", torch.device("cpu"), None, layers).name == name

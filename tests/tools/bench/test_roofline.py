@@ -28,7 +28,7 @@ def test_in_a_prefill_the_head_processes_only_the_last_token(model):
     assert flops == 2 * (2 * LAYER * 10 + 2 * V * H + 4 * 4 * D * 10 * 11 / 2)
 
 
-def test_the_floor_is_the_longer_of_both_times(model):
+def test_the_floor_is_the_longer_of_the_two_times(model):
     case = Case("decode", 1, 8, 2)
     slow = roofline.floor(model, case, Rates(copy=1e9, matmul=1e15))
     assert slow.by == "memory" and slow.milliseconds == pytest.approx(1000 * slow.bytes / 1e9)

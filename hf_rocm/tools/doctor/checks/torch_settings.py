@@ -76,7 +76,7 @@ def _tunable(facts: Facts) -> Iterator[Finding]:
         "tunableop",
         "TunableOp is on, and tunes every new shape",
         means="the first call of a shape takes seconds to minutes; aiter's kernels are not tried",
-        fix="hf-rocm tune MODEL once, or set PYTORCH_TUNABLEOP_TUNING=0 after tuning",
+        fix="run hf-rocm tune MODEL once, or set PYTORCH_TUNABLEOP_TUNING=0 after tuning",
     )
 
 

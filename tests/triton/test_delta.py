@@ -17,7 +17,7 @@ from tests.triton.routed import compiled_once, here, routed
 SIZES = {
     "shared": {},
     "one each": {"shared": 1, "groups": 1, "batch": 1},
-    "three of one": {"shared": 3, "groups": 2, "key_dim": 12, "value_dim": 20},
+    "three value heads per key head": {"shared": 3, "groups": 2, "key_dim": 12, "value_dim": 20},
     "wide values": {"key_dim": 5, "value_dim": 33, "taps": 2},
     "wide keys": {"key_dim": 24, "value_dim": 16, "taps": 3},
     "contiguous": {"joined": False, "key_dim": 16, "value_dim": 16},

@@ -20,7 +20,7 @@ SIZES = {
     "two chunks": {"length": 37, "shared": 2, "batch": 1, "groups": 2},
     "fresh": {"length": 33, "fresh": True, **SMALL},
     "shorter than the taps": {"length": 2, "fresh": True, "batch": 2, "groups": 1},
-    "three of one": {"length": 65, **SMALL, "shared": 3, "key_dim": 20, "value_dim": 40},
+    "three value heads per key head": {"length": 65, **SMALL, "shared": 3, "key_dim": 20, "value_dim": 40},
     "one block of keys": {"length": 33, "key_dim": 24, **SMALL},
     "two taps": {"length": 16, "taps": 2, "batch": 2, "groups": 1, "shared": 1},
     "contiguous": {"length": 5, "joined": False, **SMALL, "key_dim": 72, "value_dim": 16},

@@ -45,7 +45,7 @@ def test_01_other_environments_and_caches_are_unchanged(environments: Make, tool
         changed = {path for path in before if after.get(path) != before[path]}
         listed = {str(one.site.model(model).relative_to(one.path)) for model in MODELS}
         assert changed == (listed if command == "install-overlays" else set())
-        assert after.keys() - before.keys() <= {".lock"}, "more than uv's lock is new"
+        assert after.keys() - before.keys() <= {".lock"}, "files other than uv's lock were added"
         assert {place: hashes(place) for place in elsewhere} == elsewhere
 
 

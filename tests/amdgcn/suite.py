@@ -60,6 +60,7 @@ FEW = {
     "test_norm": "test_rms_norm",
     "test_rope": "test_rope",
     "test_routing": "test_choose_experts",
+    "test_step": "test_finish_step",
 }
 
 LAST = "test_machine_code"

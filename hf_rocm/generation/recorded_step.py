@@ -15,7 +15,7 @@ from hf_rocm.generation.recorder import Recorder, Recording
 from hf_rocm.generation.schedule import BACK, Schedule
 from hf_rocm.generation.static_buffers import resident
 from hf_rocm.generation.step import Inputs, Unrecordable
-from hf_rocm.ops.bits import rows, sum_of_bits
+from hf_rocm.ops.bits import add_doubt, append_digest, sum_of_bits
 from hf_rocm.ops.finish_step import argmax
 
 
@@ -55,10 +55,13 @@ class Recorded:
 
     def _write(self, outputs: Sequence[Tensor]) -> None:
         """Copy the outputs to their memory and check them. Called within the recorded work."""
-        for place, tensor in zip(self.tensors, outputs, strict=True):
+        self._copy(self.tensors, outputs)
+
+    def _copy(self, places: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        for place, tensor in zip(places, outputs, strict=True):
             place.copy_(tensor)
         if self.alarms:
-            self.alarm.watch(self.tensors)
+            self.alarm.watch(places)
 
     @property
     def proved(self) -> bool:
@@ -121,17 +124,16 @@ class RecordedStep(Recorded):
         self.alarm.number.zero_()
 
     def _write(self, outputs: Sequence[Tensor]) -> None:
+        places, outputs = [*self.tensors], [*outputs]
         if self.tokens is None:
-            super()._write(outputs)
-            self.digests.copy_(torch.cat((self.digests[1:], sum_of_bits(outputs))))
+            self._copy(places, outputs)
+            append_digest(self.digests, sum_of_bits(outputs))
             return
         index = self._names.index("logits")
-        further = [*outputs[:index], *outputs[index + 1 :]]
-        for place, tensor in zip([*self.tensors[:index], *self.tensors[index + 1 :]], further, strict=True):
-            place.copy_(tensor)
-        self.alarm.watch(further)
-        digest = sum_of_bits(further) if further else None
-        ops.finish_step(outputs[index], self.tensors[index], self.tokens, self.digests, self.alarm.number, digest)
+        out, logits = places.pop(index), outputs.pop(index)
+        self._copy(places, outputs)
+        further = sum_of_bits(outputs) if outputs else None
+        ops.finish_step(logits, out, self.tokens, self.digests, self.alarm.number, further)
 
     @property
     def logits(self) -> Tensor:
@@ -176,7 +178,7 @@ class Alarm:
         """Check the outputs [..., V] that have a floating-point dtype. Runs within the recorded step."""
         for output in outputs:
             if output.is_floating_point():
-                self.number.add_(rows(output).sum(-1, dtype=torch.float32).sum(), alpha=0)
+                add_doubt(self.number, output)
 
     def rings(self, replays: int) -> bool:
         """Whether a replay up to the previous copy raised the alarm; False between copies. Does not wait.

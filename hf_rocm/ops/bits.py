@@ -50,3 +50,13 @@ def rows(tensor: Tensor) -> Tensor:
     """
     count = math.gcd(tensor.numel(), ROWS)
     return tensor.reshape(count, tensor.numel() // count)
+
+
+def append_digest(digests: Tensor, digest: Tensor) -> None:
+    """Drop the first digest, [K] int64, and append this one, [1]."""
+    digests.copy_(torch.cat((digests[1:], digest)))
+
+
+def add_doubt(doubt: Tensor, values: Tensor) -> None:
+    """Add 0 to doubt, [] fp32, if all values are finite, and NaN otherwise."""
+    doubt.add_(rows(values).sum(-1, dtype=torch.float32).sum(), alpha=0)

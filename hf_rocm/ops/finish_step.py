@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.bits import ROWS, sum_of_words
-from hf_rocm.ops.bits import rows as rows_of
+from hf_rocm.ops.bits import ROWS, add_doubt, append_digest, sum_of_words
 from hf_rocm.ops.bits import words as words_of
 from hf_rocm.ops.probe_cases import Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
-from hf_rocm.ops.specs.step import FinishStepSpec
+from hf_rocm.ops.specs.step import FinishStepCall, FinishStepSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 from hf_rocm.ops.triton.launch import power_of_two
@@ -36,35 +35,26 @@ def finish_step(
     this step is appended: the sum of the bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1]
     int64. doubt: [] fp32, to which 0 is added if all logits are finite, and otherwise another number or NaN.
     """
-    words = words_of(logits)
-    spec = _specification(logits, words, out, tokens, digests, doubt, further)
+    call = FinishStepCall(logits, words_of(logits), out, tokens, digests, doubt, further)
     try:
-        serve = _operation.calls[spec]
+        serve = _operation.calls[_specification(call)]
     except TierUnavailable:
         # the options of `linear` apply here, and the tier that the user named there can't serve this operation
         serve = torch_finish_step
-    serve(logits, words, out, tokens, digests, doubt, further)
+    serve(call)
 
 
-def _specification(
-    logits: Tensor,
-    words: Tensor,
-    out: Tensor,
-    tokens: Tensor,
-    digests: Tensor,
-    doubt: Tensor,
-    further: Tensor | None,
-) -> tuple[object, ...]:
-    tensors = logits, words, out, tokens, digests
-    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+def _specification(call: FinishStepCall) -> tuple[object, ...]:
+    logits, further = call.logits, call.further is not None
+    contiguous = all(tensor.is_contiguous() for tensor in (logits, call.words, call.out, call.tokens, call.digests))
     grad = torch.is_grad_enabled() and logits.requires_grad
-    dtype, words_dtype, device = logits.dtype, words.dtype, logits.device
-    rows, dim, kept = tokens.numel(), logits.shape[-1], len(digests)
-    return (dtype, words_dtype, device, rows, dim, kept, further is not None, contiguous, grad)
+    dtype, words_dtype, device = logits.dtype, call.words.dtype, logits.device
+    rows, dim, kept = call.tokens.numel(), logits.shape[-1], len(call.digests)
+    return (dtype, words_dtype, device, rows, dim, kept, further, contiguous, grad)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """`logits.argmax(-1)`, in two stages. On a GPU one stage takes several times as long, since it uses few cores."""
+    """`logits.argmax(-1)`, in two stages. On a GPU, one stage takes several times as long: few compute units run it."""
     count = logits.shape[-1]
     parts = math.gcd(count, ROWS)
     if parts == 1:
@@ -74,49 +64,23 @@ def argmax(logits: Tensor) -> Tensor:
     return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
 
 
-def torch_finish_step(
-    logits: Tensor,
-    words: Tensor,
-    out: Tensor,
-    tokens: Tensor,
-    digests: Tensor,
-    doubt: Tensor,
-    further: Tensor | None,
-) -> tuple[Tensor, ...]:
+def torch_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
     """PyTorch's operations. Adds NaN to doubt if a logit is not finite. Returns tokens, digests and doubt."""
-    doubt.add_(rows_of(logits).sum(-1, dtype=torch.float32).sum(), alpha=0)
-    return _finish(logits, words, out, tokens, digests, doubt, further, argmax(logits))
+    add_doubt(call.doubt, call.logits)
+    return _finish(call, argmax(call.logits))
 
 
-def eager_finish_step(
-    logits: Tensor,
-    words: Tensor,
-    out: Tensor,
-    tokens: Tensor,
-    digests: Tensor,
-    doubt: Tensor,
-    further: Tensor | None,
-) -> tuple[Tensor, ...]:
+def eager_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
     """The oracle, with PyTorch's own argmax. Adds the number of logits that are not finite to doubt."""
-    doubt.add_((~logits.isfinite()).sum())
-    return _finish(logits, words, out, tokens, digests, doubt, further, logits.argmax(-1))
+    call.doubt.add_((~call.logits.isfinite()).sum())
+    return _finish(call, call.logits.argmax(-1))
 
 
-def _finish(
-    logits: Tensor,
-    words: Tensor,
-    out: Tensor,
-    tokens: Tensor,
-    digests: Tensor,
-    doubt: Tensor,
-    further: Tensor | None,
-    largest: Tensor,
-) -> tuple[Tensor, ...]:
-    out.copy_(logits)
-    tokens.copy_(largest)
-    digest = sum_of_words([words, largest, *([] if further is None else [further])])
-    digests.copy_(torch.cat((digests[1:], digest)))
-    return tokens, digests, doubt
+def _finish(call: FinishStepCall, largest: Tensor) -> tuple[Tensor, ...]:
+    call.out.copy_(call.logits)
+    call.tokens.copy_(largest)
+    append_digest(call.digests, sum_of_words([call.words, largest, *([] if call.further is None else [call.further])]))
+    return call.tokens, call.digests, call.doubt
 
 
 def _kind(spec: FinishStepSpec) -> FinishStepSpec:
@@ -154,7 +118,9 @@ def _cases(spec: FinishStepSpec) -> Iterator[Case]:
         )
 
 
-_operation = Operation("finish_step", FinishStepSpec, _cases, kind=_kind, family="linear", recorded=(0,))
+_operation = Operation(
+    "finish_step", FinishStepSpec, _cases, kind=_kind, family="linear", terms=FinishStepCall, recorded=(0,)
+)
 _operation.register(
     Implementation(
         "triton", triton.NAME, triton.refuses, triton.finish_step, checked_triton("finish_step", triton.NAME)

@@ -233,13 +233,18 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 
 
 class Streamer:
-    """A streamer that collects the values it receives."""
+    """A streamer that collects the values it receives.
 
-    def __init__(self):
+    acts: functions to call with a value, by the number of values received with it.
+    """
+
+    def __init__(self, acts=None):
         self.values = []
+        self._acts = acts or {}
 
     def put(self, value):
         self.values.append(value.tolist())
+        self._acts.get(len(self.values), lambda _: None)(value)
 
     def end(self):
         self.values.append("end")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -83,16 +83,9 @@ def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_thr
 def test_every_implementation_has_its_recording(pair):
     prepared, stock = pair("mixtral")
 
-    class Switching(Streamer):
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 8:
-                self.other = call_of_another_thread(prepared)
-                self.other.__enter__()
-            if len(self.values) == 20:
-                self.other.__exit__(None, None, None)
-
+    other = ExitStack()
+    switching = {8: lambda _: other.enter_context(call_of_another_thread(prepared)), 20: lambda _: other.close()}
     inputs = prompt(rows=1, length=5)
-    tokens = generate(prepared, inputs, new=30, streamer=Switching())
+    tokens = generate(prepared, inputs, new=30, streamer=Streamer(switching))
     assert torch.equal(tokens, generate(stock, inputs, new=30))
     assert counted(prepared)[0] == 2 and known(prepared).disabled is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -129,7 +130,10 @@ def test_a_stand_in_has_the_value_that_stock_computes(kind):
 
 CHANGES = {  # a criterion, and a change that ends the row
     "length": (lambda: MaxLengthCriteria(40), lambda criterion, token: setattr(criterion, "max_length", 5)),
-    "ends": (lambda: EosTokenCriteria([60]), lambda criterion, token: setattr(criterion, "eos_token_id", token)),
+    "ends": (
+        lambda: EosTokenCriteria([60]),
+        lambda criterion, token: setattr(criterion, "eos_token_id", token.clone()),
+    ),
 }
 
 
@@ -139,20 +143,13 @@ def test_a_streamer_can_end_the_call_through_a_criterion(change, pair, appended)
     prepared, stock = pair()
     make, act = CHANGES[change]
 
-    class StopButton(Streamer):
-        def __init__(self, criterion):
-            super().__init__()
-            self.criterion = criterion
-
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 13:
-                act(self.criterion, value.clone())
-
     lengths = []
     for model in (stock, prepared, prepared):
         criterion = make()
-        given = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": StopButton(criterion)}
+        given = {
+            "stopping_criteria": StoppingCriteriaList([criterion]),
+            "streamer": Streamer({13: partial(act, criterion)}),
+        }
         given |= {"eos_token_id": 60} if change == "ends" else {}
         lengths.append(generate(model, prompt(rows=1), new=30, pad_token_id=0, **given).shape[1])
     assert lengths[1:] == lengths[:1] * 2 and appended

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, MaxLengthCriteria, TemperatureLogitsWarper
@@ -38,19 +40,14 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
         calls.append(not any(isinstance(value, token_choice.StandIn) for value in args))
         return original(*args, **kwargs)
 
-    class Replaces(Streamer):
-        def put(self, value):
-            if during and len(self.values) == 6:
-                monkeypatch.setattr(owner, attribute, replacement)
-            super().put(value)
-
+    acts = {7: lambda _: monkeypatch.setattr(owner, attribute, replacement)} if during else {}
     counts = []
     for model in (prepared, stock):
         with monkeypatch.context() as patch:
             if not during:
                 patch.setattr(owner, attribute, replacement)
             calls.clear()
-            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Replaces(), **how)
+            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Streamer(acts), **how)
             counts.append((len(calls), tokens))
             assert calls and all(calls)
         monkeypatch.setattr(owner, attribute, original)
@@ -76,17 +73,11 @@ def test_functions_replaced_before_the_first_call_are_called(how, pair, monkeypa
 def test_lists_that_change_during_a_call_take_effect(pair):
     """During a call, a streamer extends the call's lists of logits processors and stopping criteria."""
 
-    class Changes(Streamer):
-        def __init__(self, lists):
-            super().__init__()
-            self.lists = lists
-
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 8:
-                self.lists["_get_logits_processor"].append(TemperatureLogitsWarper(0.1))
-            if len(self.values) == 12:
-                self.lists["_get_stopping_criteria"].append(MaxLengthCriteria(22))
+    def changes(lists):
+        return {
+            8: lambda _: lists["_get_logits_processor"].append(TemperatureLogitsWarper(0.1)),
+            12: lambda _: lists["_get_stopping_criteria"].append(MaxLengthCriteria(22)),
+        }
 
     prepared, stock = pair()
     for seed in range(2):
@@ -100,7 +91,9 @@ def test_lists_that_change_during_a_call_take_effect(pair):
                     return lists.setdefault(name, inherited(model, *args, **kwargs))
 
                 setattr(model, name, get)
-            results.append(generate(model, prompt(rows=1), seed=seed, new=20, streamer=Changes(lists), **SAMPLED))
+            results.append(
+                generate(model, prompt(rows=1), seed=seed, new=20, streamer=Streamer(changes(lists)), **SAMPLED)
+            )
         assert torch.equal(*results) and results[0].shape[1] == 22
 
 
@@ -112,13 +105,9 @@ def test_a_setting_that_becomes_a_tensor_takes_effect(pair):
             processor = TemperatureLogitsWarper(2.0)
             processors = LogitsProcessorList([processor])
 
-            class Changes(Streamer):
-                def put(self, value, processor=processor):
-                    super().put(value)
-                    if len(self.values) == 8:
-                        processor.temperature = torch.linspace(0.5, 1, 61)
-
-            how = {"logits_processor": processors, "streamer": Changes(), "do_sample": True}
+            change = partial(setattr, processor, "temperature", torch.linspace(0.5, 1, 61))
+            streamer = Streamer({8: lambda _, change=change: change()})
+            how = {"logits_processor": processors, "streamer": streamer, "do_sample": True}
             tokens.append(generate(model, prompt(rows=1), seed=seed, new=20, **how))
         assert torch.equal(*tokens)
 

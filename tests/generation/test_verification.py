@@ -277,12 +277,6 @@ def test_a_criterion_that_is_replaced_during_a_call(pair):
     call = EosTokenCriteria.__call__
     lengths = []
 
-    class Replaces(Streamer):
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 9:
-                EosTokenCriteria.__call__ = observed
-
     def observed(self, input_ids, *args, **kwargs):
         lengths[-1].append(input_ids.shape[1])
         return call(self, input_ids, *args, **kwargs)
@@ -291,7 +285,9 @@ def test_a_criterion_that_is_replaced_during_a_call(pair):
         looked_up(model, repeating(2))
         lengths.append([])
         try:
-            looked_up(model, repeating(2), streamer=Replaces())
+            looked_up(
+                model, repeating(2), streamer=Streamer({9: lambda _: setattr(EosTokenCriteria, "__call__", observed)})
+            )
         finally:
             EosTokenCriteria.__call__ = call
     assert lengths[0] == lengths[1] and len(lengths[0]) > 4

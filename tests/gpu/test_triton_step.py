@@ -10,13 +10,11 @@ import torch
 import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.ops import append_tokens, finish_step, probe_cases
-from hf_rocm.ops.bits import sum_of_bits
 from hf_rocm.ops.registry import operations
 from tests.generation.conftest import counted, generate, make, prompt
+from tests.triton.test_step import appended, check
 
 pytestmark = pytest.mark.gpu
-
-BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +33,7 @@ def test_finish_step(shape, dtype):
     for bad in (None, torch.inf, -torch.inf, torch.nan):
         if bad is not None:
             logits[-1, -1, 7] = bad
-        out, tokens = torch.zeros_like(logits), torch.full(shape[:2], -1, device="cuda")
-        digests, doubt = torch.tensor(BEFORE, device="cuda"), torch.zeros((), device="cuda")
-        with options.override(tier="triton"), ops.recording() as routes:
-            ops.finish_step(logits, out, tokens, digests, doubt)
-        assert [(route.operation, route.tier) for route in routes] == [("finish_step", "triton")]
-        assert torch.equal(out.view(torch.uint8), logits.view(torch.uint8))
-        assert torch.equal(tokens, logits.argmax(-1))
-        assert digests.tolist() == [*BEFORE[1:], int(sum_of_bits([logits, tokens]))]
-        assert bool(doubt == 0) == (bad is None)
+        check(logits)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 256])
@@ -55,10 +45,7 @@ def test_append_tokens(ends, rows):
         ids = torch.arange(rows * length, device="cuda").view(rows, length)
         for pad in (None, torch.tensor(4, device="cuda")):
             given = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
-            with options.override(tier="triton"), ops.recording() as routes:
-                results = ops.append_tokens(*given)
-            assert [route.tier for route in routes] == ["triton"]
-            assert all(map(torch.equal, results, append_tokens.stock(*given)))
+            assert all(map(torch.equal, appended(*given), append_tokens.stock(*given)))
 
 
 @pytest.mark.parametrize("name", ["finish_step", "append_tokens"])

@@ -17,9 +17,9 @@ BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 def finished(logits, further=None, run=routed):
     """Returns (copy, tokens, digests, doubt)."""
-    out = torch.full_like(logits, 7)
-    tokens = torch.full(logits.shape[:2], -1)
-    digests, doubt = torch.tensor(BEFORE), torch.zeros(())
+    device = logits.device
+    out, tokens = torch.full_like(logits, 7), torch.full(logits.shape[:2], -1, device=device)
+    digests, doubt = torch.tensor(BEFORE, device=device), torch.zeros((), device=device)
     run("finish_step", logits, out, tokens, digests, doubt, further)
     return out, tokens, digests, doubt
 
@@ -92,12 +92,12 @@ def test_rows_are_divided_into_few_programs(count, dim):
 def test_unsupported_steps_use_pytorch(logits, word):
     from hf_rocm.device import describe
     from hf_rocm.ops.finish_step import _specification
-    from hf_rocm.ops.specs.step import FinishStepSpec
+    from hf_rocm.ops.specs.step import FinishStepCall, FinishStepSpec
 
     out, tokens = logits.detach().clone(), torch.zeros(logits.shape[:2], dtype=torch.int64)
     digests, doubt = torch.zeros(5, dtype=torch.int64), torch.zeros(())
     words = logits.detach().view(torch.int32)
-    spec = FinishStepSpec(*_specification(logits, words, out, tokens, digests, doubt, None))
+    spec = FinishStepSpec(*_specification(FinishStepCall(logits, words, out, tokens, digests, doubt, None)))
     assert word in step.refuses(spec, describe(logits.device))
     ops.finish_step(logits.detach(), out, tokens, digests, doubt)
     assert torch.equal(tokens, logits.argmax(-1))

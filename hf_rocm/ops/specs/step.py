@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+
+class FinishStepCall(NamedTuple):
+    """The terms of `finish_step`. words: the bits of the logits as integers, see `ops.bits.words`."""
+
+    logits: Tensor
+    words: Tensor
+    out: Tensor
+    tokens: Tensor
+    digests: Tensor
+    doubt: Tensor
+    further: Tensor | None
 
 
 class FinishStepSpec(NamedTuple):

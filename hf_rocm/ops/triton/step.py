@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import on_its_device
-from hf_rocm.ops.triton import detect
+from hf_rocm.ops.specs.step import FinishStepCall
+from hf_rocm.ops.triton import detect, norm
 from hf_rocm.ops.triton.launch import launch, power_of_two, warps
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.step import AppendTokensSpec, FinishStepSpec
 
 NAME, APPEND = "logits_kernel", "append_kernel"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 256  # the largest number of rows
 PROGRAMS = 512  # the largest number of programs that read the logits; the next kernel reads the result of each
 MOST_ENDS = 16  # the largest number of end tokens
@@ -27,7 +27,7 @@ def refuses(spec: FinishStepSpec, device: Device) -> str | None:
     """Why the kernels can't serve this step, or None."""
     if spec.grad:
         return "our kernel for logits has no gradient"
-    if spec.dtype not in DTYPES:
+    if spec.dtype not in norm.DTYPES:
         return f"our kernel for logits supports fp32, bf16 and fp16, not {spec.dtype}"
     if not spec.contiguous:
         return "our kernel for logits needs contiguous tensors"
@@ -45,18 +45,17 @@ def parts(count: int, dim: int) -> int:
     return max(1, most)
 
 
-def _finish_step(
-    logits: Tensor,
-    words: Tensor,
-    out: Tensor,
-    tokens: Tensor,
-    digests: Tensor,
-    doubt: Tensor,
-    further: Tensor | None,
-) -> tuple[Tensor, ...]:
+def finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
     """See `hf_rocm.ops.finish_step`. Returns tokens, digests and doubt."""
+    result: tuple[Tensor, ...] = _finish_step(*call)
+    return result
+
+
+@on_its_device
+def _finish_step(*arguments: Any) -> tuple[Tensor, ...]:
     from hf_rocm.ops.triton.kernels.step import finish_kernel, logits_kernel
 
+    logits, words, out, tokens, digests, doubt, further = FinishStepCall(*arguments)
     count, dim = tokens.numel(), logits.shape[-1]
     pieces = parts(count, dim)
     largest = tokens.new_empty((2, count * pieces))
@@ -89,9 +88,11 @@ def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     return detect.unavailable(device)
 
 
-def _append_tokens(
+@on_its_device
+def append_tokens(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """See `hf_rocm.ops.append_tokens`."""
     from hf_rocm.ops.triton.kernels.step import append_kernel
 
     rows, length = ids.shape
@@ -110,7 +111,3 @@ def _append_tokens(
         num_warps=warps(256, ids.device),
     )
     return out, going, done
-
-
-finish_step = on_its_device(_finish_step)
-append_tokens = on_its_device(_append_tokens)

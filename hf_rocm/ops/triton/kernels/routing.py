@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.packed import LEAST, index_of, number_of, pack
 
 
 @triton.jit
@@ -42,15 +43,15 @@ def routing_kernel(
     choice = _score(values, highest, total, SCORES)
     if bias is not None:
         choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
-    packed = tl.where(there, _packed(choice, expert, BLOCK), _LEAST)
+    packed = tl.where(there, pack(choice, expert, BLOCK), LEAST)
     if GROUPS > 1:
         packed = _of_best_groups(packed, GROUPS, CHOSEN_GROUPS, BEST, BLOCK)
     place = tl.arange(0, BLOCK_TOP)
     chosen = tl.zeros([BLOCK_TOP], tl.int32)
     for index in tl.static_range(TOP):
         largest = tl.max(packed, 0)
-        packed = tl.where(packed == largest, _LEAST, packed)
-        chosen = tl.where(place == index, _expert(largest, BLOCK), chosen)
+        packed = tl.where(packed == largest, LEAST, packed)
+        chosen = tl.where(place == index, index_of(largest, BLOCK), chosen)
     real = place < TOP
     its = tl.load(logits + chosen, mask=real, other=-float("inf")).to(tl.float32)
     if SCORES == "softmax of the chosen":
@@ -66,9 +67,6 @@ def routing_kernel(
     tl.store(ids + at, chosen.to(tl.int64), mask=real)
 
 
-_LEAST = tl.constexpr(-(2**63))  # below every packed score
-
-
 @triton.jit
 def _score(values, highest, total, SCORES: tl.constexpr):
     if SCORES == "softmax":
@@ -79,41 +77,21 @@ def _score(values, highest, total, SCORES: tl.constexpr):
 
 
 @triton.jit
-def _packed(values, expert, BLOCK: tl.constexpr):
-    """Pack values and experts into integers in the order of torch.topk on a GPU: NaN is largest, and -0 is below 0."""
-    bits = values.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(values == values, ordered, 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
-
-
-@triton.jit
-def _expert(packed, BLOCK: tl.constexpr):
-    return (BLOCK - 1 - (packed & 0xFFFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def _unpacked(packed):
-    ordered = (packed >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _of_best_groups(packed, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr):
     """Keep the packed scores of the groups whose best scores have the largest sums."""
     grouped = tl.reshape(packed, (GROUPS, BLOCK // GROUPS))
     first = tl.max(grouped, 1)
-    sums = _unpacked(first)
+    sums = number_of(first)
     if BEST == 2:
-        sums += _unpacked(tl.max(tl.where(grouped == first[:, None], _LEAST, grouped), 1))
+        sums += number_of(tl.max(tl.where(grouped == first[:, None], LEAST, grouped), 1))
     group = tl.arange(0, GROUPS)
-    ranked = _packed(sums, group, GROUPS)
+    ranked = pack(sums, group, GROUPS)
     kept = tl.zeros([GROUPS], tl.int32)
     for _ in tl.static_range(CHOSEN_GROUPS):
         largest = tl.max(ranked, 0)
         kept = tl.where(ranked == largest, 1, kept)
-        ranked = tl.where(ranked == largest, _LEAST, ranked)
-    return tl.reshape(tl.where(kept[:, None] != 0, grouped, _LEAST), (BLOCK,))
+        ranked = tl.where(ranked == largest, LEAST, ranked)
+    return tl.reshape(tl.where(kept[:, None] != 0, grouped, LEAST), (BLOCK,))
 
 
 def _build(experts: int, top: int, scores: str, *, dtype: str, weights: str | None = None, groups: int = 1) -> Build:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.packed import LEAST, index_of, pack
 
 
 @triton.jit
@@ -33,15 +34,17 @@ def logits_kernel(
     logits += row * dim
     out += row * dim
     size = tl.cdiv(dim, PARTS)
-    best = tl.full([BLOCK], _LEAST, tl.int64)
+    best = tl.full([BLOCK], LEAST, tl.int64)
     bad = tl.zeros([BLOCK], tl.int32)
     for at in tl.range(0, size, BLOCK):
         column = part * size + at + lane
         there = (at + lane < size) & (column < dim)
         value = tl.load(logits + column, mask=there, other=0.0)
         tl.store(out + column, value, mask=there)
-        best = tl.maximum(best, tl.where(there, _packed(value.to(tl.float32), column), _LEAST))
-        bad += (tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1
+        wide = value.to(tl.float32)
+        bad += (tl.abs(wide) < float("inf")).to(tl.int32) ^ 1
+        wide = tl.where(wide == 0.0, 0.0, wide)  # for torch.argmax, -0 equals 0
+        best = tl.maximum(best, tl.where(there, pack(wide, column, 2147483648), LEAST))
     index = row * PARTS + part
     share = tl.cdiv(count, PARTS * tl.num_programs(1))
     total = tl.zeros([BLOCK], tl.int64)
@@ -73,7 +76,7 @@ def finish_kernel(
     row = tl.arange(0, ROWS)
     at = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
     there = (row < count)[:, None]
-    column = _column(tl.max(tl.load(largest + at, mask=there, other=_LEAST), 1))
+    column = index_of(tl.max(tl.load(largest + at, mask=there, other=LEAST), 1), 2147483648).to(tl.int64)
     tl.store(tokens + row, column, mask=row < count)
     digest = tl.sum(tl.sum(tl.load(sums + at, mask=there, other=0), 1) + tl.where(row < count, column, 0), 0)
     if further is not None:
@@ -129,24 +132,6 @@ def _next(tokens, unfinished, pad, there):
     if pad is not None:
         token = tl.where(tl.load(unfinished, mask=there) != 0, token, tl.load(pad))
     return token
-
-
-_LEAST = tl.constexpr(-(2**63))  # below every packed logit
-
-
-@triton.jit
-def _packed(value, column):
-    """Pack logits and columns into integers in the order of torch.argmax: NaN is largest, and -0 equals 0."""
-    value = tl.where(value == 0.0, 0.0, value)
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(value == value, ordered, 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
-
-
-@triton.jit
-def _column(packed):
-    return 0x7FFFFFFF - (packed & 0xFFFFFFFF)
 
 
 def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64") -> Build:

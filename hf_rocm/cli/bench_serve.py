@@ -11,7 +11,17 @@ import typer
 from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import numbers
 from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
-from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, ModelPath, Save, SegmentName
+from hf_rocm.cli.parameters import (
+    ChartFile,
+    ConfigName,
+    DeviceName,
+    DtypeName,
+    Json,
+    Layers,
+    OptionalModelPath,
+    Save,
+    SegmentName,
+)
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 
@@ -21,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: ModelPath,
+    model: OptionalModelPath = None,
+    config: ConfigName = None,
     clients: Annotated[
         str | None,
         typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: one closed loop per number (default: 8)."),
@@ -57,6 +68,7 @@ def serve(
     start_timeout: Annotated[
         float, typer.Option(metavar="S", help="Time limit for a server to load the model, in seconds.", min=1)
     ] = 600.0,
+    layers: Layers = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
     save: Save = None,
@@ -77,10 +89,12 @@ def serve(
     loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds)
     check_files(save, chart)
     server.check()
-    subject = subject_of(model, None, device, dtype, None)
+    subject = subject_of(model, config, device, dtype, layers)
     settings = Settings(batching, _arguments(serve_args), timeout, start_timeout)
     with Progress(every=15) as progress:
-        done = bench_serving(subject, loads, settings, segment=segment or f"serve {model}", progress=progress.step)
+        done = bench_serving(
+            subject, loads, settings, segment=segment or f"serve {subject.name}", progress=progress.step
+        )
     if save is not None:
         record.save(save, done)
     if json:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from xml.etree import ElementTree
 
@@ -52,6 +53,23 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
     ]  # fmt: skip
     words = [element.text for element in ElementTree.parse(chart).getroot().iter("{http://www.w3.org/2000/svg}text")]
     assert "closed loop, 2 clients: time to first token" in words and "floor" not in " ".join(words)
+
+
+def test_a_known_shape_gets_random_weights_that_are_deleted_afterwards(stubs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["bench", "serve", "--config", "small", "--layers", "1", *FAST, "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["model"]["name"] == "small, 1 layer" and output["serving"]["parity"]["equal"] == 8
+    assert output["model"]["weights"] == "random" and output["model"]["class"] == "LlamaForCausalLM"
+    assert output["serving"]["command"][2].startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+
+
+def test_a_known_shape_whose_context_is_too_short_is_refused_before_it_is_written(stubs, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
+    monkeypatch.setattr(run.checkpoint, "write", lambda *_, **__: pytest.fail("it was written"))
+    assert main(["bench", "serve", "--config", "small", *FAST, "--prompt", "9000"]) == 1
+    assert "longer than the model's context" in capsys.readouterr().err
 
 
 def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):

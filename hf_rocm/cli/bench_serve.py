@@ -51,6 +51,18 @@ def serve(
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
     answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both (alternating).")] = "streamed",
+    endpoint: Annotated[
+        str, typer.Option(metavar="NAME", help="completions (text) or chat (messages, with the chat template).")
+    ] = "completions",
+    abandon: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="The share of streams, such as 0.1, whose client disconnects after half of the answer.",
+            min=0,
+            max=1,
+        ),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The seed for prompts and arrival times.")] = 0,
     batching: Annotated[
         bool,
@@ -86,7 +98,7 @@ def serve(
     from hf_rocm.tools.bench.serving import server
     from hf_rocm.tools.bench.serving.run import Settings, bench_serving
 
-    loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds)
+    loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds, endpoint, abandon)
     check_files(save, chart)
     server.check()
     subject = subject_of(model, config, device, dtype, layers)
@@ -114,18 +126,23 @@ def _loads(
     answers: str,
     seed: int,
     seconds: float,
+    endpoint: str,
+    leaving: float,
 ) -> list[Load]:
+    from hf_rocm.tools.bench.serving.client import PATHS
     from hf_rocm.tools.bench.serving.traffic import ANSWERS, Load
 
     if answers not in ANSWERS:
         raise OptionError(f"--answers {answers} is not valid", facts={"allowed": ", ".join(ANSWERS)})
+    if endpoint not in PATHS:
+        raise OptionError(f"--endpoint {endpoint} is not valid", facts={"allowed": ", ".join(PATHS)})
     shortest, longest = _lengths(prompt)
     loops: list[tuple[int | None, float | None]] = []
     if clients is not None or rate is None:
         loops += [(number, None) for number in numbers(clients or "8", "--clients")]
     if rate is not None:
         loops += [(None, number) for number in _rates(rate)]
-    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds) for loop in loops]
+    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds, endpoint, leaving) for loop in loops]
 
 
 def _lengths(text: str) -> tuple[int, int]:

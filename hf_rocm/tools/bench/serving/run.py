@@ -22,7 +22,7 @@ from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.run import Subject
 from hf_rocm.tools.bench.serving import checkpoint
 from hf_rocm.tools.bench.serving.agreement import Agreement, agreement
-from hf_rocm.tools.bench.serving.client import LOST, Question, ask
+from hf_rocm.tools.bench.serving.client import CHAT, LOST, Question, ask
 from hf_rocm.tools.bench.serving.figures import figures
 from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
@@ -71,9 +71,11 @@ def _measured(
     model = subject.model or _written(subject, dtype, folder / "model", progress)
     tokenizer, config = _files(model)
     _check_lengths(config, loads)
+    if any(load.endpoint == CHAT for load in loads) and not getattr(tokenizer, "chat_template", None):
+        raise OptionError("the tokenizer has no chat template", hint="use --endpoint completions")
     run = _Run(model, subject.device, settings, str(dtype).removeprefix("torch."), progress)
     parity = replace(loads[0], clients=1, rate=None, requests=PARITY_REQUESTS, new=min(PARITY_NEW, loads[0].new),
-                     answers="both", seconds=float("inf"))  # fmt: skip
+                     answers="both", seconds=float("inf"), leaving=0.0)  # fmt: skip
     same = plan(parity, tokenizer)
     questions = [plan(load, tokenizer) for load in loads]
     with run.server(STOCK, folder / "parity") as server:
@@ -81,7 +83,7 @@ def _measured(
         batched = run.texts(server, replace(parity, clients=len(same)), same)
     with run.server(PREPARED, folder / PREPARED) as server:
         actual = run.texts(server, parity, same)
-        agreed = agreement(expected, actual, batched=batched, dtype=run.dtype)
+        agreed = agreement(expected, actual, batched=batched, tokens=parity.new, dtype=run.dtype)
         if agreed.wrong:
             raise _mismatch(agreed, same, expected, actual)
         prepared = run.cases(server, loads, questions)
@@ -212,7 +214,7 @@ def _mismatch(
         "hf_rocm's answers differ from stock's, so nothing is timed",
         facts={
             "answers": f"{agreed.equal} of {agreed.total} are equal",
-            "text after a difference": f"{100 * agreed.lost:.0f} %",
+            "tokens that differ": f"{100 * agreed.rate:.0f} %",
             "tolerance": agreed.tolerance,
             "prompt": repr(questions[index].prompt[:100]),
             "stock": repr(expected[index][:100]),

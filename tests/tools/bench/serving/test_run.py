@@ -72,6 +72,11 @@ def test_a_known_shape_whose_context_is_too_short_is_refused_before_it_is_writte
     assert "longer than the model's context" in capsys.readouterr().err
 
 
+def test_chat_needs_a_chat_template(bench, stubs, capsys):
+    assert bench("--endpoint", "chat") == 1
+    assert "no chat template" in capsys.readouterr().err
+
+
 def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
     assert bench("--json") == 0
     output = json.loads(capsys.readouterr().out)
@@ -90,7 +95,7 @@ def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsy
 
 def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
     stubs(hf_rocm={"other": "!"})
-    assert bench("--dtype", "bfloat16") == 0
+    assert bench("--dtype", "bfloat16", "--new", "8") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "stock's text for 0 of 8 greedy requests" in out and "Allowed in bfloat16" in out
 

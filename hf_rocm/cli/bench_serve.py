@@ -80,6 +80,9 @@ def serve(
     start_timeout: Annotated[
         float, typer.Option(metavar="S", help="Time limit for a server to load the model, in seconds.", min=1)
     ] = 600.0,
+    stock: Annotated[
+        bool, typer.Option("--stock/--no-stock", help="Whether stock is measured too. Answers are always compared.")
+    ] = True,
     layers: Layers = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
@@ -97,12 +100,14 @@ def serve(
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.serving import server
     from hf_rocm.tools.bench.serving.run import Settings, bench_serving
+    from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
     loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds, endpoint, abandon)
     check_files(save, chart)
     server.check()
     subject = subject_of(model, config, device, dtype, layers)
-    settings = Settings(batching, _arguments(serve_args), timeout, start_timeout)
+    sides = (STOCK, PREPARED) if stock else (PREPARED,)
+    settings = Settings(batching, _arguments(serve_args), timeout, start_timeout, sides)
     with Progress(every=15) as progress:
         done = bench_serving(
             subject, loads, settings, segment=segment or f"serve {subject.name}", progress=progress.step

@@ -34,7 +34,7 @@ class Question(NamedTuple):
     def body(self, model: str) -> dict[str, Any]:
         """Return the JSON of a greedy request whose answer does not stop at an end-of-sequence token."""
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": self.new}
-        content = (
+        content: dict[str, Any] = (
             {"messages": [{"role": "user", "content": self.prompt}]}
             if self.endpoint == CHAT
             else {"prompt": self.prompt}

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
+    """How servers are started and queried. sides: those that are measured; parity needs both. arguments: additional arguments of `transformers serve`. timeout: the
     time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds.
     """
 
@@ -47,6 +47,7 @@ class Settings:
     arguments: tuple[str, ...] = ()
     timeout: float = 120.0
     start_timeout: float = 600.0
+    sides: tuple[str, ...] = (STOCK, PREPARED)
 
 
 def bench_serving(
@@ -88,8 +89,10 @@ def _measured(
             raise _mismatch(agreed, same, expected, actual)
         prepared = run.cases(server, loads, questions)
         explained = server.explained()
-    with run.server(STOCK, folder / STOCK) as server:
-        stock = run.cases(server, loads, questions)
+    measured = [prepared]
+    if STOCK in settings.sides:
+        with run.server(STOCK, folder / STOCK) as server:
+            measured.insert(0, run.cases(server, loads, questions))
     return Segment(
         segment,
         machine(subject.device),
@@ -106,7 +109,7 @@ def _measured(
             "command": ["transformers", "serve", *run.command],
             "parity": agreed.to_dict(),
             "explained": explained,
-            "cases": [case for pair in zip(stock, prepared, strict=True) for case in pair],
+            "cases": [case for group in zip(*measured, strict=True) for case in group],
         },
     )
 

@@ -72,6 +72,14 @@ def test_a_known_shape_whose_context_is_too_short_is_refused_before_it_is_writte
     assert "longer than the model's context" in capsys.readouterr().err
 
 
+def test_without_stock_only_the_prepared_server_is_measured_after_the_comparison(bench, stubs, capsys):
+    assert bench("--no-stock", "--json") == 0
+    served = json.loads(capsys.readouterr().out)["serving"]
+    assert [case["side"] for case in served["cases"]] == ["hf_rocm"] and served["parity"]["equal"] == 8
+    stubs(hf_rocm={"other": "!"})
+    assert bench("--no-stock") == 1
+
+
 def test_chat_needs_a_chat_template(bench, stubs, capsys):
     assert bench("--endpoint", "chat") == 1
     assert "no chat template" in capsys.readouterr().err

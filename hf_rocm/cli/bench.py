@@ -12,7 +12,17 @@ from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import ModelOrCommand, numbers
 from hf_rocm.cli.help_text import Command
 from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
-from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, OptionalModelPath, Save, SegmentName
+from hf_rocm.cli.parameters import (
+    ChartFile,
+    ConfigName,
+    DeviceName,
+    DtypeName,
+    Json,
+    Layers,
+    OptionalModelPath,
+    Save,
+    SegmentName,
+)
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 from hf_rocm.tools.bench.known_shapes import SHAPES
@@ -33,16 +43,6 @@ bench = typer.Typer(
 
 _PROMPT, _PROMPT_CPU = "1024", "128"
 _NEW, _NEW_CPU = 128, 32
-
-ConfigName = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        metavar="NAME",
-        help=f"Random weights in a known shape: {', '.join(SHAPES)}.",
-        autocompletion=lambda: list(SHAPES),
-    ),
-]
 
 
 @bench.command("model", cls=Command)
@@ -76,7 +76,7 @@ def model(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once per round.", min=1)] = 5,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="With --config: the number of layers.", min=1)] = None,
+    layers: Layers = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="Tensor parallelism over N GPUs; starts N ranks.", min=2)
     ] = None,

@@ -11,7 +11,17 @@ import typer
 from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import numbers
 from hf_rocm.cli.output import print_json, print_notice, print_table, print_wrapped
-from hf_rocm.cli.parameters import ChartFile, DeviceName, DtypeName, Json, ModelPath, Save, SegmentName
+from hf_rocm.cli.parameters import (
+    ChartFile,
+    ConfigName,
+    DeviceName,
+    DtypeName,
+    Json,
+    Layers,
+    OptionalModelPath,
+    Save,
+    SegmentName,
+)
 from hf_rocm.cli.progress import Progress
 from hf_rocm.errors import OptionError
 
@@ -21,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: ModelPath,
+    model: OptionalModelPath = None,
+    config: ConfigName = None,
     clients: Annotated[
         str | None,
         typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: one closed loop per number (default: 8)."),
@@ -40,6 +51,18 @@ def serve(
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
     answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both (alternating).")] = "streamed",
+    endpoint: Annotated[
+        str, typer.Option(metavar="NAME", help="completions (text) or chat (messages, with the chat template).")
+    ] = "completions",
+    abandon: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="The share of streams, such as 0.1, whose client disconnects after half of the answer.",
+            min=0,
+            max=1,
+        ),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The seed for prompts and arrival times.")] = 0,
     batching: Annotated[
         bool,
@@ -57,6 +80,10 @@ def serve(
     start_timeout: Annotated[
         float, typer.Option(metavar="S", help="Time limit for a server to load the model, in seconds.", min=1)
     ] = 600.0,
+    stock: Annotated[
+        bool, typer.Option("--stock/--no-stock", help="Whether stock is measured too. Answers are always compared.")
+    ] = True,
+    layers: Layers = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
     save: Save = None,
@@ -73,14 +100,18 @@ def serve(
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.serving import server
     from hf_rocm.tools.bench.serving.run import Settings, bench_serving
+    from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-    loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds)
+    loads = _loads(clients, rate, requests, prompt, new, answers, seed, seconds, endpoint, abandon)
     check_files(save, chart)
     server.check()
-    subject = subject_of(model, None, device, dtype, None)
-    settings = Settings(batching, _arguments(serve_args), timeout, start_timeout)
+    subject = subject_of(model, config, device, dtype, layers)
+    sides = (STOCK, PREPARED) if stock else (PREPARED,)
+    settings = Settings(batching, _arguments(serve_args), timeout, start_timeout, sides)
     with Progress(every=15) as progress:
-        done = bench_serving(subject, loads, settings, segment=segment or f"serve {model}", progress=progress.step)
+        done = bench_serving(
+            subject, loads, settings, segment=segment or f"serve {subject.name}", progress=progress.step
+        )
     if save is not None:
         record.save(save, done)
     if json:
@@ -100,18 +131,23 @@ def _loads(
     answers: str,
     seed: int,
     seconds: float,
+    endpoint: str,
+    leaving: float,
 ) -> list[Load]:
+    from hf_rocm.tools.bench.serving.client import PATHS
     from hf_rocm.tools.bench.serving.traffic import ANSWERS, Load
 
     if answers not in ANSWERS:
         raise OptionError(f"--answers {answers} is not valid", facts={"allowed": ", ".join(ANSWERS)})
+    if endpoint not in PATHS:
+        raise OptionError(f"--endpoint {endpoint} is not valid", facts={"allowed": ", ".join(PATHS)})
     shortest, longest = _lengths(prompt)
     loops: list[tuple[int | None, float | None]] = []
     if clients is not None or rate is None:
         loops += [(number, None) for number in numbers(clients or "8", "--clients")]
     if rate is not None:
         loops += [(None, number) for number in _rates(rate)]
-    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds) for loop in loops]
+    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds, endpoint, leaving) for loop in loops]
 
 
 def _lengths(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import typer
 
 from hf_rocm.arguments import require_folder
 from hf_rocm.cli.output import print_notice
+from hf_rocm.tools.bench.known_shapes import SHAPES
 
 
 def _known_models() -> list[str]:
@@ -40,6 +41,18 @@ ModelPath = Annotated[
 ]
 OptionalModelPath = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the Hub.", callback=_folder)
+]
+ConfigName = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="NAME",
+        help=f"Random weights in a known shape: {', '.join(SHAPES)}.",
+        autocompletion=lambda: list(SHAPES),
+    ),
+]
+Layers = Annotated[
+    int | None, typer.Option("--layers", metavar="N", help="With --config: the number of layers.", min=1)
 ]
 DeviceName = Annotated[
     str | None,

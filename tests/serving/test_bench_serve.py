@@ -49,6 +49,17 @@ def test_both_servers_answer_alike_and_are_measured(batching, chatty_checkpoint,
     assert any(line.startswith("steps run uncaptured") for line in served["explained"])
 
 
+def test_a_known_shape_is_measured_with_random_weights_over_chat_with_abandoned_streams(capfd):
+    chat = ["--endpoint", "chat", "--abandon", "0.5", "--seed", "1"]
+    assert main(["bench", "serve", "--config", "small", "--layers", "2", *ARGUMENTS, *SMALL, *chat, "--json"]) == 0
+    output = json.loads(capfd.readouterr().out)
+    assert output["model"]["weights"] == "random" and output["serving"]["parity"]["equal"] == 8
+    for case in output["serving"]["cases"]:
+        # every token is visible, and no end-of-sequence token ends an answer
+        assert case["errors"] == {} and 0 < case["left"] < 6 and case["answered"] + case["left"] == 6
+        assert case["tokens"] == case["streamed_tokens"] == case["pieces"] == 6 * case["answered"]
+
+
 def test_a_model_that_does_not_load_is_an_error_with_the_servers_last_lines(chatty_checkpoint, tmp_path, capfd):
     for file in chatty_checkpoint.iterdir():
         if not file.name.endswith(".safetensors"):

@@ -2,7 +2,8 @@
 
 Ranks that share a model load it from a checkpoint, because transformers shards a model while loading it. The matrices
 of this checkpoint are a hole in a sparse file, so even a large checkpoint is created instantly. They are read as zeros,
-and each rank then fills its own part in memory.
+and each rank then fills its own part in memory. For a process that can't do this, `fill_file` writes random values to
+the file.
 """
 
 from __future__ import annotations
@@ -62,9 +63,27 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
             if path in whole:
                 part: Tensor = local(parameter)
                 shared = tuple(part.shape) != whole[path]
-                seed = zlib.crc32(f"{path} {rank if shared else 'all'}".encode())
-                generator = torch.Generator(part.device).manual_seed(seed)
-                part.normal_(0.0, deviation(whole[path][-1]), generator=generator)
+                _randomize(part, f"{path} {rank if shared else 'all'}", whole[path])
+
+
+def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Write random values to the matrices of a dummy checkpoint, like those of `fill`.
+
+    device: where they are generated. dtype: the checkpoint's.
+    """
+    shapes = _header(folder / MATRICES)
+    with (folder / MATRICES).open("r+b") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        stream.seek(8 + size)
+        for path, shape in shapes.items():  # in the order of the file
+            values = torch.empty(shape, dtype=dtype, device=device)
+            _randomize(values, f"{path} all", shape)
+            stream.write(values.flatten().view(torch.uint8).cpu().numpy().data)
+
+
+def _randomize(part: Tensor, name: str, whole: tuple[int, ...]) -> None:
+    generator = torch.Generator(part.device).manual_seed(zlib.crc32(name.encode()))
+    part.normal_(0.0, deviation(whole[-1]), generator=generator)
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:

@@ -45,6 +45,17 @@ def test_the_filled_model_is_like_one_built_from_the_config(name, smaller, tmp_p
     assert logits.isfinite().all() and logits.std() > 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_file_gets_the_values_that_a_rank_would_get(dtype, tmp_path):
+    dummy_checkpoint.write(tmp_path, "small", dtype=dtype, layers=2)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    dummy_checkpoint.fill(expected, tmp_path, rank=0)
+    dummy_checkpoint.fill_file(tmp_path, device=torch.device("cpu"), dtype=dtype)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    for (path, one), other in zip(loaded.named_parameters(), expected.parameters(), strict=True):
+        assert one.dtype == dtype and torch.equal(one, other), path
+
+
 def test_it_takes_hardly_any_disk_space(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.bfloat16)
     result = (tmp_path / dummy_checkpoint.MATRICES).stat()

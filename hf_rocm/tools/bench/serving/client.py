@@ -10,24 +10,38 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 REFUSED, CLOSED = LOST = ("connection refused", "connection lost")  # errors that a dead server causes
-HOST, PATH = "127.0.0.1", "/v1/completions"
+HOST = "127.0.0.1"
+COMPLETIONS, CHAT = "completions", "chat"
+# endpoint → path
+PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 _DETAIL = 200  # characters of an error message to keep
 _LONGEST_LINE = 2**20
 
 
 class Question(NamedTuple):
-    """A request for `new` tokens after a prompt. stream: whether the answer is sent in pieces."""
+    """A request for `new` tokens after a prompt.
+
+    stream: whether the answer is sent in pieces. endpoint: a key of `PATHS`. leave: whether the client disconnects when
+    half of a streamed answer has arrived.
+    """
 
     prompt: str
     new: int
     stream: bool
+    endpoint: str = COMPLETIONS
+    leave: bool = False
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the JSON of a greedy request whose answer does not stop at an end-of-sequence token."""
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": self.new}
+        content: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": self.prompt}]}
+            if self.endpoint == CHAT
+            else {"prompt": self.prompt}
+        )
         return {
             "model": model,
-            "prompt": self.prompt,
+            **content,
             "max_tokens": self.new,
             "temperature": 0,
             "stream": self.stream,
@@ -41,7 +55,8 @@ class Answer:
 
     sent, ended: when it was sent and when the answer ended, in seconds of `time.perf_counter`. pieces: when each piece
     of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the answer, as the server counted them.
-    error: the kind of an error, or None. detail: the error's message.
+    error: the kind of an error, or None. detail: the error's message. left: whether the client disconnected before the
+    end, as requested; then `tokens` is 0.
     """
 
     sent: float
@@ -52,6 +67,7 @@ class Answer:
     tokens: int = 0
     error: str | None = None
     detail: str = ""
+    left: bool = False
 
 
 class _Failure(Exception):
@@ -75,7 +91,7 @@ async def ask(port: int, model: str, question: Question, *, timeout: float) -> A
         return Answer(sent, time.perf_counter(), error=REFUSED, detail=str(error)[:_DETAIL])
     except (OSError, asyncio.IncompleteReadError) as error:
         return Answer(sent, time.perf_counter(), error=CLOSED, detail=str(error)[:_DETAIL])
-    if answer.tokens != question.new:
+    if answer.tokens != question.new and not answer.left:
         return replace(answer, error="wrong length", detail=f"{answer.tokens} of {question.new} tokens")
     return answer
 
@@ -84,7 +100,8 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
     reader, writer = await asyncio.open_connection(HOST, port, limit=_LONGEST_LINE)
     try:
         content = json.dumps(question.body(model)).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        path = PATHS[question.endpoint]
+        head = f"POST {path} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()
         status, headers = await _head(reader)
@@ -92,7 +109,7 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
         if status != 200:
             raise _Failure(f"HTTP {status}", b"".join([part async for part in parts]).decode(errors="replace"))
         if headers.get("content-type", "").startswith("text/event-stream"):
-            return await _streamed(parts, sent)
+            return await _streamed(parts, sent, question.new // 2 if question.leave else None)
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
     except ValueError as error:  # an invalid status line, header or size, or an endless line
@@ -128,8 +145,11 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
             yield part
 
 
-async def _streamed(parts: AsyncIterator[bytes], sent: float) -> Answer:
-    """Read an answer from server-sent events. The last one contains the finish reason and the numbers of tokens."""
+async def _streamed(parts: AsyncIterator[bytes], sent: float, most: int | None) -> Answer:
+    """Read an answer from server-sent events. The last one contains the finish reason and the numbers of tokens.
+
+    most: return after this number of pieces, which closes the connection.
+    """
     texts, pieces, rest = [], [], b""
     last: dict[str, Any] | None = None
     async for part in parts:
@@ -145,6 +165,8 @@ async def _streamed(parts: AsyncIterator[bytes], sent: float) -> Answer:
             if text:
                 texts.append(text)
                 pieces.append(now)
+            if most is not None and len(pieces) >= most:
+                return Answer(sent, now, "".join(texts), tuple(pieces), left=True)
             if event["choices"][0].get("finish_reason"):
                 last = event
     if last is None:
@@ -164,7 +186,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 def _text(event: dict[str, Any]) -> str:
     try:
-        return str(event["choices"][0].get("text") or "")
+        choice = event["choices"][0]
+        part = choice.get("delta") or choice.get("message") or {}
+        return str(choice.get("text") or part.get("content") or "")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise _Failure("malformed answer", f"no choices: {json.dumps(event)}") from error
 

@@ -22,13 +22,14 @@ TIMES = {
 
 
 def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
-    """Return the figures of one case on one side as plain data. A failed answer counts only as an error.
+    """Return the figures of one case on one side as plain data. A failed answer counts only as an error, and an
+    abandoned one only as such.
 
     rate: tokens per second over all requests, from the first request to the last answer. first: the time from a request
     to the first piece of text in a streamed answer. between: the time from one piece to the next. whole: the time from
     a request to the end of its answer, streamed or not.
     """
-    answered = [answer for answer in traffic.answers if answer.error is None]
+    answered = [answer for answer in traffic.answers if answer.error is None and not answer.left]
     tokens = sum(answer.tokens for answer in answered)
     streamed = [answer for answer in answered if answer.pieces]
     gaps = [after - before for answer in streamed for before, after in pairwise(answer.pieces)]
@@ -44,6 +45,7 @@ def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
         "seconds": traffic.seconds,
         "answered": len(answered),
         "unsent": traffic.unsent,
+        "left": sum(answer.left for answer in traffic.answers),
         "errors": _errors(traffic.answers),
         "prompt_tokens": sum(answer.prompt for answer in answered),
         "tokens": tokens,
@@ -101,6 +103,9 @@ def notes(group: Sequence[dict[str, Any]]) -> list[str]:
         lines += [
             f"{side}: {kind['count']} × {name}, first: {kind['example']}" for name, kind in case["errors"].items()
         ]
+        if case.get("left"):
+            what = "stream was" if case["left"] == 1 else "streams were"
+            lines.append(f"{side}: {case['left']} {what} abandoned by the client, and not included in any other figure")
         if case["unsent"]:
             what = "request was" if case["unsent"] == 1 else "requests were"
             lines.append(f"{side}: {case['unsent']} {what} not sent within {case['load']['seconds']:g} s")

@@ -20,11 +20,13 @@ from hf_rocm.tools.bench.machine import commit, machine
 from hf_rocm.tools.bench.measure import Mismatch, Progress
 from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.run import Subject
+from hf_rocm.tools.bench.serving import checkpoint
 from hf_rocm.tools.bench.serving.agreement import Agreement, agreement
-from hf_rocm.tools.bench.serving.client import LOST, Question, ask
+from hf_rocm.tools.bench.serving.client import CHAT, LOST, Question, ask
 from hf_rocm.tools.bench.serving.figures import figures
 from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
+from hf_rocm.tools.bench.shapes import architecture
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
+    """How servers are started and queried. sides: those that are measured; parity needs both. arguments: additional arguments of `transformers serve`. timeout: the
     time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds.
     """
 
@@ -45,6 +47,7 @@ class Settings:
     arguments: tuple[str, ...] = ()
     timeout: float = 120.0
     start_timeout: float = 600.0
+    sides: tuple[str, ...] = (STOCK, PREPARED)
 
 
 def bench_serving(
@@ -55,28 +58,41 @@ def bench_serving(
     Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
     server fails, and `Mismatch` if hf_rocm's answers differ from stock's by more than the tolerance.
     """
-    assert subject.model is not None
-    tokenizer, config = _files(subject.model)
+    with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
+        return _measured(subject, loads, settings, Path(name), segment=segment, progress=progress)
+
+
+def _measured(
+    subject: Subject, loads: Sequence[Load], settings: Settings, folder: Path, *, segment: str, progress: Progress
+) -> Segment:
+    """Measure in `folder`, which is deleted afterwards."""
+    dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
+    if subject.shape is not None:
+        _check_lengths(architecture(subject.shape)[1], loads)  # before gigabytes are written
+    model = subject.model or _written(subject, dtype, folder / "model", progress)
+    tokenizer, config = _files(model)
     _check_lengths(config, loads)
-    dtype = str(subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32))
-    run = _Run(subject, settings, dtype.removeprefix("torch."), progress)
+    if any(load.endpoint == CHAT for load in loads) and not getattr(tokenizer, "chat_template", None):
+        raise OptionError("the tokenizer has no chat template", hint="use --endpoint completions")
+    run = _Run(model, subject.device, settings, str(dtype).removeprefix("torch."), progress)
     parity = replace(loads[0], clients=1, rate=None, requests=PARITY_REQUESTS, new=min(PARITY_NEW, loads[0].new),
-                     answers="both", seconds=float("inf"))  # fmt: skip
+                     answers="both", seconds=float("inf"), leaving=0.0)  # fmt: skip
     same = plan(parity, tokenizer)
     questions = [plan(load, tokenizer) for load in loads]
-    with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
-        with run.server(STOCK, Path(name) / "parity") as server:
-            expected = run.texts(server, parity, same)
-            batched = run.texts(server, replace(parity, clients=len(same)), same)
-        with run.server(PREPARED, Path(name) / PREPARED) as server:
-            actual = run.texts(server, parity, same)
-            agreed = agreement(expected, actual, batched=batched, dtype=run.dtype)
-            if agreed.wrong:
-                raise _mismatch(agreed, same, expected, actual)
-            prepared = run.cases(server, loads, questions)
-            explained = server.explained()
-        with run.server(STOCK, Path(name) / STOCK) as server:
-            stock = run.cases(server, loads, questions)
+    with run.server(STOCK, folder / "parity") as server:
+        expected = run.texts(server, parity, same)
+        batched = run.texts(server, replace(parity, clients=len(same)), same)
+    with run.server(PREPARED, folder / PREPARED) as server:
+        actual = run.texts(server, parity, same)
+        agreed = agreement(expected, actual, batched=batched, tokens=parity.new, dtype=run.dtype)
+        if agreed.wrong:
+            raise _mismatch(agreed, same, expected, actual)
+        prepared = run.cases(server, loads, questions)
+        explained = server.explained()
+    measured = [prepared]
+    if STOCK in settings.sides:
+        with run.server(STOCK, folder / STOCK) as server:
+            measured.insert(0, run.cases(server, loads, questions))
     return Segment(
         segment,
         machine(subject.device),
@@ -84,7 +100,7 @@ def bench_serving(
         {
             "name": subject.name,
             "class": (config.architectures or [type(config).__name__])[0],
-            "weights": "its own",
+            "weights": "its own" if subject.shape is None else "random",
             "dtype": run.dtype,
         },
         None,
@@ -93,18 +109,17 @@ def bench_serving(
             "command": ["transformers", "serve", *run.command],
             "parity": agreed.to_dict(),
             "explained": explained,
-            "cases": [case for pair in zip(stock, prepared, strict=True) for case in pair],
+            "cases": [case for group in zip(*measured, strict=True) for case in group],
         },
     )
 
 
 class _Run:
-    def __init__(self, subject: Subject, settings: Settings, dtype: str, progress: Progress) -> None:
-        self.model, self.settings, self.dtype, self.progress = str(subject.model), settings, dtype, progress
-        self.gpu = subject.device.type != "cpu"
+    def __init__(self, model: str, device: torch.device, settings: Settings, dtype: str, progress: Progress) -> None:
+        self.model, self.settings, self.dtype, self.progress = model, settings, dtype, progress
+        self.gpu = device.type != "cpu"
         batching = ["--continuous-batching"] if settings.batching else []
-        device = str(subject.device)
-        self.command = [self.model, *batching, "--device", device, "--dtype", dtype, *settings.arguments]
+        self.command = [self.model, *batching, "--device", str(device), "--dtype", dtype, *settings.arguments]
 
     def server(self, side: str, folder: Path) -> Any:
         return serving(
@@ -158,6 +173,16 @@ async def _watched(server: Server, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def _written(subject: Subject, dtype: torch.dtype, folder: Path, progress: Progress) -> str:
+    """Write a checkpoint with random weights, and return its folder."""
+    assert subject.shape is not None
+    progress(f"{subject.name}: writing random weights")
+    checkpoint.write(folder, subject.shape, device=subject.device, dtype=dtype, layers=subject.layers)
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()  # the servers need the memory
+    return str(folder)
+
+
 def _files(model: str) -> tuple[Any, Any]:
     """Return the tokenizer and the config of a model. Raises `LoadError` if there are none."""
     from transformers import AutoConfig, AutoTokenizer
@@ -192,7 +217,7 @@ def _mismatch(
         "hf_rocm's answers differ from stock's, so nothing is timed",
         facts={
             "answers": f"{agreed.equal} of {agreed.total} are equal",
-            "text after a difference": f"{100 * agreed.lost:.0f} %",
+            "tokens that differ": f"{100 * agreed.rate:.0f} %",
             "tolerance": agreed.tolerance,
             "prompt": repr(questions[index].prompt[:100]),
             "stock": repr(expected[index][:100]),

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hf_rocm.tools.bench.serving.client import Answer, Question
+from hf_rocm.tools.bench.serving.client import COMPLETIONS, Answer, Question
 
 ANSWERS = ("streamed", "whole", "both")
 
@@ -20,7 +20,8 @@ class Load:
     open loop with `rate` requests per second on average, which does not wait for answers.
 
     shortest, longest: the range of prompt lengths in tokens. new: tokens per answer. answers: `streamed`, `whole`, or
-    `both`, alternating. seconds: the time after which no request is sent.
+    `both`, alternating. seconds: the time after which no request is sent. endpoint: `completions` or `chat`. leaving:
+    the share of streamed requests whose client disconnects when half of the answer has arrived.
     """
 
     clients: int | None
@@ -32,6 +33,8 @@ class Load:
     answers: str = "streamed"
     seed: int = 0
     seconds: float = 120.0
+    endpoint: str = COMPLETIONS
+    leaving: float = 0.0
 
     @property
     def title(self) -> str:
@@ -43,7 +46,9 @@ class Load:
     def details(self) -> str:
         lengths = f"{self.shortest} to {self.longest}" if self.shortest < self.longest else f"{self.longest}"
         kinds = "streamed and whole" if self.answers == "both" else self.answers
-        return f"{self.requests} requests, prompts of {lengths} tokens, {self.new} new tokens each, {kinds}"
+        chat = ", chat" if self.endpoint != COMPLETIONS else ""
+        left = f", {100 * self.leaving:.0f} % of the streams abandoned" if self.leaving else ""
+        return f"{self.requests} requests, prompts of {lengths} tokens, {self.new} new tokens each, {kinds}{chat}{left}"
 
 
 class Traffic(NamedTuple):
@@ -67,9 +72,11 @@ def plan(load: Load, tokenizer: Any) -> list[Question]:
     streams = [
         load.answers == "streamed" or (load.answers == "both" and index % 2 == 0) for index in range(load.requests)
     ]
+    prompts = [_prompt(tokenizer, words, length, chance) for length in lengths]
+    leaves = [stream and chance.random() < load.leaving for stream in streams]
     return [
-        Question(_prompt(tokenizer, words, length, chance), load.new, stream)
-        for length, stream in zip(lengths, streams, strict=True)
+        Question(prompt, load.new, stream, load.endpoint, leave)
+        for prompt, stream, leave in zip(prompts, streams, leaves, strict=True)
     ]
 
 

@@ -73,7 +73,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"hello\n")
             return
         new = body["max_tokens"] - (fault == "short")
-        texts = [word(body["prompt"], index) for index in range(new)]
+        self.chat = self.path == "/v1/chat/completions"
+        prompt = body["messages"][0]["content"] if self.chat else body["prompt"]
+        texts = [word(prompt, index) for index in range(new)]
         texts[-1] += self.other
         usage = {**USAGE, "completion_tokens": new}
         if not body["stream"]:
@@ -99,7 +101,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"0\r\n\r\n")
 
     def event(self, text: str, reason: str | None = None, usage: dict | None = None) -> dict:
-        event = {"choices": [{"text": text, "index": 0, **({"finish_reason": reason} if reason else {})}]}
+        part = "message" if reason and usage and text else "delta"
+        content = {part: {"content": text}} if self.chat else {"text": text}
+        event = {"choices": [{**content, "index": 0, **({"finish_reason": reason} if reason else {})}]}
         return {**event, **({"usage": usage} if usage else {})}
 
     def send(self, status: int, kind: str, content: bytes) -> None:

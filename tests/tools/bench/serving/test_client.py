@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_rocm.tools.bench.serving.client import Question, ask
+from hf_rocm.tools.bench.serving.client import PATHS, Question, ask
 from tests.tools.bench.serving.stub import FAULTS, answering, word
 
 NEW = 4
@@ -27,15 +27,16 @@ KINDS = {
 }
 
 
-def one(port, *, stream=True, timeout=10.0):
-    return asyncio.run(ask(port, "a-model", Question("a prompt", NEW, stream), timeout=timeout))
+def one(port, *, stream=True, timeout=10.0, **how):
+    return asyncio.run(ask(port, "a-model", Question("a prompt", NEW, stream, **how), timeout=timeout))
 
 
+@pytest.mark.parametrize("endpoint", PATHS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_an_answer_has_its_text_tokens_and_times(stream):
+def test_an_answer_has_its_text_tokens_and_times(stream, endpoint):
     before = time.perf_counter()
     with answering() as server:
-        answer = one(server.port, stream=stream)
+        answer = one(server.port, stream=stream, endpoint=endpoint)
     assert answer.error is None
     assert answer.text == "".join(word("a prompt", index) for index in range(NEW))
     assert (answer.prompt, answer.tokens) == (3, NEW)
@@ -43,6 +44,13 @@ def test_an_answer_has_its_text_tokens_and_times(stream):
     assert [before, answer.sent, *answer.pieces, answer.ended] == sorted(
         [before, answer.sent, *answer.pieces, answer.ended]
     )
+
+
+def test_a_client_that_leaves_disconnects_after_half_of_the_answer():
+    with answering() as server:
+        answer = one(server.port, leave=True)
+    assert answer.left and answer.error is None and len(answer.pieces) == NEW // 2
+    assert answer.text == "".join(word("a prompt", index) for index in range(NEW // 2))
 
 
 def test_every_fault_that_is_an_answer_has_a_kind():
@@ -77,4 +85,9 @@ def test_a_port_without_a_server_is_a_refused_connection():
 def test_the_request_is_greedy_and_has_no_end_token():
     body = Question("a prompt", NEW, True).body("a-model")
     assert body["temperature"] == 0 and body["max_tokens"] == NEW and body["stream"] is True
+    assert body["prompt"] == "a prompt"
+    assert Question("a prompt", NEW, True, "chat").body("a-model") == {
+        **{name: value for name, value in body.items() if name != "prompt"},
+        "messages": [{"role": "user", "content": "a prompt"}],
+    }
     assert '"eos_token_id": null' in body["generation_config"] and '"do_sample": false' in body["generation_config"]

@@ -52,6 +52,13 @@ def test_figures_are_those_computed_by_hand():
     assert whole["median"] == pytest.approx(900)  # the median of 900, 1500 and 500 ms
 
 
+def test_an_abandoned_stream_is_counted_and_changes_nothing_else():
+    case = of("stock", (*ANSWERS, Answer(0.0, 0.5, "a", (0.3,), left=True)))
+    assert case.pop("left") == 1 and case == {name: value for name, value in of("stock").items() if name != "left"}
+    (line,) = [line for line in notes([of("stock", (*ANSWERS, Answer(0.0, 0.5, left=True)))]) if "abandoned" in line]
+    assert line.startswith("stock: 1 stream ")
+
+
 def test_without_an_answer_there_are_no_times():
     case = of("stock", ANSWERS[3:])
     assert case["times"] == {"first": None, "between": None, "whole": None} and case["rate"] == 0

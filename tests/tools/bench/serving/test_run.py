@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from xml.etree import ElementTree
 
@@ -54,6 +55,36 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
     assert "closed loop, 2 clients: time to first token" in words and "floor" not in " ".join(words)
 
 
+def test_a_known_shape_gets_random_weights_that_are_deleted_afterwards(stubs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["bench", "serve", "--config", "small", "--layers", "1", *FAST, "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["model"]["name"] == "small, 1 layer" and output["serving"]["parity"]["equal"] == 8
+    assert output["model"]["weights"] == "random" and output["model"]["class"] == "LlamaForCausalLM"
+    assert output["serving"]["command"][2].startswith(str(tmp_path)) and not list(tmp_path.glob("hf_rocm_bench_*"))
+
+
+def test_a_known_shape_whose_context_is_too_short_is_refused_before_it_is_written(stubs, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
+    monkeypatch.setattr(run.checkpoint, "write", lambda *_, **__: pytest.fail("it was written"))
+    assert main(["bench", "serve", "--config", "small", *FAST, "--prompt", "9000"]) == 1
+    assert "longer than the model's context" in capsys.readouterr().err
+
+
+def test_without_stock_only_the_prepared_server_is_measured_after_the_comparison(bench, stubs, capsys):
+    assert bench("--no-stock", "--json") == 0
+    served = json.loads(capsys.readouterr().out)["serving"]
+    assert [case["side"] for case in served["cases"]] == ["hf_rocm"] and served["parity"]["equal"] == 8
+    stubs(hf_rocm={"other": "!"})
+    assert bench("--no-stock") == 1
+
+
+def test_chat_needs_a_chat_template(bench, stubs, capsys):
+    assert bench("--endpoint", "chat") == 1
+    assert "no chat template" in capsys.readouterr().err
+
+
 def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
     assert bench("--json") == 0
     output = json.loads(capsys.readouterr().out)
@@ -72,7 +103,7 @@ def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsy
 
 def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
     stubs(hf_rocm={"other": "!"})
-    assert bench("--dtype", "bfloat16") == 0
+    assert bench("--dtype", "bfloat16", "--new", "8") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "stock's text for 0 of 8 greedy requests" in out and "Allowed in bfloat16" in out
 

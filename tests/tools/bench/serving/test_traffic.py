@@ -55,6 +55,16 @@ class Clients:
         return Answer(sent, time.perf_counter(), tokens=question.new)
 
 
+def test_only_streams_are_abandoned_in_the_given_share():
+    load = replace(CLOSED, requests=400, answers="both", leaving=0.25)
+    questions = plan(load, Words())
+    assert 0.2 < sum(one.leave for one in questions if one.stream) / 200 < 0.3
+    assert not any(one.leave for one in questions if not one.stream)
+    assert "25 % of the streams abandoned" in load.details
+    # the share changes neither prompts nor lengths
+    assert [one.prompt for one in questions] == [one.prompt for one in plan(replace(load, leaving=0.0), Words())]
+
+
 def traffic(load, clients):
     return asyncio.run(drive(load, plan(load, Words()), clients))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_rocm.device import Device
 from hf_rocm.ops.eight_bit import INT8, quantize_rows
 from hf_rocm.ops.pointwise import act_and_mul, rms_norm
+from hf_rocm.ops.round_rows import rounded_input
 from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
 
@@ -57,7 +58,7 @@ def dequantized_linear(call: QuantizedCall) -> Tensor:
 def scaled_mm(call: QuantizedCall) -> Tensor:
     """An fp8 GEMM that applies the scales itself."""
     x, bias = call.x, call.bias
-    rows, row_scale = call.rows()
+    rows, row_scale = rounded_input(call)
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], call.weight.shape[0]))
     product = torch._scaled_mm(
@@ -74,7 +75,7 @@ def scaled_mm(call: QuantizedCall) -> Tensor:
 def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
     """An fp8 GEMM, with the scales applied afterwards. More devices and dtypes support this."""
     x = call.x
-    rows, row_scale = call.rows()
+    rows, row_scale = rounded_input(call)
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], call.weight.shape[0]))
     one = torch.ones((), dtype=torch.float32, device=x.device)
@@ -88,7 +89,7 @@ _FEWEST_ROWS = 17
 
 def int_mm(call: QuantizedCall) -> Tensor:
     """An int8 GEMM, accumulated in int32 without rounding."""
-    rows, row_scale = call.rows()
+    rows, row_scale = rounded_input(call)
     m = rows.shape[0]
     if call.x.is_cuda and m < _FEWEST_ROWS:
         rows = F.pad(rows, (0, 0, 0, 32 - m))

@@ -128,10 +128,14 @@ def test_eight_bit_conversions_match_pytorch(arch, kind):
     largest = torch.finfo(dtype).max
     source = numbers(1000)
     source = source[np.abs(source) <= largest]
-    codes = in_batches(arch, f"v_cvt_pk_{kind}_f32 v2, v1, v1", source, np.uint32)
     expected = torch.from_numpy(source).to(dtype).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(codes & 255, expected)
-    np.testing.assert_array_equal(codes >> 8 & 255, expected)
+    scaled = [f"v_cvt_scalef32_pk_{kind}_f32 v2, v1, v1, 1.0"] if arch == "gfx950" else []
+    for line in (f"v_cvt_pk_{kind}_f32 v2, v1, v1", *scaled):
+        codes = in_batches(arch, line, source, np.uint32)
+        np.testing.assert_array_equal(codes & 255, expected)
+        np.testing.assert_array_equal(codes >> 8 & 255, expected)
+    with pytest.raises(UnknownInstruction):
+        in_batches(arch, f"v_cvt_scalef32_pk_{kind}_f32 v2, v1, v1, 2.0", source, np.uint32)
     every = np.arange(256, dtype=np.uint32)
     decoded = in_batches(arch, f"v_cvt_f32_{kind}_e32 v2, v1", every, f32)
     np.testing.assert_array_equal(decoded, torch.arange(256).byte().view(dtype).float().numpy())
@@ -160,7 +164,8 @@ def test_eight_bit_overflow(arch, kind):
     state = execute(arch, text, {"v1": f32(1e6)})
     decoded = torch.tensor([int(vector(state, "v2")[0]) & 255], dtype=torch.uint8).view(dtype).float().item()
     assert decoded != decoded or decoded == float("inf")
-    state = execute(arch, ["s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1", text], {"v1": f32(1e6)})
+    register = "HW_REG_WAVE_MODE" if arch == "gfx1201" else "HW_REG_MODE"
+    state = execute(arch, [f"s_setreg_imm32_b32 hwreg({register}, 23, 1), 1", text], {"v1": f32(1e6)})
     decoded = torch.tensor([int(vector(state, "v2")[0]) & 255], dtype=torch.uint8).view(dtype).float().item()
     assert decoded == torch.finfo(dtype).max
 

@@ -37,6 +37,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "rms_norm": "pointwise.rms_norm",
     "rope": "pointwise.rope",
     "rope_into_cache": "rope_into_cache._specification",
+    "round_rows": "round_rows._specification",
     "varlen_attention": "varlen.varlen_attention",
 }
 SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # operation → operation with the same spec type

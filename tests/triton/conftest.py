@@ -69,23 +69,28 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def as_on_a_gpu() -> Iterator[None]:
-    """Round to the nearest bf16 number and keep subnormal numbers, as a GPU does.
+    """Round to the nearest bf16 or fp8 number and keep subnormal numbers, as a GPU does.
 
-    The interpreter truncates when it converts to bf16, and shifts the mantissas of subnormal bf16 numbers when it
-    converts them to fp32. NumPy's floating-point warnings are suppressed.
+    The interpreter truncates when it converts to bf16, drops the carry when it rounds to fp8, and shifts the mantissas
+    of subnormal bf16 numbers when it converts them to fp32. NumPy's floating-point warnings are suppressed.
     """
     if suite.gpu() is not None:
         yield
         return
     import numpy as np
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
     stock = interpreter._convert_float
+    rounded_by_torch = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e4b8: torch.float8_e4m3fnuz}
 
     def convert(values: Any, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> Any:
         if (from_dtype, to_dtype) == (tl.bfloat16, tl.float32):
             return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32).reshape(np.shape(values)) << 16
+        if from_dtype == tl.float32 and to_dtype in rounded_by_torch:
+            wide = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values)))
+            return wide.to(rounded_by_torch[to_dtype]).view(torch.uint8).numpy()
         if (from_dtype, to_dtype) != (tl.float32, tl.bfloat16):
             return stock(values, from_dtype, to_dtype, rounding_mode)
         bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)

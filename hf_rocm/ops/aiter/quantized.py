@@ -1,7 +1,7 @@
 """8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for shuffled weights.
 
-PyTorch quantises the rows of x: aiter's own kernel divides by the largest magnitude, so a row of zeros becomes NaN, and
-it ignores NaN when it computes that magnitude.
+`round_rows` rounds the rows of x: aiter's own kernel divides by the largest magnitude, so a row of zeros becomes NaN,
+and it ignores NaN when it computes that magnitude.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hf_rocm.ops.aiter import contract, detect
 from hf_rocm.ops.aiter.contract import why_not
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import INT8, fp8_of
+from hf_rocm.ops.round_rows import rounded_input
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -77,7 +78,7 @@ def shuffled_linear(call: QuantizedCall) -> Tensor:
 
 
 def _multiplied(gemm: Callable[..., Tensor], call: QuantizedCall) -> Tensor:
-    rows, row_scale = call.rows()
+    rows, row_scale = rounded_input(call)
     product = gemm(rows, call.weight, row_scale, call.scale, call.bias, call.x.dtype)
     return product.view(*call.x.shape[:-1], call.weight.shape[0])
 

@@ -1,4 +1,4 @@
-"""The specification of `quantized_linear`, and the arguments of its implementations."""
+"""The specifications of `quantized_linear` and `round_rows`, and the arguments of `quantized_linear`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, quantize_rows, unshuffle_rows
+from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, unshuffle_rows
 from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.specs.linear import MANY
 
@@ -45,6 +45,20 @@ class QuantizedSpec(NamedTuple):
         return False
 
 
+class RoundingSpec(NamedTuple):
+    """The specification of `round_rows`. dim: K of x [M, K]."""
+
+    dtype: torch.dtype
+    format: torch.dtype
+    device: torch.device
+    dim: int
+
+    @property
+    def grad(self) -> bool:
+        """False: the rounding of a quantised layer has no gradient."""
+        return False
+
+
 class QuantizedCall(NamedTuple):
     """The arguments of `quantized_linear` as its implementations take them, and the format of the weight."""
 
@@ -63,11 +77,6 @@ class QuantizedCall(NamedTuple):
     zeros: Tensor | None = None
     code: str | None = None
     nested: Nested | None = None
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The rows of x [M, K], rounded to the format, and their scales [M, 1]."""
-        rows, scale = quantize_rows(self.x.reshape(-1, self.x.shape[-1]), self.format)
-        return rows.contiguous(), scale.contiguous()
 
     def plain_weight(self) -> Tensor:
         """The 8-bit weight in its plain order."""

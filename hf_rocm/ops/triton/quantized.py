@@ -23,7 +23,7 @@ from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_t
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
+    from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec, RoundingSpec
 
 NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
@@ -59,7 +59,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
         return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"
-    return _format_refuses(spec, device) or linear.parts_refuse(spec)
+    return format_refuses(spec, device) or linear.parts_refuse(spec)
 
 
 def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
@@ -75,10 +75,11 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
         return "our kernels read weights in plain order, but this weight is shuffled"
-    return _format_refuses(spec, device)
+    return format_refuses(spec, device)
 
 
-def _format_refuses(spec: QuantizedSpec, device: Device) -> str | None:
+def format_refuses(spec: QuantizedSpec | RoundingSpec, device: Device) -> str | None:
+    """Why the device's instructions don't convert the 8-bit format, or None."""
     if device.rocm or device.kind == "cpu" or spec.format not in (FP8, FP8_FNUZ):
         return None
     if spec.format == FP8_FNUZ:

@@ -142,6 +142,12 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
     return size, threads
 
 
+def rounding_tile(k: int) -> tuple[int, int]:
+    """(columns, threads) of a program that rounds a row of K numbers. A thread reads 16 bytes of bf16 at a time."""
+    block = min(2048, max(512, power_of_two(k)))
+    return block, block // 8
+
+
 class ExpertsTile(NamedTuple):
     """The tile of a GEMM. n, k: the block of an expert's weight that a program processes at a time. In the first GEMM,
     each of the n columns of the result has a gate and an up column. experts: the number of experts that a program of

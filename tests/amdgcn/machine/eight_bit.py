@@ -28,6 +28,8 @@ def compile_eight_bit(c: Compiling) -> Step | None:
         return _pack(c, match[1])
     if match := re.fullmatch(r"v_cvt_sr_(fp8|bf8)_f32", c.base):
         return _stochastic(c, match[1])
+    if (match := re.fullmatch(r"v_cvt_scalef32_pk_(fp8|bf8)_f32", c.base)) and c.target.name == "gfx950":
+        return _pack(c, match[1], scaled=True)
     if (match := re.fullmatch(r"v_cvt_scalef32_pk_f32_(fp8|bf8)", c.base)) and c.target.name == "gfx950":
         return _scaled(c, match[1])
     if match := re.fullmatch(r"v_cvt_(pk_)?f32_(fp8|bf8)", c.base):
@@ -35,10 +37,13 @@ def compile_eight_bit(c: Compiling) -> Step | None:
     return None
 
 
-def _pack(c: Compiling, kind: str) -> Step:
+def _pack(c: Compiling, kind: str, *, scaled: bool = False) -> Step:
     """Convert two float32 values to two codes in one half of a register. The last bit of op_sel selects the half; the
-    other half is unchanged."""
+    other half is unchanged. scaled: the values are divided by the power of two that is the last operand; only 1.0 is
+    supported."""
     half = c.take("op_sel", (0, 0, 0))[-1]
+    if scaled and c.instruction.operands[3].strip() != "1.0":
+        raise c.refuse("only a scale of 1.0 is supported")
     first, second = (vector_reader(operand, "f") for operand in c.operands[1:3])
     register, format = c.operands[0].register, small(c.target, kind)
 

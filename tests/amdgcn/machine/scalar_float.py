@@ -70,7 +70,8 @@ def _mode(c: Compiling) -> Step | None:
     """s_setreg_imm32_b32 for MODE.FP16_OVFL, which selects how conversions to 8-bit floats treat overflow."""
     if c.base != "s_setreg_imm32_b32":
         return None
-    if re.sub(r"\s", "", c.instruction.operands[0]) != "hwreg(HW_REG_MODE,23,1)":
+    register = "HW_REG_WAVE_MODE" if c.target.generation == 12 else "HW_REG_MODE"
+    if re.sub(r"\s", "", c.instruction.operands[0]) != f"hwreg({register},23,1)":
         raise c.refuse("only MODE.FP16_OVFL can be set")
     value = bool(int(c.instruction.operands[1], 0) & 1)
 

@@ -9,7 +9,8 @@ import torch
 
 import hf_rocm
 from hf_rocm import ops, options
-from hf_rocm.ops import append_tokens, finish_step, probe_cases
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.append_tokens import stock as appended_by_torch
 from hf_rocm.ops.registry import operations
 from tests.generation.conftest import counted, generate, make, prompt
 from tests.triton.test_step import appended, check
@@ -45,7 +46,7 @@ def test_append_tokens(ends, rows):
         ids = torch.arange(rows * length, device="cuda").view(rows, length)
         for pad in (None, torch.tensor(4, device="cuda")):
             given = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
-            assert all(map(torch.equal, appended(*given), append_tokens.stock(*given)))
+            assert all(map(torch.equal, appended(*given), appended_by_torch(*given)))
 
 
 @pytest.mark.parametrize("name", ["finish_step", "append_tokens"])
@@ -74,5 +75,5 @@ def test_generate_uses_both_kernels(how):
         for _ in range(2):
             assert torch.equal(generate(prepared, inputs, eos_token_id=ends, **given), expected)
     served = {route.operation: route.tier for route in routes}
-    assert served[finish_step._operation.name] == served[append_tokens._operation.name] == "triton"
+    assert served["finish_step"] == served["append_tokens"] == "triton"
     assert counted(prepared)[1] > 20

@@ -168,7 +168,7 @@ def patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def products() -> Iterator[None]:
-    """Convert the inputs of bf16 GEMMs to fp32, because the interpreter would multiply their bits as integers."""
+    """Multiply and subtract numbers of bf16 in fp32, because the interpreter would use their bits as integers."""
     if suite.gpu() is not None:
         yield
         return
@@ -176,7 +176,7 @@ def products() -> Iterator[None]:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
-    stock = builder.create_dot
+    stock, stock_fsub = builder.create_dot, builder.create_fsub
 
     def wide(self: Any, x: Any) -> Any:
         return self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x
@@ -184,8 +184,17 @@ def products() -> Iterator[None]:
     def create_dot(self: Any, a: Any, b: Any, *further: Any) -> Any:
         return stock(self, wide(self, a), wide(self, b), *further)
 
+    def create_fsub(self: Any, a: Any, b: Any) -> Any:
+        difference = stock_fsub(self, wide(self, a), wide(self, b))
+        return self.cast_impl(difference, tl.bfloat16) if a.dtype == tl.bfloat16 else difference
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return self.cast_impl(self.get_fp32(value), tl.bfloat16)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "create_dot", create_dot)
+        patch.setattr(builder, "create_fsub", create_fsub)
+        patch.setattr(builder, "get_bf16", get_bf16, raising=False)
         yield
 
 

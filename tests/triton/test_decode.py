@@ -33,7 +33,7 @@ LONGER = (149,) if suite.gpu() is None else (149, 789)
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
     """Simulate many compute units, so that there are more programs than heads, and partial results are combined."""
-    monkeypatch.setattr(decode, "_units", lambda device: 8)
+    monkeypatch.setattr(decode, "units", lambda device: 8)
     decode._work.cache_clear()
 
 
@@ -54,7 +54,7 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
         b, h, kv_heads, s_q, s_k, *dims = shape
         for units, more in ((0, 256), (8, 2048)):  # one split, or several
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decode, "_units", lambda device, units=units: units)
+                patch.setattr(decode, "units", lambda device, units=units: units)
                 decode._work.cache_clear()
                 longer = [length + more for length in lengths]
                 for wide in windows(terms, more):
@@ -162,7 +162,7 @@ def test_the_softcap_of_large_scores_is_finite(factor):
 
 def test_every_key_can_have_all_the_weight(monkeypatch):
     """Every row of the batch attends to a different key, so a wrong weight of any key changes the output."""
-    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split
+    monkeypatch.setattr(decode, "units", lambda device: 0)  # one split
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
     softcapped(torch.ones_like(query), torch.eye(127, dtype=USUAL)[:, None, :, None].expand_as(key).contiguous(), value)
@@ -181,7 +181,7 @@ def softcapped(query, key, value):
 @pytest.mark.parametrize("units", [1, 8])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_row_without_keys_is_zero(units, sinks, monkeypatch):
-    monkeypatch.setattr(decode, "_units", lambda device: units)
+    monkeypatch.setattr(decode, "units", lambda device: units)
     decode._work.cache_clear()
     query, key, value = tensors((2, 4, 2, 1, 690, 16, 16), USUAL)
     starts = torch.tensor([0, 690])
@@ -192,7 +192,7 @@ def test_a_row_without_keys_is_zero(units, sinks, monkeypatch):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_one_program_per_head_needs_no_second_kernel(sinks, monkeypatch):
-    monkeypatch.setattr(decode, "_units", lambda device: 1)
+    monkeypatch.setattr(decode, "units", lambda device: 1)
     decode._work.cache_clear()
     shape = (2, 4, 2, 3, 150, 32, 24)
     assert decode.plan(2, 2, 6, 150, 32, 4, 1, None).splits == 1
@@ -270,7 +270,7 @@ def test_empty_batches_and_calls_without_keys_are_supported(monkeypatch):
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
-    monkeypatch.setattr(decode, "_units", lambda device: 0)  # one split, like the call without keys
+    monkeypatch.setattr(decode, "units", lambda device: 0)  # one split, like the call without keys
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
     how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}

@@ -20,7 +20,7 @@ USUAL = SERVED[0]
 
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
-    monkeypatch.setattr(decode, "_units", lambda device: 8)
+    monkeypatch.setattr(decode, "units", lambda device: 8)
     decode._work.cache_clear()
 
 
@@ -46,7 +46,7 @@ def check(lengths, *, page, columns=4, **terms):
         for units, more in ((0, 256), (8, 640)):  # one split, or several
             longer = [None if length is None else length + more for length in lengths]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decode, "_units", lambda device, units=units: units)
+                patch.setattr(decode, "units", lambda device, units=units: units)
                 decode._work.cache_clear()
                 for wide in windows(terms, more):
                     check_once(longer, page=page, columns=columns + -(-more // page), **wide)
@@ -137,7 +137,7 @@ def test_a_new_key_replaces_an_older_one(terms):
 
 
 def test_one_program_per_head_has_the_same_results(monkeypatch):
-    monkeypatch.setattr(decode, "_units", lambda device: 1)
+    monkeypatch.setattr(decode, "units", lambda device: 1)
     decode._work.cache_clear()
     check([17, 40, None], page=16, sinks=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two
+from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.tiles import plan
 
@@ -240,7 +240,7 @@ def _work(
         keys,
         max(dim, value_dim),
         dtype.itemsize,
-        _units(device),
+        units(device),
         describe(device).arch,
         plain=mask is None and endless,
     )
@@ -282,15 +282,6 @@ def _form_of(strides: tuple[int, ...]) -> Any:
     """The forms of the strides: True if all are multiples of 16 below 2³¹, as usual, else one form per stride."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
-
-
-@cache
-def _units(device: torch.device) -> int:
-    """The number of compute units of a GPU; 2 for the CPU, which interprets the kernel."""
-    units = describe(device).units
-    if units is not None:
-        return units
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 _traced = opaque(

@@ -135,3 +135,12 @@ def dense(x: Tensor) -> Tensor:
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length() if size > 1 else 1
+
+
+@cache
+def units(device: torch.device) -> int:
+    """The number of compute units of a GPU; 2 for the CPU, which interprets the kernel."""
+    counted = describe(device).units
+    if counted is not None:
+        return counted
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -18,7 +18,7 @@ from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.four_bit import E2M1, INT4, PER_WORD, kernel_groups, run_length, table
 from hf_rocm.ops.triton import detect, linear, norm
-from hf_rocm.ops.triton.launch import launch, warps
+from hf_rocm.ops.triton.launch import launch, units, warps
 from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
+_SUMMED = 512  # the columns of a program that adds parts
 _LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into shared memory
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
 
@@ -131,39 +132,52 @@ def _forward(
         residual = residual.contiguous()
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
+    from hf_rocm.ops.triton.kernels import linear as kernels
+
     device, gated = describe(x.device), activation is not None
-    rest: tuple[Any, ...] = (bias, residual, out, m, n)
+    tables: tuple[Tensor | None, ...]
+    sizes: tuple[int, ...]
     tile: Any
+    constants: dict[str, Any]
     if weight.dtype == INT4:
         from hf_rocm.ops.triton.kernels import four_bit, four_bit_matrix
 
         group = k // scale.shape[1]
         run = run_length(k, group)
-        tile = four_bit_tile(m, n, gated, run, rocm=device.rocm)
+        looked_up = code is not None and not _converts(code, scale)
+        tile = four_bit_tile(m, n, gated, run, table=looked_up, rocm=device.rocm, units=units(x.device))
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, the numbers are multiplied in fp32
         numbers = _numbers(code, scale, x.dtype if tile.matrix else torch.float32)
-        rest = (zeros, numbers, nested_code, nested_factors, *rest, k // PER_WORD, _PATTERNS[device.rocm])
+        tables = (zeros, numbers, nested_code, nested_factors)
+        sizes = (m, n, k // PER_WORD, _PATTERNS[device.rocm])
         group, step = kernel_groups(k, group)
         even = k % (PER_WORD * run * tile.blocks) == 0
-        constants: dict[str, Any] = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
-        if not tile.matrix:
-            constants["BYTES"] = device.rocm
+        constants = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
+        constants |= {"SUBTRACTS": not device.rocm} if tile.matrix else {"BYTES": device.rocm}
     else:
-        from hf_rocm.ops.triton.kernels import linear as kernels
-
-        tile = eight_bit_tile(m, n, gated, rocm=device.rocm)
+        tile = eight_bit_tile(m, n, gated, rocm=device.rocm, units=units(x.device))
         kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
-        rest = (*rest, k)
+        tables, sizes = (), (m, n, k)
         constants = {"EVEN": k % (tile.splits * tile.k) == 0, "GROUP": _block(scale)}
+    parts = out if tile.parts == 1 else out.new_empty((tile.parts, m, n), dtype=torch.float32)
     launch(
         kernel,
-        (-(-n // tile.n), -(-m // tile.m)),
-        (x.contiguous(), weight, scale, *rest),
+        (-(-n // tile.n), -(-m // tile.m), tile.parts),
+        (x.contiguous(), weight, scale, *tables, bias, residual, parts, *sizes),
         {"ACTIVATION": activation, **constants, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
+    if parts is not out:
+        of_columns = None if scale.dim() == 2 else scale
+        launch(
+            kernels.sum_parts,
+            (-(-n // _SUMMED), m),
+            (parts, of_columns, bias, residual, out, m, n),
+            {"PARTS": tile.parts, "BLOCK": _SUMMED},
+            num_warps=4,
+        )
     return out
 
 
@@ -222,10 +236,15 @@ def _dequantize(
 
 
 def _numbers(code: str | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The argument `code` of the 4-bit kernels: a table, or for e2m1 with uint8 scales any uint8 tensor, or None."""
+    """The argument `code` of the 4-bit kernels: a table, or for converted numbers any uint8 tensor, or None."""
     if code is None:
         return None
-    return scale if code == E2M1 and scale.dtype == torch.uint8 else table(code, dtype, scale.device)
+    return scale if _converts(code, scale) else table(code, dtype, scale.device)
+
+
+def _converts(code: str, scale: Tensor) -> bool:
+    """Whether the kernels convert the numbers of a code instead of looking them up: e2m1 with the scales of MXFP4."""
+    return code == E2M1 and scale.dtype == torch.uint8
 
 
 def _block(scale: Tensor) -> int:

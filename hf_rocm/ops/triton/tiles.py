@@ -18,7 +18,8 @@ LONG = 64  # a piece with at least this many blocks of keys is always split
 
 class LinearTile(NamedTuple):
     """The tile of a GEMM. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
-    at a time, k in each of `splits`. m: rows of x in a program with matrix instructions."""
+    at a time, k in each of `splits`. m: rows of x in a program with matrix instructions. parts: how many programs
+    split K."""
 
     matrix: bool
     n: int
@@ -27,11 +28,14 @@ class LinearTile(NamedTuple):
     threads: int
     stages: int
     m: int = ROWS
+    parts: int = 1
 
     def constants(self) -> dict[str, int]:
         """The last arguments of the kernel."""
         shared = {"BLOCK_N": self.n, "BLOCK_K": self.k}
-        return {"SPLITS": self.splits, "BLOCK_M": self.m, **shared} if self.matrix else shared
+        if not self.matrix:
+            return shared
+        return {"PARTS": self.parts, "SPLITS": self.splits, "BLOCK_M": self.m, **shared}
 
 
 # On GPUs with so many compute units that tiles of 64 columns leave most of them idle, narrow tiles are used up to this
@@ -72,21 +76,28 @@ def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
     return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
 
 
-def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False) -> LinearTile:
-    """The tile for an 8-bit weight.
+def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units: int = 0) -> LinearTile:
+    """The tile for an 8-bit weight. units: compute units of the GPU; 0 if unknown.
 
-    Without ROCm, these are the fastest tiles of `scripts/bench-quantized --tiles` on one NVIDIA H200, for fp8 and M = 1
-    and 8. Tiles for more rows, and all tiles for ROCm, are estimated from kernels of the same form.
+    Without ROCm, these are the fastest measured tiles, or within 2 % of them, on one NVIDIA H200: for fp8 and int8 with
+    one row, for fp8 with 8, 32 and 64. All tiles for ROCm are estimated from kernels of the same form.
     """
     narrow = n <= NARROW and not gated
     m = row_block(rows, rocm=rocm)
     if rows == 1:
         if rocm:
             return LinearTile(False, 2 if gated else 4, 1024, 1, 128, 2)
-        return LinearTile(False, 4, 1024, 1, 128, 2) if narrow else LinearTile(False, 2, 1024, 1, 64, 2)
-    if narrow or (not rocm and m <= ROWS):
-        return LinearTile(True, 16, 128, 4, 128, 2 if rocm or m > ROWS else 3, m)
-    return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4, m)
+        return LinearTile(False, 4, 1024, 1, 64, 2) if narrow else LinearTile(False, 2, 1024, 1, 64, 2)
+    if (narrow and (rocm or m <= ROWS)) or (not rocm and m <= ROWS):
+        return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3, m)
+    tile = LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4, m)
+    return tile if gated else tile._replace(parts=_parts(rows, n, tile, units))
+
+
+def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int) -> int:
+    """How many programs split K: 4 if half of the compute units would otherwise be idle, and there are several rows."""
+    programs = -(-n // tile.n) * -(-rows // tile.m)
+    return 4 if rows > ROWS and 2 * programs <= units else 1
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
@@ -106,29 +117,41 @@ class FourBitTile(NamedTuple):
     stages: int
     m: int = ROWS
     unrolled: bool = False
+    parts: int = 1
 
     def constants(self) -> dict[str, int]:
         """The last arguments of the kernel."""
         if self.matrix:
-            return {"UNROLLED": self.unrolled, "SPLITS": self.blocks, "BLOCK_M": self.m, "BLOCK_N": self.n}
+            constants = {"SPLITS": self.blocks, "BLOCK_M": self.m, "BLOCK_N": self.n}
+            return {"UNROLLED": self.unrolled, "PARTS": self.parts, **constants}
         return {"BLOCK_N": self.n, "BLOCKS": self.blocks}
 
 
-def four_bit_tile(rows: int, n: int, gated: bool, run: int, *, rocm: bool = False) -> FourBitTile:
+def four_bit_tile(
+    rows: int, n: int, gated: bool, run: int, *, table: bool = False, rocm: bool = False, units: int = 0
+) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
-    Without matrix instructions, a thread reads four words and the four values of x of every run at a time.
+    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words and the
+    four values of x of every run at a time.
     """
     if rows == 1:
         threads = 64 if rocm or not gated else 32
-        columns = 2 if gated else 4 if rocm or n <= NARROW else 8
-        return FourBitTile(False, columns, max(1, 4 * threads // run), threads, 2)
+        return FourBitTile(False, 2 if rocm and gated else 4, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
     if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
         return FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
-    if m > ROWS:
-        return FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
-    return FourBitTile(True, 64, 1, 128, 3, m, True) if gated else FourBitTile(True, 16, 4, 128, 2, m, True)
+    if m > ROWS and table:  # if unrolled, registers would be spilled
+        tile = FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
+    elif gated:
+        tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS else 2, m, True)
+        if m == 64:
+            tile = FourBitTile(True, 128, 1, 256, 2, m, True)
+    elif m == ROWS:
+        tile = FourBitTile(True, 16, 4, 128, 2, m, True)
+    else:
+        tile = FourBitTile(True, 64, 1, 128, 2 if n <= NARROW and m == 32 else 3, m, True)
+    return tile if gated else tile._replace(parts=_parts(rows, n, tile, units))
 
 
 def dequantize_tile(k: int, run: int) -> tuple[int, int]:

@@ -136,14 +136,16 @@ def _vector(
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if code is None:
-            # x is multiplied by q, or by 1 + q / 16; the product with the number that represents 0 is subtracted
+            # x is multiplied by q, or by 1 + q / 128; the product with the number that represents 0 is subtracted
             zero = 8.0
             if zeros is not None:
                 zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)
-            if not BYTES:
-                zero = 1.0 + zero * 0.0625
             for run in tl.static_range(RUNS):
-                part -= zero * piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+                values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
+                if BYTES:
+                    part -= zero * values
+                else:
+                    part -= ((1.0 if (group * RUNS + run) % 2 else 16.0) + zero * 0.0078125) * values
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
             if code is not None:
@@ -151,10 +153,11 @@ def _vector(
             elif BYTES:
                 part += values * _byte(words, pattern, group * RUNS + run)
             else:
+                values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # in even runs, the number is q / 16
                 part += values * _mantissa(words, pattern, group * RUNS + run)
         factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
         if code is None and not BYTES:
-            factor *= 16.0
+            factor *= 128.0
         sums += part * factor
     return sums
 
@@ -214,12 +217,12 @@ def _byte(words, pattern, RUN_INDEX: tl.constexpr):
 
 @triton.jit
 def _mantissa(words, pattern, RUN_INDEX: tl.constexpr):
-    """1 + q / 16 for the 4-bit numbers q of a run."""
-    if RUN_INDEX < 5:
-        bits = words << (19 - 4 * RUN_INDEX)
+    """1 + q / 128 for the 4-bit numbers q of an odd run, 1 + q / 2048 for an even one. Two runs share a shift."""
+    if RUN_INDEX < 4:
+        bits = words << (12 - RUN_INDEX // 2 * 8)
     else:
-        bits = words >> (4 * RUN_INDEX - 19)
-    return ((bits & 0x00780000) | pattern).to(tl.float32, bitcast=True)
+        bits = words >> (RUN_INDEX // 2 * 8 - 12)
+    return ((bits & (0x000F0000 if RUN_INDEX % 2 else 0x0000F000)) | pattern).to(tl.float32, bitcast=True)
 
 
 def build(
@@ -257,7 +260,7 @@ def build(
             "GROUP": group,
             "STEP": step,
             "RUN": run,
-            **({} if cut.matrix else {"BYTES": True}),
+            **({"SUBTRACTS": False} if cut.matrix else {"BYTES": True}),
             **cut.constants(),
         },
         threads=cut.threads,

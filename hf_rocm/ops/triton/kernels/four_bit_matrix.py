@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.kernels.four_bit import build, coded, scale_at
-from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
+from hf_rocm.ops.triton.kernels.linear import finished, gate, part_of, piece, store
 
 
 @triton.jit
@@ -30,7 +30,9 @@ def four_bit_rows(
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
+    SUBTRACTS: tl.constexpr,  # whether the number that represents 0 is subtracted before the product
     UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
+    PARTS: tl.constexpr,  # as in `few_rows`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,7 +59,8 @@ def four_bit_rows(
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums
-    for k in tl.range(0, 8 * k_words, SPLITS * 8 * RUN):
+    begin, end = part_of(8 * k_words, SPLITS * 8 * RUN, PARTS)
+    for k in tl.range(begin, end, SPLITS * 8 * RUN):
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
         filled = there if EVEN else there & inside
@@ -79,6 +82,7 @@ def four_bit_rows(
             GROUP,
             STEP,
             RUN,
+            SUBTRACTS,
             UNROLLED,
         )
         if ACTIVATION is not None:
@@ -100,15 +104,20 @@ def four_bit_rows(
                 GROUP,
                 STEP,
                 RUN,
+                SUBTRACTS,
                 UNROLLED,
             )
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
-    if ACTIVATION is not None:
-        up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = gate(product, up, ACTIVATION)
-    store(product, residual, out, m, n, m_size, n_size)
+    if PARTS > 1:
+        out += tl.program_id(2).to(tl.int64) * m_size * n_size
+        store(tl.trans(sums), None, out, m, n, m_size, n_size)
+    else:
+        product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
+        if ACTIVATION is not None:
+            up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+            product = gate(product, up, ACTIVATION)
+        store(product, residual, out, m, n, m_size, n_size)
 
 
 @triton.jit
@@ -128,6 +137,7 @@ def _matrix(
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
     """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
@@ -150,6 +160,7 @@ def _matrix(
                 EVEN,
                 RUN,
                 RUNS,
+                SUBTRACTS,
             )
     else:
         for group in tl.range(8 // RUNS, num_stages=1):
@@ -169,6 +180,7 @@ def _matrix(
                 EVEN,
                 RUN,
                 RUNS,
+                SUBTRACTS,
             )
     return sums
 
@@ -190,6 +202,7 @@ def _group(
     EVEN: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
 ):
     """Add the products of the runs that share one scale."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -200,18 +213,28 @@ def _group(
             part = tl.dot(coded(words, code, group * RUNS + run, dtype), values, part)
         return sums + part * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
     else:
+        factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
         zero = base + 8.0
         if zeros is not None:
             zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
-        # a product with ones adds up x in every row, so that threads need not exchange values
-        ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
-        total = tl.zeros_like(sums)
-        for run in tl.static_range(RUNS):
-            values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-            part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
-            total = tl.dot(ones, values, total)
-        return sums + (part - zero * total) * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
+        if SUBTRACTS:
+            if zeros is not None:
+                zero = zero.to(dtype)
+            for run in tl.static_range(RUNS):
+                values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+                numbers = _integers(words, group * RUNS + run, dtype) - zero
+                part = tl.dot(numbers.to(dtype), values, part)
+            return sums + part * factor
+        else:
+            # a product with ones adds up x in every row, so that threads need not exchange values
+            ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
+            total = tl.zeros_like(sums)
+            for run in tl.static_range(RUNS):
+                values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+                part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
+                total = tl.dot(ones, values, total)
+            return sums + (part - zero * total) * factor
 
 
 @triton.jit

@@ -45,7 +45,8 @@ def matrix_vector(
         scales, up_scales = _scales(scale, block, n_size, k_size, GROUP, BLOCK_N)
         sums = tl.zeros([BLOCK_N, BLOCK_K // GROUP, GROUP], tl.float32)
     x += columns
-    weight += rows * k_size + columns
+    # at most 8 numbers per load, as for x: otherwise x would pass through shared memory in every iteration
+    weight += rows * k_size + tl.max_contiguous(columns, (1, 1, 8) if GROUP else (1, 8))
     gap = n_size.to(tl.int64) * k_size
     ups = sums
     for k in tl.range(0, k_size, BLOCK_K):
@@ -82,6 +83,7 @@ def few_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
     GROUP: tl.constexpr,  # 0 or BLOCK_K
+    PARTS: tl.constexpr,  # if more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -89,7 +91,7 @@ def few_rows(
 ):
     """`matrix_vector` for more rows, with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps that share columns split K into SPLITS parts.
+    PARTS programs split K, and in each of them, SPLITS groups of warps do.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,7 +115,8 @@ def few_rows(
         if SPLITS > 1:
             block = tl.arange(0, SPLITS)[:, None, None]
         scales, up_scales = _scales(scale, block, n_size, k_size, GROUP, BLOCK_N)
-    for k in tl.range(0, k_size, SPLITS * BLOCK_K):
+    begin, end = part_of(k_size, SPLITS * BLOCK_K, PARTS)
+    for k in tl.range(begin, end, SPLITS * BLOCK_K):
         first = piece(weight + k, across < k_size - k, EVEN)
         values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
         of_block = block * GROUP < k_size - k
@@ -124,11 +127,49 @@ def few_rows(
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     of_rows = None if GROUP else scale
-    product = finished(tl.trans(sums), of_rows, bias, n, n_size, out.dtype.element_ty)
-    if ACTIVATION is not None:
-        up = finished(tl.trans(ups), of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = gate(product, up, ACTIVATION)
+    if PARTS > 1:
+        out += tl.program_id(2).to(tl.int64) * m_size * n_size
+        store(tl.trans(sums), None, out, m, n, m_size, n_size)
+    else:
+        product = finished(tl.trans(sums), of_rows, bias, n, n_size, out.dtype.element_ty)
+        if ACTIVATION is not None:
+            up = finished(tl.trans(ups), of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+            product = gate(product, up, ACTIVATION)
+        store(product, residual, out, m, n, m_size, n_size)
+
+
+@triton.jit
+def sum_parts(
+    parts,  # [PARTS, M, N] in fp32
+    scale,  # one for each column, or None
+    bias,
+    residual,
+    out,  # [M, N]
+    m_size,
+    n_size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the parts of a product, in their order, and finish it."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(1) + tl.arange(0, 1)
+    parts += tl.program_id(1).to(tl.int64) * n_size + n
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * m_size.to(tl.int64) * n_size, mask=n < n_size, other=0.0)
+    product = finished(total[None, :], scale, bias, n, n_size, out.dtype.element_ty)
     store(product, residual, out, m, n, m_size, n_size)
+
+
+@triton.jit
+def part_of(k_size, STEP: tl.constexpr, PARTS: tl.constexpr):
+    """The first number of K that a program processes, and the end."""
+    if PARTS == 1:
+        return 0, k_size
+    else:
+        length = tl.cdiv(tl.cdiv(k_size, STEP), PARTS) * STEP
+        begin = tl.program_id(2) * length
+        return begin, tl.minimum(begin + length, k_size)
 
 
 @triton.jit

@@ -39,8 +39,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """How servers are started and queried. sides: those that are measured; parity needs both. arguments: additional arguments of `transformers serve`. timeout: the
-    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds.
+    """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
+    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds. sides: those
+    that are measured; answers are always compared.
     """
 
     batching: bool = True

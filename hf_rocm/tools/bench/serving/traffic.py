@@ -170,10 +170,16 @@ def _words(tokenizer: Any, chance: random.Random) -> list[str]:
 def _prompt(tokenizer: Any, words: list[str], length: int, chance: random.Random) -> str:
     """Return random words with at most `length` tokens in total, but at least one word."""
     chosen = [chance.choice(words) for _ in range(length)]
-    low, high = 1, length
+
+    def fits(count: int) -> bool:
+        return len(tokenizer(" ".join(chosen[:count]))["input_ids"]) <= length
+
+    if fits(length):  # the usual case
+        return " ".join(chosen)
+    low, high = 1, length - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if len(tokenizer(" ".join(chosen[:middle]))["input_ids"]) <= length:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1

@@ -48,6 +48,7 @@ class DecodeCache(Cache):
         self.recording = False
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
+        self.launched: Any = None  # the next step, if it was launched early; see lookahead.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._is_user_defined = False  # if True, transformers' loop drops the extra step of the late stop check
         self._loaded = 0  # the number of tokens that were copied from the user's cache
@@ -79,10 +80,9 @@ class DecodeCache(Cache):
         """The length of the encoder's output; 0 without an encoder."""
         return 0
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the next token fits without growing a buffer or moving a window."""
-        return self._spare > 0
+    def has_room(self, tokens: int = 1) -> bool:
+        """Whether the next tokens fit without growing a buffer or moving a window."""
+        return self._spare >= tokens
 
     @property
     def longest_step(self) -> int:

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_rocm.generation import lookahead
+from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
-from hf_rocm.generation.token_choice import UPDATE, may_stand_in
+from hf_rocm.generation.token_choice import UPDATE, Runs, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 
@@ -30,20 +33,39 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
 
-    processors: the call's list of logits processors, which is empty. tokens: the tokens of the call.
+    processors: the call's list of logits processors, which is empty. cache: the cache of the call; None if no step may
+    be launched early. tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: Sequence[Any]) -> None:
+    def __init__(self, processors: Sequence[Any], cache: DecodeCache | None = None) -> None:
         self._processors = processors
         self.tokens = HostTokens()
+        self.lookahead = Lookahead(self.tokens, cache)
 
     def holds(self) -> bool:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
         return not self._processors and _receiving().holds()
 
-    def stand_in(self, step: RecordedStep, _: Any) -> Any:
-        """The stand-in for the logits of all replays of a step."""
-        return _Logits(step, self.tokens)
+    def stand_in(self, step: RecordedStep, runner: Runs) -> Any:
+        """The stand-in for the logits of all replays of a step. runner: a weak reference to the call's runner."""
+        return _Logits(step, self, runner)
+
+    def logits_of(self, step: RecordedStep) -> Tensor:
+        """The logits of the last step that the loop has called, [1, N, V]."""
+        launched = self.lookahead.launched
+        return step.logits if launched is None else launched.logits
+
+    def select(self, step: RecordedStep, runner: Runs) -> tuple[Tensor, Tensor]:
+        """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
+        assert step.tokens is not None
+        launches = runner() if self.lookahead.active else None
+        if launches is None:
+            return step.tokens, step.tokens.cpu()
+        # copied before the host waits for the step, because the next one may write to the same tensors
+        tokens, logits = step.tokens.clone(), step.logits.clone()
+        on_host = tokens.cpu()
+        self.lookahead.launch(on_host, logits, launches.launch)
+        return tokens, on_host
 
 
 def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
@@ -57,7 +79,8 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
         return None
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
-    result = Verification(arguments["logits_processor"])
+    cache = arguments["past_key_values"] if lookahead.refuses(arguments) is None else None
+    result = Verification(arguments["logits_processor"], cache)
     return result if result.holds() else None  # `holds` returns False if there are logits processors
 
 
@@ -74,7 +97,7 @@ def _receiving() -> Watch:
             Reference(GenerationMixin, _GENERATOR),
             *kinds,
             *(Reference(kind.beneath(), "update_candidate_strategy") for kind in kinds),
-            Reference(vars(torch), "cat"),
+            *(Reference(vars(torch), name) for name in ("cat", "isin")),
             *(Reference(Tensor, name) for name in ("__eq__", "to", "cpu")),
         ]
     )
@@ -92,17 +115,17 @@ _GENERATORS = (
 class _Logits(StandIn):
     """The logits of a step, [1, N, V], in the dtype of the model."""
 
-    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
-        self._step, self._known = step, known
+    def __init__(self, step: RecordedStep, choice: Verification, runner: Runs) -> None:
+        self._step, self._choice, self._runner = step, choice, runner
 
     def tensor(self) -> Tensor:
-        return self._step.logits
+        return self._choice.logits_of(self._step)
 
     def __getitem__(self, index: Any) -> Any:
         tokens = self._step.logits.shape[1]
-        return (
-            _Scores(self._step, self._known) if index == (slice(None), slice(-tokens, None)) else self.tensor()[index]
-        )
+        if index != (slice(None), slice(-tokens, None)):
+            return self.tensor()[index]
+        return _Scores(self._step, self._choice, self._runner)
 
     def clone(self) -> Any:
         return self
@@ -112,7 +135,7 @@ class _Scores(_Logits):
     """The logits of a step in fp32, [1, N, V]. The loop's conversion to fp32 does not change them."""
 
     def tensor(self) -> Tensor:
-        return self._step.logits.to(torch.float32)
+        return super().tensor().to(torch.float32)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
@@ -124,15 +147,14 @@ class _Scores(_Logits):
     def argmax(self, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs != {"dim": -1}:
             return self.tensor().argmax(*args, **kwargs)
-        return _Selected(self._step, self._known)
+        return _Selected(*self._choice.select(self._step, self._runner), self._choice.tokens)
 
 
 class _Selected(StandIn):
     """The tokens with the largest logits, [1, N], from which the loop takes those that it compares and appends."""
 
-    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
-        assert step.tokens is not None
-        self._tokens, self._on_host, self._known = step.tokens, step.tokens.cpu(), known
+    def __init__(self, tokens: Tensor, on_host: Tensor, known: HostTokens) -> None:
+        self._tokens, self._on_host, self._known = tokens, on_host, known
 
     def tensor(self) -> Tensor:
         return self._tokens
@@ -162,6 +184,17 @@ class _Compared(StandIn):
         return super().__torch_function__(function, types, args, kwargs)
 
 
+class _Searched(_Compared):
+    """Tokens that the loop searches for end tokens, [N]."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.isin and len(args) == 2 and type(args[0]) is cls and not kwargs:
+            tokens, ends = args
+            return torch.isin(tokens._on_host, tokens._known.constant(ends))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 class _Accepted(_Compared):
     """The tokens that the loop appends, [1, N]. Its search for end tokens runs on the host."""
 
@@ -179,10 +212,10 @@ class _Accepted(_Compared):
 
     @property
     def device(self) -> torch.device:
-        return self._on_host.device
+        return self._tokens.device
 
-    def squeeze(self, dim: int) -> Tensor:
-        return self._on_host.squeeze(dim)
+    def squeeze(self, dim: int) -> Any:
+        return _Searched(self._tokens.squeeze(dim), self._on_host.squeeze(dim), self._known)
 
     def cpu(self) -> Tensor:
         return self._on_host.clone()

@@ -179,7 +179,7 @@ def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
 def test_any_other_use_of_a_stand_in_computes_the_tensor():
     logits = torch.randn((1, 4, 61), generator=torch.Generator().manual_seed(0)).bfloat16()
     step = SimpleNamespace(logits=logits, tokens=logits.argmax(-1))
-    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, None)
+    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, lambda: None)
     assert torch.equal(stand_in[:, -3:], logits[:, -3:]) and stand_in.shape == (1, 4, 61)
     scores = stand_in[:, -4:].to(dtype=torch.float32, device=logits.device)
     assert torch.equal(scores.clone().softmax(-1), logits.float().softmax(-1))
@@ -253,7 +253,7 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
     candidates = torch.cat((ids, other), dim=1)
     tokens.draft(np.array([7, 8, 9]), candidates)
-    tokens._drafts[0] = 0  # shows whether the values on the host are returned
+    tokens._step[1] = 0  # shows whether the values on the host are returned
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
     assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
     assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None

@@ -48,7 +48,6 @@ class DecodeCache(Cache):
         self.recording = False
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
-        self.launched: Any = None  # the next step, if it was launched early; see lookahead.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
         self._is_user_defined = False  # if True, transformers' loop drops the extra step of the late stop check
         self._loaded = 0  # the number of tokens that were copied from the user's cache
@@ -213,6 +212,7 @@ class DecodeCache(Cache):
                 self._grow(layer, layer.rows + tokens)
             self._set_place(layer)
         self._spare = min(layer.capacity - layer.rows for layer in self.attending)
+        self._placed = -1, 1
         self._settled = self.length
 
     def _grow(self, layer: Layer, rows: int) -> None:
@@ -276,7 +276,7 @@ class DecodeCache(Cache):
         """Append tokens and return all keys and values, as a dynamic cache does."""
         if self.recording:
             raise Unrecordable("the step writes more than one token")
-        self._spare = 0
+        self._placed, self._spare = (-1, 1), 0
         count = key.shape[2]
         key = torch.cat((layer.keys[:, :, : layer.rows], key), dim=2)
         value = torch.cat((layer.values[:, :, : layer.rows], value), dim=2)
@@ -341,8 +341,7 @@ class DecodeCache(Cache):
         forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
-        if forgotten:
-            self._placed, self._spare = (-1, 1), 0
+        self._spare += forgotten if self._spare else 0  # 0: `_make_room` must run before the next step
 
     def activate_past_recording(self) -> None:
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""

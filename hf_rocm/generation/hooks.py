@@ -327,7 +327,7 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
         step = speculation.verifying(step)
         attempt.rounds = _rounds(self, cache)
         if not args:
-            cache.choice = verification.of_call(self, arguments)
+            cache.choice = verification.of_call(self, arguments, _thread.observer)
             criteria = stop_criteria.instead(arguments, cache.choice and cache.choice.tokens)
             arguments = {**arguments, **criteria}
             lookahead = cache.choice.lookahead if cache.choice and criteria else None
@@ -340,7 +340,7 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
         ):
             return stock(input_ids, *args, **arguments)
     finally:
-        cache.choice = cache.launched = None
+        cache.choice = None
 
 
 def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:

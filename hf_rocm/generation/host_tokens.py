@@ -27,7 +27,7 @@ class HostTokens:
         self._length = 0
         self._tokens: Unchanged | None = None  # the tensor with the tokens in the buffer
         self._candidates: Unchanged | None = None  # the tensor with the tokens and the drafts
-        self._step = self._buffer  # the last token before the drafts, and the drafts
+        self._step: list[int] = []  # the last token before the drafts, and the drafts
         self._constant: tuple[Unchanged, Tensor] | None = None  # see `constant`
         self._address = 0  # the address of the first draft
 
@@ -49,18 +49,11 @@ class HostTokens:
         else:
             self._tokens = None
 
-    def draft(self, drafts: np.ndarray[Any, Any], candidates: Tensor) -> None:
-        """Record the drafts of a step, [N] int64 with N > 0. candidates: the tokens and the drafts, [1, S + N]."""
-        # a copy, because the drafts are a part of the buffer, which a nested call may write to
-        self._step = np.concatenate((self._buffer[max(self._length - 1, 0) : self._length], drafts))
+    def draft(self, drafts: list[int], candidates: Tensor) -> None:
+        """Record the N > 0 drafts of a step. candidates: the tokens and the drafts, [1, S + N]."""
+        self._step = [*self._last(), *drafts]
         self._candidates = Unchanged(candidates)
         self._address = candidates[:, -len(drafts) :].data_ptr()
-
-    def drafts(self, count: int) -> list[int] | None:
-        """Return the drafts of the current step; None if their number is not `count`."""
-        if not count:
-            return []
-        return self._step[1:].tolist() if len(self._step) == count + 1 else None
 
     def followed_by(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the tokens so far and these after them, [S + N], not appended yet. Valid until the next append."""
@@ -72,10 +65,10 @@ class HostTokens:
         self._buffer[self._length : length] = tokens
         return self._buffer[:length]
 
-    def step_of(self, input_ids: Tensor) -> np.ndarray[Any, Any] | None:
+    def step_of(self, input_ids: Tensor) -> list[int] | None:
         """Return the last token and the drafts of the current step, with which input_ids ends; None if unknown."""
         if self.knows(input_ids) and self._length:
-            return self._buffer[self._length - 1 : self._length]
+            return self._last()
         candidates = self._candidates
         return self._step if candidates is not None and candidates.matches(input_ids) else None
 
@@ -92,7 +85,7 @@ class HostTokens:
     def last(self, input_ids: Tensor) -> int | None:
         """Return the last token of input_ids, which may end with the drafts of the current step; None if unknown."""
         step = self.step_of(input_ids)
-        return None if step is None else int(step[-1])
+        return None if step is None else step[-1]
 
     def drafts_of(self, tokens: Tensor) -> Tensor:
         """Return the drafts of a step, [1, N], on the host. tokens: the same drafts on the device."""
@@ -101,7 +94,12 @@ class HostTokens:
         drafts = self._step[1:]
         if not known or tokens.shape != (1, len(drafts)) or tokens.data_ptr() != self._address:
             return tokens.cpu()
-        return torch.from_numpy(drafts)[None]
+        return torch.tensor([drafts])
+
+    def _last(self) -> list[int]:
+        """The last token, if there is one."""
+        last: list[int] = self._buffer[max(self._length - 1, 0) : self._length].tolist()
+        return last
 
     def _write(self, tokens: np.ndarray[Any, Any], input_ids: Tensor) -> None:
         self._length, self._tokens = len(self.followed_by(tokens)), Unchanged(input_ids)

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 from torch import Tensor, nn
 
 from hf_rocm import features
@@ -164,7 +163,7 @@ def _methods() -> Watch:
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def begin(cache: DecodeCache, position: int, ids: np.ndarray[Any, Any]) -> Tensor | None:
+def begin(cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
     """Set the inputs of the next step before transformers prepares it; see `Step.begin`."""
     step = _step_of(cache)
     return None if step is None else step.begin(cache, position, ids)

@@ -10,12 +10,13 @@ a step writes only to its outputs and to the cache rows of its own tokens, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 
@@ -23,106 +24,127 @@ if TYPE_CHECKING:
     from hf_rocm.generation.lookup import Search
     from hf_rocm.generation.recorded_step import RecordedStep
 
-Launch = Callable[[int, "np.ndarray[Any, Any]"], "tuple[RecordedStep, Tensor] | None"]
+Launch = Callable[[int, list[int]], "tuple[RecordedStep, Tensor] | None"]
 
 
-class Launched(NamedTuple):
+@dataclass
+class Launched:
     """A step that was launched before transformers' loop has prepared it.
 
-    position: the number of tokens before the step. ids: its tokens, [N] on the host; input_ids: the same tokens on the
-    device, [1, N]. logits: a copy of the previous step's logits, [1, N, V]. known: the tokens of the call.
+    position: the number of tokens before the step. ids: its N tokens; input_ids: the same tokens on the device, [1, N].
+    accepted: the last step's tokens that the loop is expected to append. logits: a copy of the last step's logits,
+    [1, N, V]. served: whether the loop has prepared this step.
     """
 
     step: RecordedStep
     position: int
-    ids: np.ndarray[Any, Any]
+    ids: list[int]
     input_ids: Tensor
+    accepted: list[int]
     logits: Tensor
-    known: HostTokens
-
-    def serves(self, position: int, input_ids: Tensor) -> bool:
-        """Whether this is the step at this position. input_ids: [1, S], all tokens so far, including drafts."""
-        ids = self.known.step_of(input_ids)
-        return position == self.position and ids is not None and np.array_equal(ids, self.ids)
+    served: bool = False
 
 
-def refuses(arguments: Mapping[str, Any]) -> str | None:
+def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
     """Return why the next step of a call of `_assisted_decoding` must not be launched early, or None.
 
-    arguments: the keyword arguments of `_assisted_decoding`.
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    between two steps, or None.
     """
     if arguments["generation_config"].prompt_lookup_num_tokens is None:
         return "an assistant drafts"
     if type(arguments.get("past_key_values")) is not DecodeCache:
         return "the cache has states that a step updates in place"
-    pieces = [*arguments["stopping_criteria"], *filter(None, [arguments.get("streamer")])]
-    if any(type(piece).__module__.split(".")[0] != "transformers" for piece in pieces):
-        return "user code runs between two steps, and may change what the next step reads"
-    return None
+    return None if observer is None else f"{observer} may change what the next step reads"
 
 
 class Lookahead:
-    """The next step of a call. tokens: the tokens of the call. cache: its cache; None if no step is launched early."""
+    """The next step of one call. tokens: the tokens of the call. early: whether the step may be launched early.
 
-    def __init__(self, tokens: HostTokens | None = None, cache: DecodeCache | None = None) -> None:
-        self._tokens = tokens or HostTokens()
-        self._cache = cache
+    launched: the step that was launched and that the loop has not called yet.
+    """
+
+    def __init__(self, tokens: HostTokens, *, early: bool = False) -> None:
+        self._tokens = tokens
+        self._early = early
         self._search: Search | None = None  # the last search of the loop
-        self._accepted: list[int] = []  # the tokens that are expected to be appended before the launched step
-
-    @property
-    def launched(self) -> Launched | None:
-        """The step that was launched early and that the loop has not called yet."""
-        launched: Launched | None = None if self._cache is None else self._cache.launched
-        return launched
-
-    @property
-    def active(self) -> bool:
-        """Whether `launch` may launch a step."""
-        return self._cache is not None and self._search is not None
+        self._ids: list[int] | None = None  # the tokens of the loop's last step
+        self.launched: Launched | None = None
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return the tokens [1, S] followed by the drafts that a search returns; the same tensor without drafts."""
-        known, tokens = self._tokens.knows(input_ids), self._tokens.of(input_ids)
-        launched = self.launched
-        if launched is None or not (known and search == self._search and self._expected(tokens, launched)):
-            launched = None
+        launched = self.launched if search == self._search and self._tokens.knows(input_ids) else None
         self._search = search
-        drafts = search.drafts(tokens) if launched is None else launched.ids[1:]
-        if not len(drafts):
+        tokens = self._tokens.of(input_ids)
+        if launched is not None:
+            accepted = launched.accepted
+            if len(tokens) != launched.position + 1 or tokens[-len(accepted) :].tolist() != accepted:
+                launched = None
+        drafts: list[int] = search.drafts(tokens).tolist() if launched is None else launched.ids[1:]
+        if not drafts:
             return input_ids
         if launched is None or launched.input_ids.device != input_ids.device:
-            on_device = torch.from_numpy(drafts)[None].to(input_ids.device, input_ids.dtype)
+            on_device = torch.tensor([drafts]).to(input_ids.device, input_ids.dtype)
         else:
             on_device = launched.input_ids[:, 1:]  # copying them from the host would wait for the launched step
         candidates = torch.cat((input_ids, on_device), dim=1)
         self._tokens.draft(drafts, candidates)
         return candidates
 
+    def prepares(self, position: int, input_ids: Tensor) -> bool:
+        """Called when the loop prepares a step. Returns whether it is the launched one, whose inputs are set.
+
+        position: the number of tokens before the step. input_ids: [1, S], all tokens so far, including drafts.
+        """
+        self._ids = self._tokens.step_of(input_ids)
+        launched = self.launched
+        if launched is None:
+            return False
+        launched.served = position == launched.position and self._ids == launched.ids
+        return launched.served
+
+    def take(self, length: int) -> RecordedStep | None:
+        """Return the launched step if the loop has prepared it, and forget it. length: the length of the cache."""
+        launched, self.launched = self.launched, None
+        if launched is None:
+            return None
+        if launched.position < length:
+            raise GraphError("a step that was launched early has overwritten keys of earlier tokens")
+        return launched.step if launched.served else None
+
+    def expects(self) -> bool:
+        """Whether the tokens of the last step determine the next one, so that it can be launched."""
+        return self._early and self._ids is not None and self._search is not None
+
     def launch(self, selected: Tensor, logits: Tensor, launch: Launch) -> None:
-        """Launch the step that is expected to follow.
+        """Launch the next step.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the host. logits: a copy of these
         logits, [1, N, V]. launch: called with the position and the tokens of the step; returns the recorded step and
         the tokens on the device, or None if nothing was launched.
         """
-        cache, search = self._cache, self._search
-        chosen: list[int] = selected[0].tolist()
-        drafts = self._tokens.drafts(len(chosen) - 1)
-        if cache is None or search is None or drafts is None:
+        accepted = self._accepted(selected[0].tolist())
+        if accepted is None:
             return
-        count = next((index for index, draft in enumerate(drafts) if draft != chosen[index]), len(drafts))
-        self._accepted = chosen[: count + 1]
-        tokens = self._tokens.followed_by(self._accepted)
-        if len(tokens) >= search.limit or not search.ends.isdisjoint(self._accepted):
-            return  # the loop ends here
-        ids = np.concatenate((tokens[-1:], search.drafts(tokens)))
-        position = len(tokens) - 1
+        position, ids = self._next(accepted)
         result = launch(position, ids)
         if result is not None:
             step, input_ids = result
-            cache.launched = Launched(step, position, ids, input_ids, logits, self._tokens)
+            self.launched = Launched(step, position, ids, input_ids, accepted, logits)
 
-    def _expected(self, tokens: np.ndarray[Any, Any], launched: Launched) -> bool:
-        accepted = self._accepted
-        return len(tokens) == launched.position + 1 and tokens[-len(accepted) :].tolist() == accepted
+    def _accepted(self, chosen: list[int]) -> list[int] | None:
+        """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""
+        ids, self._ids, search = self._ids, None, self._search
+        if ids is None or search is None or len(ids) != len(chosen):
+            return None
+        count = 0
+        while count < len(chosen) - 1 and ids[count + 1] == chosen[count]:
+            count += 1
+        accepted = chosen[: count + 1]
+        return accepted if search.ends.isdisjoint(accepted) else None
+
+    def _next(self, accepted: list[int]) -> tuple[int, list[int]]:
+        """The position and the tokens of the step after these accepted tokens."""
+        assert self._search is not None
+        tokens = self._tokens.followed_by(accepted)
+        return len(tokens) - 1, [accepted[-1], *self._search.drafts(tokens).tolist()]

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_rocm import features, patches
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.patches import Change
 
@@ -60,7 +61,7 @@ def _searches(change: Change) -> Callable[..., Any]:
         if self not in ends:
             ends[self] = frozenset(() if self.eos_token_id is None else self.eos_token_id.cpu().tolist())
         search = Search(self.num_output_tokens, self.max_matching_ngram_size, self.max_length, ends[self])
-        return (_thread.lookahead or Lookahead()).candidates(input_ids, search), None
+        return (_thread.lookahead or Lookahead(HostTokens())).candidates(input_ids, search), None
 
     return get_candidates
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,12 +137,11 @@ class Step:
     def inputs(self, cache: Any, input_ids: Tensor) -> dict[str, Any]:
         """The arguments of the step. input_ids: [B, S], all tokens so far, including drafts."""
         tokens = self.tokens(input_ids)
-        launched = cache.launched if self.verifies else None
-        if launched is not None and not launched.serves(self._position, input_ids):
-            launched = cache.launched = None
-        placed = self._settle(cache, tokens)
+        lookahead = cache.choice.lookahead if self.verifies and cache.choice else None
+        launched = lookahead is not None and lookahead.prepares(self._position, input_ids)
+        placed = self._placed[tokens][1] if launched else self._settle(cache, tokens)
         self.residents.follow(None if self.verifies else input_ids)
-        if launched is None:
+        if not launched:
             self.residents.input_ids.copy_(input_ids[:, -tokens:])
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
@@ -151,11 +149,11 @@ class Step:
         self._prepared = True
         return inputs
 
-    def begin(self, cache: DecodeCache, position: int, ids: np.ndarray[Any, Any]) -> Tensor | None:
+    def begin(self, cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
         position: the number of tokens before the step; the cache may have more, which will be removed from it. ids: the
-        tokens of the step, [N] on the host. Returns these tokens on the device, [1, N]; None if the inputs can't be set
+        N tokens of the step. Returns these tokens on the device, [1, N]; None if the inputs can't be set
         yet.
         """
         tokens, length = len(ids), cache.length
@@ -170,9 +168,9 @@ class Step:
         place = self.residents.input_ids
         if self._staged is None:
             self._staged = torch.empty(LONGEST_STEP, dtype=torch.int64, pin_memory=place.is_cuda)
-        staged = self._staged[:tokens]
-        staged.copy_(torch.from_numpy(ids))  # the previous copy has ended, because a later step's tokens were read
-        place.copy_(staged, non_blocking=True)
+        # the previous copy has ended, because the host has read the tokens of a later step
+        self._staged.numpy()[:tokens] = ids
+        place.copy_(self._staged[:tokens], non_blocking=True)
         return place
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:

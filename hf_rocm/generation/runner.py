@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakMethod, ref
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -85,7 +84,8 @@ class Runner:
 
         arguments: the keyword arguments of the model's forward, with the cache as `past_key_values`.
         """
-        launched, self.cache.launched = self.cache.launched, None
+        lookahead = self.cache.choice and self.cache.choice.lookahead
+        launched = lookahead and lookahead.take(self.cache.length)
         if self._state.disabled is not None or self._uncaptured:
             return model(**arguments)
         tokens = 1 if self.cache.drafts is None else arguments["input_ids"].shape[1]
@@ -121,7 +121,7 @@ class Runner:
             step.schedule.enter(self._call)
             if step.schedule.due or alarm:
                 return self._compare(step, model, arguments, inputs)
-            if launched is None or launched.step is not step:
+            if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
                 self._replayed[tokens] = key
@@ -166,11 +166,16 @@ class Runner:
             recorded.schedule.agreed()
         return torch.multinomial(probabilities_of(step.last_logits, choice.processors), num_samples=1)
 
-    def launch(self, position: int, ids: np.ndarray[Any, Any]) -> tuple[RecordedStep, Tensor] | None:
+    @property
+    def launches(self) -> bool:
+        """Whether `launch` may replay a step."""
+        return bool(self._replayed)
+
+    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None:
         """Replay the next step before the loop has prepared it, if the loop's call would replay it; see `lookahead`.
 
-        position: the number of tokens before the step. ids: its tokens, [N] on the host. Returns the step and its
-        tokens on the device, [1, N]; None if nothing was replayed.
+        position: the number of tokens before the step. ids: its N tokens. Returns the step and these tokens on
+        the device, [1, N]; None if nothing was replayed.
         """
         step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(len(ids)))
         if step is None or step.schedule.due:

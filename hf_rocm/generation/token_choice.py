@@ -60,6 +60,8 @@ class Choice:
     recordings of the draws; None if the call takes the tokens with the largest logits.
     """
 
+    lookahead = None  # only steps that verify drafts are launched early
+
     def __init__(self, processors: LogitsProcessorList, *, sampled: bool) -> None:
         self._list = processors
         self.processors = tuple(processors)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hf_rocm.generation import lookahead
-from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
@@ -33,14 +32,14 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
 
-    processors: the call's list of logits processors, which is empty. cache: the cache of the call; None if no step may
-    be launched early. tokens: the tokens of the call.
+    processors: the call's list of logits processors, which is empty. early: whether steps may be launched early.
+    tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: Sequence[Any], cache: DecodeCache | None = None) -> None:
+    def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
         self._processors = processors
         self.tokens = HostTokens()
-        self.lookahead = Lookahead(self.tokens, cache)
+        self.lookahead = Lookahead(self.tokens, early=early)
 
     def holds(self) -> bool:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
@@ -58,20 +57,21 @@ class Verification:
     def select(self, step: RecordedStep, runner: Runs) -> tuple[Tensor, Tensor]:
         """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
         assert step.tokens is not None
-        launches = runner() if self.lookahead.active else None
-        if launches is None:
+        call = runner() if self.lookahead.expects() else None
+        if call is None or not call.launches:
             return step.tokens, step.tokens.cpu()
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens, logits = step.tokens.clone(), step.logits.clone()
         on_host = tokens.cpu()
-        self.lookahead.launch(on_host, logits, launches.launch)
+        self.lookahead.launch(on_host, logits, call.launch)
         return tokens, on_host
 
 
-def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
+def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = None) -> Verification | None:
     """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
 
-    arguments: the keyword arguments of `_assisted_decoding`.
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    between two steps, or None.
     """
     config = arguments["generation_config"]
     mixed = getattr(config, "assistant_ensemble_weight", None) is not None
@@ -79,8 +79,7 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
         return None
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
-    cache = arguments["past_key_values"] if lookahead.refuses(arguments) is None else None
-    result = Verification(arguments["logits_processor"], cache)
+    result = Verification(arguments["logits_processor"], early=lookahead.refuses(arguments, observer) is None)
     return result if result.holds() else None  # `holds` returns False if there are logits processors
 
 
@@ -122,7 +121,8 @@ class _Logits(StandIn):
         return self._choice.logits_of(self._step)
 
     def __getitem__(self, index: Any) -> Any:
-        tokens = self._step.logits.shape[1]
+        assert self._step.tokens is not None
+        tokens = self._step.tokens.shape[1]
         if index != (slice(None), slice(-tokens, None)):
             return self.tensor()[index]
         return _Scores(self._step, self._choice, self._runner)
@@ -162,8 +162,9 @@ class _Selected(StandIn):
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         if rows == slice(None) and isinstance(columns, slice) and columns.start is columns.step is None:
-            kind = _Compared if columns.stop == -1 else _Accepted
-            return kind(self._tokens[:, : columns.stop], self._on_host[:, : columns.stop], self._known)
+            stop = None if columns.stop is None else int(columns.stop)
+            kind = _Compared if stop == -1 else _Accepted
+            return kind(self._tokens[:, :stop], self._on_host[:, :stop], self._known)
         return self.tensor()[index]
 
 

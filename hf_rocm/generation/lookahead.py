@@ -11,20 +11,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.recorded_step import RecordedStep
 
-if TYPE_CHECKING:
-    from hf_rocm.generation.lookup import Search
-    from hf_rocm.generation.recorded_step import RecordedStep
+Launch = Callable[[int, list[int]], tuple[RecordedStep, Tensor] | None]
 
-Launch = Callable[[int, list[int]], "tuple[RecordedStep, Tensor] | None"]
+
+class Search(NamedTuple):
+    """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
+
+    most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
+    maximum length of the sequence. ends: end tokens; drafts stop before them.
+    """
+
+    most: int
+    ngram: int
+    limit: int
+    ends: frozenset[int]
+
+    def drafts(self, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the drafts for these tokens, [S]: [N], with N = 0 if there are none.
+
+        They are the drafts of transformers' `PromptLookupCandidateGenerator`.
+        """
+        length = len(tokens)
+        none = tokens[:0]
+        if self.limit == length + 1:
+            return none
+        for size in range(min(self.ngram, length - 1), 0, -1):
+            last = length - size
+            same = tokens[:last] == tokens[last]
+            for offset in range(1, size):
+                same &= tokens[offset : last + offset] == tokens[last + offset]
+            first = int(same.argmax())
+            start = first + size
+            stop = min(start + self.most, length, self.limit)
+            if not same[first] or start >= stop:
+                continue
+            drafts = tokens[start:stop]
+            return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in self.ends), None)]
+        return none
 
 
 @dataclass
@@ -37,9 +71,9 @@ class Launched:
     """
 
     step: RecordedStep
+    input_ids: Tensor
     position: int
     ids: list[int]
-    input_ids: Tensor
     accepted: list[int]
     logits: Tensor
     served: bool = False
@@ -124,13 +158,10 @@ class Lookahead:
         the tokens on the device, or None if nothing was launched.
         """
         accepted = self._accepted(selected[0].tolist())
-        if accepted is None:
-            return
-        position, ids = self._next(accepted)
-        result = launch(position, ids)
-        if result is not None:
-            step, input_ids = result
-            self.launched = Launched(step, position, ids, input_ids, accepted, logits)
+        following = None if accepted is None else self._next(accepted)
+        result = None if following is None else launch(*following)
+        if accepted is not None and following is not None and result is not None:
+            self.launched = Launched(*result, *following, accepted, logits)
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""
@@ -143,8 +174,10 @@ class Lookahead:
         accepted = chosen[: count + 1]
         return accepted if search.ends.isdisjoint(accepted) else None
 
-    def _next(self, accepted: list[int]) -> tuple[int, list[int]]:
-        """The position and the tokens of the step after these accepted tokens."""
+    def _next(self, accepted: list[int]) -> tuple[int, list[int]] | None:
+        """The position and the tokens of the step after these accepted tokens; None if the loop ends after them."""
         assert self._search is not None
         tokens = self._tokens.followed_by(accepted)
+        if len(tokens) >= self._search.limit:
+            return None
         return len(tokens) - 1, [accepted[-1], *self._search.drafts(tokens).tolist()]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from hf_rocm import features, patches
 from hf_rocm.generation.host_tokens import HostTokens
-from hf_rocm.generation.lookahead import Lookahead
+from hf_rocm.generation.lookahead import Lookahead, Search
 from hf_rocm.patches import Change
 
 
@@ -64,39 +63,3 @@ def _searches(change: Change) -> Callable[..., Any]:
         return (_thread.lookahead or Lookahead(HostTokens())).candidates(input_ids, search), None
 
     return get_candidates
-
-
-class Search(NamedTuple):
-    """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
-
-    most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
-    maximum length of the sequence. ends: end tokens; drafts stop before them.
-    """
-
-    most: int
-    ngram: int
-    limit: int
-    ends: frozenset[int]
-
-    def drafts(self, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the drafts for these tokens, [S]: [N], with N = 0 if there are none.
-
-        They are the drafts of transformers' `PromptLookupCandidateGenerator`.
-        """
-        length = len(tokens)
-        none = tokens[:0]
-        if self.limit == length + 1:
-            return none
-        for size in range(min(self.ngram, length - 1), 0, -1):
-            last = length - size
-            same = tokens[:last] == tokens[last]
-            for offset in range(1, size):
-                same &= tokens[offset : last + offset] == tokens[last + offset]
-            first = int(same.argmax())
-            start = first + size
-            stop = min(start + self.most, length, self.limit)
-            if not same[first] or start >= stop:
-                continue
-            drafts = tokens[start:stop]
-            return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in self.ends), None)]
-        return none

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
-
-if TYPE_CHECKING:
-    from hf_rocm.generation.runner import Runner
 
 FEATURE = "token_choice"
 UPDATE = "_update_model_kwargs_for_generation"  # this method receives the outputs with the stand-in
@@ -49,8 +46,18 @@ RECORDED = (
     "TypicalLogitsWarper",
 )
 
+
+class Runs(Protocol):
+    """The methods of the call's runner that the loop calls by its stand-ins."""
+
+    launches: bool
+
+    def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
+    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None: ...
+
+
 # Returns the call's runner, or None after the call.
-Runs = Callable[[], "Runner | None"]
+FindRunner = Callable[[], Runs | None]
 
 
 class Choice:
@@ -88,7 +95,7 @@ class Choice:
         """The next tokens as the loop receives them. tokens: [B]."""
         return tokens if self.rows is None or not self.rows.active else Tokens(self.rows, tokens)
 
-    def stand_in(self, step: RecordedStep, runner: Runs) -> Any:
+    def stand_in(self, step: RecordedStep, runner: FindRunner) -> Any:
         """The stand-in for the logits of all replays of a step. runner: a weak reference to the call's runner."""
         return _Logits(_Step(step, self, runner))
 
@@ -173,7 +180,7 @@ class _Step(NamedTuple):
 
     recorded: RecordedStep
     choice: Choice
-    runner: Runs
+    runner: FindRunner
 
 
 class _Logits(StandIn):

@@ -24,7 +24,7 @@ from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
-from hf_rocm.generation.token_choice import UPDATE, Runs, may_stand_in
+from hf_rocm.generation.token_choice import UPDATE, FindRunner, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 
@@ -45,7 +45,7 @@ class Verification:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
         return not self._processors and _receiving().holds()
 
-    def stand_in(self, step: RecordedStep, runner: Runs) -> Any:
+    def stand_in(self, step: RecordedStep, runner: FindRunner) -> Any:
         """The stand-in for the logits of all replays of a step. runner: a weak reference to the call's runner."""
         return _Logits(step, self, runner)
 
@@ -54,7 +54,7 @@ class Verification:
         launched = self.lookahead.launched
         return step.logits if launched is None else launched.logits
 
-    def select(self, step: RecordedStep, runner: Runs) -> tuple[Tensor, Tensor]:
+    def select(self, step: RecordedStep, runner: FindRunner) -> tuple[Tensor, Tensor]:
         """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
@@ -114,7 +114,7 @@ _GENERATORS = (
 class _Logits(StandIn):
     """The logits of a step, [1, N, V], in the dtype of the model."""
 
-    def __init__(self, step: RecordedStep, choice: Verification, runner: Runs) -> None:
+    def __init__(self, step: RecordedStep, choice: Verification, runner: FindRunner) -> None:
         self._step, self._choice, self._runner = step, choice, runner
 
     def tensor(self) -> Tensor:

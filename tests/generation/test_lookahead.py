@@ -14,8 +14,7 @@ from hf_rocm.generation import cache_layer, lookahead, verification
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
-from hf_rocm.generation.lookahead import Lookahead
-from hf_rocm.generation.lookup import Search
+from hf_rocm.generation.lookahead import Lookahead, Search
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
@@ -47,7 +46,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
     in_vain = [step for step in launched if not step.served]
-    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 7  # at the end of a call
+    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # at the end of a call
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -72,7 +71,10 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     expected_step = Lookahead._next
 
     def another(self, accepted):
-        position, ids = expected_step(self, accepted)
+        following = expected_step(self, accepted)
+        if following is None:
+            return None
+        position, ids = following
         kind = pick.choice(("right", "tokens", "number", "position", "all"))
         if kind in ("tokens", "all"):
             ids = [pick.randrange(61) for _ in ids]
@@ -82,8 +84,14 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
             position += pick.randint(1, 3)
         return position, ids
 
+    def searching_again(self, *arguments, stock=Lookahead.launch):
+        stock(self, *arguments)
+        if self.launched is not None:
+            self.launched.accepted = []
+
     expected = {seed: looked_up(stock, repeating(seed)) for seed in range(3)}
     looked_up(prepared, repeating())
+    monkeypatch.setattr(Lookahead, "launch", searching_again)
     monkeypatch.setattr(Lookahead, "_next", another)
     for number in range(30):
         assert torch.equal(looked_up(prepared, repeating(number % 3)), expected[number % 3])
@@ -96,8 +104,8 @@ def test_a_launch_that_overwrites_earlier_tokens_raises(pair, monkeypatch):
     expected_step = Lookahead._next
 
     def earlier(self, accepted):
-        position, ids = expected_step(self, accepted)
-        return position - 1, ids
+        following = expected_step(self, accepted)
+        return following and (following[0] - 1, following[1])
 
     monkeypatch.setattr(Lookahead, "_next", earlier)
     with pytest.raises(GraphError, match="has overwritten keys"):
@@ -164,7 +172,7 @@ def test_criteria_of_transformers_that_read_every_token(pair, launched):
         criteria = StoppingCriteriaList([MaxTimeCriteria(600.0)])
         results = [looked_up(model, repeating(seed), stopping_criteria=criteria) for model in (prepared, stock)]
         assert torch.equal(*results)
-    assert len(launched) > 4
+    assert len(launched) > 4 or before("5.14")  # before 5.14, the criteria also receive the drafts
 
 
 def test_the_logits_of_the_last_step_are_kept(pair, monkeypatch):

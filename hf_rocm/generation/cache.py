@@ -79,10 +79,9 @@ class DecodeCache(Cache):
         """The length of the encoder's output; 0 without an encoder."""
         return 0
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the next token fits without growing a buffer or moving a window."""
-        return self._spare > 0
+    def has_room(self, tokens: int = 1) -> bool:
+        """Whether the next tokens fit without growing a buffer or moving a window."""
+        return self._spare >= tokens
 
     @property
     def longest_step(self) -> int:
@@ -213,6 +212,7 @@ class DecodeCache(Cache):
                 self._grow(layer, layer.rows + tokens)
             self._set_place(layer)
         self._spare = min(layer.capacity - layer.rows for layer in self.attending)
+        self._placed = -1, 1
         self._settled = self.length
 
     def _grow(self, layer: Layer, rows: int) -> None:
@@ -276,7 +276,7 @@ class DecodeCache(Cache):
         """Append tokens and return all keys and values, as a dynamic cache does."""
         if self.recording:
             raise Unrecordable("the step writes more than one token")
-        self._spare = 0
+        self._placed, self._spare = (-1, 1), 0
         count = key.shape[2]
         key = torch.cat((layer.keys[:, :, : layer.rows], key), dim=2)
         value = torch.cat((layer.values[:, :, : layer.rows], value), dim=2)
@@ -341,8 +341,7 @@ class DecodeCache(Cache):
         forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
-        if forgotten:
-            self._placed, self._spare = (-1, 1), 0
+        self._spare += forgotten if self._spare else 0  # 0: `_make_room` must run before the next step
 
     def activate_past_recording(self) -> None:
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""

@@ -20,7 +20,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.inputs import residents_of
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_step import RecordedStep, digest, largest, tensors_of
-from hf_rocm.generation.resident_inputs import Residents
+from hf_rocm.generation.residents import Residents
 from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.step import Inputs
 from hf_rocm.ops.bits import bits

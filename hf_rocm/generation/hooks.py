@@ -321,22 +321,22 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
 
 def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
-    arguments, cache, tokens = attempt.arguments, attempt.cache, None
+    arguments, cache, lookahead = attempt.arguments, attempt.cache, None
     attempt.rounds = None
     if cache.drafts is not None:
         step = speculation.verifying(step)
         attempt.rounds = _rounds(self, cache)
         if not args:
-            cache.choice = verification.of_call(self, arguments)
-            tokens = None if cache.choice is None else cache.choice.tokens
-            criteria = stop_criteria.instead(arguments, tokens)
-            arguments, tokens = {**arguments, **criteria}, tokens if criteria else None
+            cache.choice = verification.of_call(self, arguments, _thread.observer)
+            criteria = stop_criteria.instead(arguments, cache.choice and cache.choice.tokens)
+            arguments = {**arguments, **criteria}
+            lookahead = cache.choice.lookahead if cache.choice and criteria else None
     try:
         with (
             deferred_stop.stopping_on_time(),
             loops.stepping(self, cache, lambda arguments: step(**arguments)),
             assistant.drafting(attempt.rounds),
-            lookup.searching_on_the_host(tokens),
+            lookup.searching_on_the_host(lookahead),
         ):
             return stock(input_ids, *args, **arguments)
     finally:

@@ -6,6 +6,7 @@ need no other copy, unless transformers has appended tokens in another way, for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ class HostTokens:
         self._length = 0
         self._tokens: Unchanged | None = None  # the tensor with the tokens in the buffer
         self._candidates: Unchanged | None = None  # the tensor with the tokens and the drafts
-        self._drafts = self._buffer
+        self._step: list[int] = []  # the last token before the drafts, and the drafts
+        self._constant: tuple[Unchanged, Tensor] | None = None  # see `constant`
         self._address = 0  # the address of the first draft
 
     def of(self, input_ids: Tensor) -> np.ndarray[Any, Any]:
@@ -47,39 +49,60 @@ class HostTokens:
         else:
             self._tokens = None
 
-    def draft(self, drafts: np.ndarray[Any, Any], candidates: Tensor) -> None:
-        """Record the drafts of a step, [N] int64 with N > 0. candidates: the tokens and the drafts, [1, S + N]."""
-        # a copy, because the drafts are a part of the buffer, which a nested call may write to
-        self._drafts, self._candidates = drafts.copy(), Unchanged(candidates)
+    def draft(self, drafts: list[int], candidates: Tensor) -> None:
+        """Record the N > 0 drafts of a step. candidates: the tokens and the drafts, [1, S + N]."""
+        self._step = [*self._last(), *drafts]
+        self._candidates = Unchanged(candidates)
         self._address = candidates[:, -len(drafts) :].data_ptr()
 
-    def forget(self) -> None:
-        """Discard all tokens, because those on the device may have been changed."""
-        self._tokens = self._candidates = None
-
-    def last(self, input_ids: Tensor) -> int | None:
-        """Return the last token of input_ids, which may end with the drafts of the current step; None if unknown."""
-        if self.knows(input_ids) and self._length:
-            return int(self._buffer[self._length - 1])
-        candidates = self._candidates
-        return int(self._drafts[-1]) if candidates is not None and candidates.matches(input_ids) else None
-
-    def drafts_of(self, tokens: Tensor) -> Tensor:
-        """Return the drafts of a step, [1, N], on the host. tokens: the same drafts on the device."""
-        candidates = self._candidates
-        known = candidates is not None and candidates.matches(candidates.tensor)
-        if not known or tokens.shape != (1, len(self._drafts)) or tokens.data_ptr() != self._address:
-            return tokens.cpu()
-        return torch.from_numpy(self._drafts)[None]
-
-    def _write(self, tokens: np.ndarray[Any, Any], input_ids: Tensor) -> None:
+    def followed_by(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the tokens so far and these after them, [S + N], not appended yet. Valid until the next append."""
         length = self._length + len(tokens)
         if length > len(self._buffer):
             grown = np.empty(2 * length, np.int64)
             grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
         self._buffer[self._length : length] = tokens
-        self._length, self._tokens = length, Unchanged(input_ids)
+        return self._buffer[:length]
+
+    def step_of(self, input_ids: Tensor) -> list[int] | None:
+        """Return the last token and the drafts of the current step, with which input_ids ends; None if unknown."""
+        if self.knows(input_ids) and self._length:
+            return self._last()
+        candidates = self._candidates
+        return self._step if candidates is not None and candidates.matches(input_ids) else None
+
+    def forget(self) -> None:
+        """Discard all tokens, because those on the device may have been changed."""
+        self._tokens = self._candidates = None
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor that every step reads, on the host. They are copied only if it has changed."""
+        if self._constant is None or not self._constant[0].matches(tensor):
+            self._constant = Unchanged(tensor), tensor.cpu()
+        return self._constant[1]
+
+    def last(self, input_ids: Tensor) -> int | None:
+        """Return the last token of input_ids, which may end with the drafts of the current step; None if unknown."""
+        step = self.step_of(input_ids)
+        return None if step is None else step[-1]
+
+    def drafts_of(self, tokens: Tensor) -> Tensor:
+        """Return the drafts of a step, [1, N], on the host. tokens: the same drafts on the device."""
+        candidates = self._candidates
+        known = candidates is not None and candidates.matches(candidates.tensor)
+        drafts = self._step[1:]
+        if not known or tokens.shape != (1, len(drafts)) or tokens.data_ptr() != self._address:
+            return tokens.cpu()
+        return torch.tensor([drafts])
+
+    def _last(self) -> list[int]:
+        """The last token, if there is one."""
+        last: list[int] = self._buffer[max(self._length - 1, 0) : self._length].tolist()
+        return last
+
+    def _write(self, tokens: np.ndarray[Any, Any], input_ids: Tensor) -> None:
+        self._length, self._tokens = len(self.followed_by(tokens)), Unchanged(input_ids)
 
 
 class Unchanged:

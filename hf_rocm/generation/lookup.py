@@ -11,42 +11,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from hf_rocm import features, patches
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.lookahead import Lookahead, Search
 from hf_rocm.patches import Change
 
 
 @contextmanager
-def searching_on_the_host(tokens: HostTokens | None = None) -> Iterator[None]:
+def searching_on_the_host(lookahead: Lookahead | None = None) -> Iterator[None]:
     """Within the block, prompt lookup of this thread searches on the host.
 
     Generators with logits processors, subclasses of the generator and batches of several rows use the stock search, as
     do generators whose code is not known or was replaced. A processor may have tensors on the device, and transformers
-    calls it for every drafted token. tokens: the tokens of the call; None: they are copied in every step.
+    calls it for every drafted token. lookahead: that of the call; None: the tokens are copied in every step.
     """
     if features.refuses("prompt_lookup") is not None:
         yield
         return
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Generator
 
-    before = _thread.ends, _thread.tokens
-    _thread.ends, _thread.tokens = {}, tokens
+    before = _thread.ends, _thread.lookahead
+    _thread.ends, _thread.lookahead = {}, lookahead
     try:
         with patches.applied(Change(Generator, "get_candidates", _searches, key=__name__)):
             yield
     finally:
-        _thread.ends, _thread.tokens = before
+        _thread.ends, _thread.lookahead = before
 
 
 class _Thread(threading.local):
     """ends: maps a generator of this thread's call to its end tokens; None outside the block."""
 
     ends: dict[Any, frozenset[int]] | None = None
-    tokens: HostTokens | None = None
+    lookahead: Lookahead | None = None
 
 
 _thread = _Thread()
@@ -60,45 +59,7 @@ def _searches(change: Change) -> Callable[..., Any]:
             return change.call_of(self)(input_ids, *args, **kwargs)
         if self not in ends:
             ends[self] = frozenset(() if self.eos_token_id is None else self.eos_token_id.cpu().tolist())
-        tokens = _thread.tokens or HostTokens()
-        drafts = drafted(
-            tokens.of(input_ids),
-            most=self.num_output_tokens,
-            ngram=self.max_matching_ngram_size,
-            limit=self.max_length,
-            ends=ends[self],
-        )
-        if not len(drafts):
-            return input_ids, None
-        on_device = torch.from_numpy(drafts)[None].to(input_ids.device, input_ids.dtype)
-        candidates = torch.cat((input_ids, on_device), dim=1)
-        tokens.draft(drafts, candidates)
-        return candidates, None
+        search = Search(self.num_output_tokens, self.max_matching_ngram_size, self.max_length, ends[self])
+        return (_thread.lookahead or Lookahead(HostTokens())).candidates(input_ids, search), None
 
     return get_candidates
-
-
-def drafted(tokens: np.ndarray[Any, Any], *, most: int, ngram: int, limit: int, ends: frozenset[int]) -> Any:
-    """Return the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
-
-    tokens: [S]. most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first.
-    limit: the maximum length of the sequence. ends: end tokens; drafts stop before them. Returns [N], with N = 0 if
-    there are no drafts. These are the drafts of transformers' `PromptLookupCandidateGenerator`.
-    """
-    length = len(tokens)
-    none = tokens[:0]
-    if limit == length + 1:
-        return none
-    for size in range(min(ngram, length - 1), 0, -1):
-        last = length - size
-        same = tokens[:last] == tokens[last]
-        for offset in range(1, size):
-            same &= tokens[offset : last + offset] == tokens[last + offset]
-        first = int(same.argmax())
-        start = first + size
-        stop = min(start + most, length, limit)
-        if not same[first] or start >= stop:
-            continue
-        drafts = tokens[start:stop]
-        return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in ends), None)]
-    return none

@@ -1,20 +1,21 @@
 """The arguments of decode steps in resident tensors, derived from one step that transformers prepared.
 
-`Residents` has the tensors that recorded steps read in place. `Step` compares them with the arguments that
-transformers prepared for the first step of a call, and advances them for the following steps.
+`Step` compares the tensors that recorded steps read in place (`residents`) with the arguments that transformers
+prepared for the first step of a call, and advances them for the following steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.generation.masks import Kind, StepMask, Unlike, kinds_of
-from hf_rocm.generation.static_buffers import settle, written
+from hf_rocm.generation.cache_layer import LONGEST_STEP
+from hf_rocm.generation.masks import Kind, Unlike, kinds_of
+from hf_rocm.generation.residents import Form, Residents
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
@@ -73,6 +74,7 @@ class Step:
             raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
+        self._staged: Tensor | None = None  # [LONGEST_STEP], on the host
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the growing arguments are those of the last step; with drafts, whether a step was prepared."""
@@ -135,14 +137,41 @@ class Step:
     def inputs(self, cache: Any, input_ids: Tensor) -> dict[str, Any]:
         """The arguments of the step. input_ids: [B, S], all tokens so far, including drafts."""
         tokens = self.tokens(input_ids)
-        placed = self._settle(cache, tokens)
+        lookahead = cache.choice.lookahead if self.verifies and cache.choice else None
+        launched = lookahead is not None and lookahead.prepares(self._position, input_ids)
+        placed = self._placed[tokens][1] if launched else self._settle(cache, tokens)
         self.residents.follow(None if self.verifies else input_ids)
-        self.residents.input_ids.copy_(input_ids[:, -tokens:])
+        if not launched:
+            self.residents.input_ids.copy_(input_ids[:, -tokens:])
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
             inputs["attention_mask"] = dict(inputs["attention_mask"])
         self._prepared = True
         return inputs
+
+    def begin(self, cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
+        """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
+
+        position: the number of tokens before the step; the cache may have more, which will be removed from it. ids: the
+        N tokens of the step. Returns these tokens on the device, [1, N]; None if the inputs can't be set
+        yet.
+        """
+        tokens, length = len(ids), cache.length
+        if not self._removed or tokens not in self._placed or position > length or not cache.has_room(tokens):
+            return None
+        self._position = position
+        cache.level(position)
+        try:
+            self._settle(cache, tokens)
+        finally:
+            cache.level(length)
+        place = self.residents.input_ids
+        if self._staged is None:
+            self._staged = torch.empty(LONGEST_STEP, dtype=torch.int64, pin_memory=place.is_cuda)
+        # the previous copy has ended, because the host has read the tokens of a later step
+        self._staged.numpy()[:tokens] = ids
+        place.copy_(self._staged[:tokens], non_blocking=True)
+        return place
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
         """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens."""
@@ -230,99 +259,6 @@ class Step:
         else:
             placed["attention_mask"] = {**placed["attention_mask"], **dict(zip(self._masked, tensors, strict=True))}
         return placed
-
-
-class Form(NamedTuple):
-    """The properties that determine the tensors of a step.
-
-    rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
-    kind of layer. rolling: whether full sliding layers drop their first key for every new one.
-    """
-
-    batch: int
-    tokens: int
-    rows: int
-    kinds: tuple[Kind, ...]
-    widths: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]  # the dtype of the token ids, and of every kind's mask
-    device: torch.device
-    padded: bool
-    rolling: bool
-
-
-class Residents:
-    """The tensors that the steps over one cache read, for one batch size and number of tokens, with or without padding.
-
-    position: the position of the step's first token, counted from the first token of the rows. bases: per kind of
-    layer, the position of the first row in the buffers. The owner calls `set` and `rebase` before the first step of a
-    call.
-    """
-
-    def __init__(self, form: Form) -> None:
-        b, n, kinds = form.batch, form.tokens, len(form.kinds)
-        self.form = form
-        self.position = 0
-        self.bases: tuple[int, ...] = ()
-        self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
-        self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
-        self.unedited = 0  # the number of earlier steps since user code last changed tokens in place
-        # One tensor, so that one addition advances everything. For every token of the step, it contains the position,
-        # the length per kind and the position per row.
-        self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
-        self._offsets = torch.arange(n, device=form.device)
-        self.clocks = {"cache_position": settle(self._clock[0])}
-        if form.rows:
-            self.clocks["position_ids"] = settle(self._clock[1 + kinds :])
-        self._padding = torch.zeros(b, dtype=torch.int64, device=form.device) if form.padded else None
-        self._starts = [None if self._padding is None else self._padding.clone() for _ in form.kinds]
-        self._lengths = [self._clock[1 + index] for index in range(kinds)]
-        self.masks = [
-            StepMask(
-                torch.empty((b, 1, n, width), dtype=dtype, device=form.device),
-                kind.window,
-                lengths,
-                start,
-                rolls=form.rolling and kind.window is not None,
-            )
-            for kind, width, dtype, lengths, start in zip(
-                form.kinds, form.widths, form.dtypes[1:], self._lengths, self._starts, strict=True
-            )
-        ]
-
-    def set(self, position: int, origin: Tensor | None, padding: Tensor | None) -> None:
-        """Set the position of the first token.
-
-        origin: the position_ids of position 0, [B, 1]. padding: the number of padding tokens per row, [B].
-        """
-        self.position, self.bases = position, ()
-        torch.add(self._offsets, position, out=self._clock[0])
-        if origin is not None:
-            self.clocks["position_ids"].copy_(self._clock[0] + origin)
-        if self._padding is not None and padding is not None:
-            self._padding.copy_(padding)
-
-    def follow(self, tokens: Tensor | None) -> None:
-        """Keep all tokens so far, [B, S]. User code may have changed them, or those of the previous step, in place."""
-        self.unedited = 0 if written(self.tokens) or written(tokens) else self.unedited + 1
-        self.tokens = tokens
-
-    def rebase(self, bases: tuple[int, ...]) -> None:
-        """Set the position of the first row in the buffers of every kind of layer."""
-        for index, base in enumerate(bases):
-            torch.add(self._offsets, self.position + 1 - base, out=self._lengths[index])
-            start = self._starts[index]
-            if start is not None:
-                assert self._padding is not None
-                start.copy_((self._padding - base).clamp(min=0))
-            self.masks[index].rebase()
-        self.bases = bases
-
-    def advance(self, steps: int = 1) -> None:
-        """Advance by `steps` tokens, or go back if the number is negative."""
-        self.position += steps
-        self._clock.add_(steps)
-        for mask in self.masks:
-            mask.refresh()
 
 
 def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_modules
 from hf_rocm.generation.fingerprint import fingerprint
+from hf_rocm.generation.inputs import begin
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep
@@ -69,6 +70,7 @@ class Runner:
         self._ranks: Agreement
         self._uncaptured = False  # True: every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far
+        self._replayed: dict[int, Hashable] = {}  # number of tokens → the key of a replayed step with resident inputs
         self._call = next(_calls)
         self._unproven = 0  # the number of replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
@@ -82,6 +84,8 @@ class Runner:
 
         arguments: the keyword arguments of the model's forward, with the cache as `past_key_values`.
         """
+        lookahead = self.cache.choice and self.cache.choice.lookahead
+        launched = lookahead and lookahead.take(self.cache.length)
         if self._state.disabled is not None or self._uncaptured:
             return model(**arguments)
         tokens = 1 if self.cache.drafts is None else arguments["input_ids"].shape[1]
@@ -117,7 +121,10 @@ class Runner:
             step.schedule.enter(self._call)
             if step.schedule.due or alarm:
                 return self._compare(step, model, arguments, inputs)
-            step.replay(inputs.tensors)
+            if launched is not step:
+                step.replay(inputs.tensors)
+            if self._arguments:
+                self._replayed[tokens] = key
             self.cache.advance()
             step.schedule.count()
             self._state.replayed += 1
@@ -136,11 +143,11 @@ class Runner:
             return step.outputs(self.cache)
         last, outputs = self._last
         if last is not step:
-            outputs = step.outputs(self.cache, logits=choice.stand_in(step, WeakMethod(self._draw)))
+            outputs = step.outputs(self.cache, logits=choice.stand_in(step, ref(self)))
             self._last = step, outputs
         return outputs
 
-    def _draw(self, step: RecordedStep, choice: Choice) -> Tensor:
+    def draw(self, step: RecordedStep, choice: Choice) -> Tensor:
         """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
         if choice.key not in step.draws:
             _drop_oldest(step.draws, _MOST - 1)
@@ -158,6 +165,26 @@ class Runner:
                 self._take_back(recorded, "a replayed draw was wrong", self._model, 0)
             recorded.schedule.agreed()
         return torch.multinomial(probabilities_of(step.last_logits, choice.processors), num_samples=1)
+
+    @property
+    def launches(self) -> bool:
+        """Whether `launch` may replay a step."""
+        return bool(self._replayed)
+
+    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None:
+        """Replay the next step before the loop has prepared it, if the loop's call would replay it; see `lookahead`.
+
+        position: the number of tokens before the step. ids: its N tokens. Returns the step and these tokens on
+        the device, [1, N]; None if nothing was replayed.
+        """
+        step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(len(ids)))
+        if step is None or step.schedule.due:
+            return None
+        input_ids = begin(self.cache, position, ids)
+        if input_ids is None:
+            return None
+        step.again()
+        return step, input_ids
 
     def _begin(self, model: Any) -> bool:
         """Fingerprint the model at a call's first step, and again after its experts implementation has changed.

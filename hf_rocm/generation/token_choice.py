@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,8 +46,18 @@ RECORDED = (
     "TypicalLogitsWarper",
 )
 
-# Returns the method of the call's runner that draws tokens, [B, 1], or None after the call.
-Draw = Callable[[], Callable[[RecordedStep, "Choice"], Tensor] | None]
+
+class Runs(Protocol):
+    """The methods of the call's runner that the loop calls by its stand-ins."""
+
+    launches: bool
+
+    def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
+    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None: ...
+
+
+# Returns the call's runner, or None after the call.
+FindRunner = Callable[[], Runs | None]
 
 
 class Choice:
@@ -56,6 +66,8 @@ class Choice:
     processors: the call's list of logits processors, whose settings are bool, int or float. key: a key for the
     recordings of the draws; None if the call takes the tokens with the largest logits.
     """
+
+    lookahead = None  # only steps that verify drafts are launched early
 
     def __init__(self, processors: LogitsProcessorList, *, sampled: bool) -> None:
         self._list = processors
@@ -83,9 +95,9 @@ class Choice:
         """The next tokens as the loop receives them. tokens: [B]."""
         return tokens if self.rows is None or not self.rows.active else Tokens(self.rows, tokens)
 
-    def stand_in(self, step: RecordedStep, draw: Draw) -> Any:
-        """The stand-in for the logits of all replays of a step. draw: a weak reference to the runner's method."""
-        return _Logits(_Step(step, self, draw))
+    def stand_in(self, step: RecordedStep, runner: FindRunner) -> Any:
+        """The stand-in for the logits of all replays of a step. runner: a weak reference to the call's runner."""
+        return _Logits(_Step(step, self, runner))
 
 
 def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
@@ -164,11 +176,11 @@ class _Processors(LogitsProcessorList):
 
 
 class _Step(NamedTuple):
-    """A recorded step, the choice of tokens in the current call, and the reference to the method that draws tokens."""
+    """A recorded step, the choice of tokens in the current call, and the reference to the call's runner."""
 
     recorded: RecordedStep
     choice: Choice
-    draw: Draw
+    runner: FindRunner
 
 
 class _Logits(StandIn):
@@ -238,9 +250,9 @@ class _Probabilities(StandIn):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.__name__ == "multinomial" and len(args) == 1 and kwargs == {"num_samples": 1}:
             step = args[0].step
-            draw = step.draw()
-            if draw is not None:
-                return _Drawn(step.choice, draw(step.recorded, step.choice))
+            runner = step.runner()
+            if runner is not None:
+                return _Drawn(step.choice, runner.draw(step.recorded, step.choice))
         return super().__torch_function__(function, types, args, kwargs)
 
 

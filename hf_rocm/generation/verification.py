@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_rocm.generation import lookahead
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
-from hf_rocm.generation.token_choice import UPDATE, may_stand_in
+from hf_rocm.generation.token_choice import UPDATE, FindRunner, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 
@@ -30,26 +32,46 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
 
-    processors: the call's list of logits processors, which is empty. tokens: the tokens of the call.
+    processors: the call's list of logits processors, which is empty. early: whether steps may be launched early.
+    tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: Sequence[Any]) -> None:
+    def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
         self._processors = processors
         self.tokens = HostTokens()
+        self.lookahead = Lookahead(self.tokens, early=early)
 
     def holds(self) -> bool:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
         return not self._processors and _receiving().holds()
 
-    def stand_in(self, step: RecordedStep, _: Any) -> Any:
-        """The stand-in for the logits of all replays of a step."""
-        return _Logits(step, self.tokens)
+    def stand_in(self, step: RecordedStep, runner: FindRunner) -> Any:
+        """The stand-in for the logits of all replays of a step. runner: a weak reference to the call's runner."""
+        return _Logits(step, self, runner)
+
+    def logits_of(self, step: RecordedStep) -> Tensor:
+        """The logits of the last step that the loop has called, [1, N, V]."""
+        launched = self.lookahead.launched
+        return step.logits if launched is None else launched.logits
+
+    def select(self, step: RecordedStep, runner: FindRunner) -> tuple[Tensor, Tensor]:
+        """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
+        assert step.tokens is not None
+        call = runner() if self.lookahead.expects() else None
+        if call is None or not call.launches:
+            return step.tokens, step.tokens.cpu()
+        # copied before the host waits for the step, because the next one may write to the same tensors
+        tokens, logits = step.tokens.clone(), step.logits.clone()
+        on_host = tokens.cpu()
+        self.lookahead.launch(on_host, logits, call.launch)
+        return tokens, on_host
 
 
-def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
+def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = None) -> Verification | None:
     """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
 
-    arguments: the keyword arguments of `_assisted_decoding`.
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    between two steps, or None.
     """
     config = arguments["generation_config"]
     mixed = getattr(config, "assistant_ensemble_weight", None) is not None
@@ -57,7 +79,7 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Verification | None:
         return None
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
-    result = Verification(arguments["logits_processor"])
+    result = Verification(arguments["logits_processor"], early=lookahead.refuses(arguments, observer) is None)
     return result if result.holds() else None  # `holds` returns False if there are logits processors
 
 
@@ -74,7 +96,7 @@ def _receiving() -> Watch:
             Reference(GenerationMixin, _GENERATOR),
             *kinds,
             *(Reference(kind.beneath(), "update_candidate_strategy") for kind in kinds),
-            Reference(vars(torch), "cat"),
+            *(Reference(vars(torch), name) for name in ("cat", "isin")),
             *(Reference(Tensor, name) for name in ("__eq__", "to", "cpu")),
         ]
     )
@@ -92,17 +114,18 @@ _GENERATORS = (
 class _Logits(StandIn):
     """The logits of a step, [1, N, V], in the dtype of the model."""
 
-    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
-        self._step, self._known = step, known
+    def __init__(self, step: RecordedStep, choice: Verification, runner: FindRunner) -> None:
+        self._step, self._choice, self._runner = step, choice, runner
 
     def tensor(self) -> Tensor:
-        return self._step.logits
+        return self._choice.logits_of(self._step)
 
     def __getitem__(self, index: Any) -> Any:
-        tokens = self._step.logits.shape[1]
-        return (
-            _Scores(self._step, self._known) if index == (slice(None), slice(-tokens, None)) else self.tensor()[index]
-        )
+        assert self._step.tokens is not None
+        tokens = self._step.tokens.shape[1]
+        if index != (slice(None), slice(-tokens, None)):
+            return self.tensor()[index]
+        return _Scores(self._step, self._choice, self._runner)
 
     def clone(self) -> Any:
         return self
@@ -112,7 +135,7 @@ class _Scores(_Logits):
     """The logits of a step in fp32, [1, N, V]. The loop's conversion to fp32 does not change them."""
 
     def tensor(self) -> Tensor:
-        return self._step.logits.to(torch.float32)
+        return super().tensor().to(torch.float32)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
@@ -124,15 +147,14 @@ class _Scores(_Logits):
     def argmax(self, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs != {"dim": -1}:
             return self.tensor().argmax(*args, **kwargs)
-        return _Selected(self._step, self._known)
+        return _Selected(*self._choice.select(self._step, self._runner), self._choice.tokens)
 
 
 class _Selected(StandIn):
     """The tokens with the largest logits, [1, N], from which the loop takes those that it compares and appends."""
 
-    def __init__(self, step: RecordedStep, known: HostTokens) -> None:
-        assert step.tokens is not None
-        self._tokens, self._on_host, self._known = step.tokens, step.tokens.cpu(), known
+    def __init__(self, tokens: Tensor, on_host: Tensor, known: HostTokens) -> None:
+        self._tokens, self._on_host, self._known = tokens, on_host, known
 
     def tensor(self) -> Tensor:
         return self._tokens
@@ -140,8 +162,9 @@ class _Selected(StandIn):
     def __getitem__(self, index: Any) -> Any:
         rows, columns = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         if rows == slice(None) and isinstance(columns, slice) and columns.start is columns.step is None:
-            kind = _Compared if columns.stop == -1 else _Accepted
-            return kind(self._tokens[:, : columns.stop], self._on_host[:, : columns.stop], self._known)
+            stop = None if columns.stop is None else int(columns.stop)
+            kind = _Compared if stop == -1 else _Accepted
+            return kind(self._tokens[:, :stop], self._on_host[:, :stop], self._known)
         return self.tensor()[index]
 
 
@@ -162,6 +185,17 @@ class _Compared(StandIn):
         return super().__torch_function__(function, types, args, kwargs)
 
 
+class _Searched(_Compared):
+    """Tokens that the loop searches for end tokens, [N]."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.isin and len(args) == 2 and type(args[0]) is cls and not kwargs:
+            tokens, ends = args
+            return torch.isin(tokens._on_host, tokens._known.constant(ends))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
 class _Accepted(_Compared):
     """The tokens that the loop appends, [1, N]. Its search for end tokens runs on the host."""
 
@@ -179,10 +213,10 @@ class _Accepted(_Compared):
 
     @property
     def device(self) -> torch.device:
-        return self._on_host.device
+        return self._tokens.device
 
-    def squeeze(self, dim: int) -> Tensor:
-        return self._on_host.squeeze(dim)
+    def squeeze(self, dim: int) -> Any:
+        return _Searched(self._tokens.squeeze(dim), self._on_host.squeeze(dim), self._known)
 
     def cpu(self) -> Tensor:
         return self._on_host.clone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import EosTokenCriteria, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
@@ -179,7 +178,7 @@ def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
 def test_any_other_use_of_a_stand_in_computes_the_tensor():
     logits = torch.randn((1, 4, 61), generator=torch.Generator().manual_seed(0)).bfloat16()
     step = SimpleNamespace(logits=logits, tokens=logits.argmax(-1))
-    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, None)
+    stand_in = verification.Verification(LogitsProcessorList()).stand_in(step, lambda: None)
     assert torch.equal(stand_in[:, -3:], logits[:, -3:]) and stand_in.shape == (1, 4, 61)
     scores = stand_in[:, -4:].to(dtype=torch.float32, device=logits.device)
     assert torch.equal(scores.clone().softmax(-1), logits.float().softmax(-1))
@@ -221,10 +220,10 @@ def test_the_result_of_criteria_that_stop_nothing():
     assert torch.equal(unfinished & torch.tensor([False]), torch.tensor([0])) and unfinished.max() == 1
     assert torch.equal(torch.ones(2, dtype=torch.long) & ~done, torch.ones(2, dtype=torch.long))
     candidates = torch.tensor([[4, 5, 7, 3, 9]])
-    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    tokens.draft(candidates[0, 3:].tolist(), candidates)
     assert criteria(candidates, None).tolist() == [True]
     candidates = torch.tensor([[4, 5, 7, 9, 3]])
-    tokens.draft(candidates[0, 3:].numpy(), candidates)
+    tokens.draft(candidates[0, 3:].tolist(), candidates)
     assert not criteria(candidates, None)
 
 
@@ -252,12 +251,12 @@ def test_tokens_of_other_tensors_are_copied():
     longer[0, -1] = 1
     assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
     candidates = torch.cat((ids, other), dim=1)
-    tokens.draft(np.array([7, 8, 9]), candidates)
-    tokens._drafts[0] = 0  # shows whether the values on the host are returned
+    tokens.draft([7, 8, 9], candidates)
+    tokens._step[1] = 0  # shows whether the values on the host are returned
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
     assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
     assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None
-    drafts = tokens.of(ids)[1:]
+    drafts = tokens.of(ids)[1:].tolist()
     candidates = torch.cat((ids, ids[:, 1:]), dim=1)
     tokens.draft(drafts, candidates)
     tokens.of(other)  # as in a nested call

@@ -1,0 +1,183 @@
+"""Launch the next step of prompt lookup as soon as the tokens of the last step are on the host.
+
+After a step, transformers' loop accepts tokens, looks up drafts, and prepares the next step, while the device waits.
+The accepted tokens and the drafts follow from the step's tokens. So the next step is launched before the loop
+continues, and the loop runs while the device computes. When the loop has prepared the step, its position and tokens are
+compared with those of the launched one. If they differ, or if the step must run in another way, it is launched again:
+a step writes only to its outputs and to the cache rows of its own tokens, so the first launch has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_rocm.errors import GraphError
+from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.recorded_step import RecordedStep
+
+Launch = Callable[[int, list[int]], tuple[RecordedStep, Tensor] | None]
+
+
+class Search(NamedTuple):
+    """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
+
+    most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
+    maximum length of the sequence. ends: end tokens; drafts stop before them.
+    """
+
+    most: int
+    ngram: int
+    limit: int
+    ends: frozenset[int]
+
+    def drafts(self, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the drafts for these tokens, [S]: [N], with N = 0 if there are none.
+
+        They are the drafts of transformers' `PromptLookupCandidateGenerator`.
+        """
+        length = len(tokens)
+        none = tokens[:0]
+        if self.limit == length + 1:
+            return none
+        for size in range(min(self.ngram, length - 1), 0, -1):
+            last = length - size
+            same = tokens[:last] == tokens[last]
+            for offset in range(1, size):
+                same &= tokens[offset : last + offset] == tokens[last + offset]
+            first = int(same.argmax())
+            start = first + size
+            stop = min(start + self.most, length, self.limit)
+            if not same[first] or start >= stop:
+                continue
+            drafts = tokens[start:stop]
+            return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in self.ends), None)]
+        return none
+
+
+@dataclass
+class Launched:
+    """A step that was launched before transformers' loop has prepared it.
+
+    position: the number of tokens before the step. ids: its N tokens; input_ids: the same tokens on the device, [1, N].
+    accepted: the last step's tokens that the loop is expected to append. logits: a copy of the last step's logits,
+    [1, N, V]. served: whether the loop has prepared this step.
+    """
+
+    step: RecordedStep
+    input_ids: Tensor
+    position: int
+    ids: list[int]
+    accepted: list[int]
+    logits: Tensor
+    served: bool = False
+
+
+def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
+    """Return why the next step of a call of `_assisted_decoding` must not be launched early, or None.
+
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    between two steps, or None.
+    """
+    if arguments["generation_config"].prompt_lookup_num_tokens is None:
+        return "an assistant drafts"
+    if type(arguments.get("past_key_values")) is not DecodeCache:
+        return "the cache has states that a step updates in place"
+    return None if observer is None else f"{observer} may change what the next step reads"
+
+
+class Lookahead:
+    """The next step of one call. tokens: the tokens of the call. early: whether the step may be launched early.
+
+    launched: the step that was launched and that the loop has not called yet.
+    """
+
+    def __init__(self, tokens: HostTokens, *, early: bool = False) -> None:
+        self._tokens = tokens
+        self._early = early
+        self._search: Search | None = None  # the last search of the loop
+        self._ids: list[int] | None = None  # the tokens of the loop's last step
+        self.launched: Launched | None = None
+
+    def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
+        """Return the tokens [1, S] followed by the drafts that a search returns; the same tensor without drafts."""
+        launched = self.launched if search == self._search and self._tokens.knows(input_ids) else None
+        self._search = search
+        tokens = self._tokens.of(input_ids)
+        if launched is not None:
+            accepted = launched.accepted
+            if len(tokens) != launched.position + 1 or tokens[-len(accepted) :].tolist() != accepted:
+                launched = None
+        drafts: list[int] = search.drafts(tokens).tolist() if launched is None else launched.ids[1:]
+        if not drafts:
+            return input_ids
+        if launched is None or launched.input_ids.device != input_ids.device:
+            on_device = torch.tensor([drafts]).to(input_ids.device, input_ids.dtype)
+        else:
+            on_device = launched.input_ids[:, 1:]  # copying them from the host would wait for the launched step
+        candidates = torch.cat((input_ids, on_device), dim=1)
+        self._tokens.draft(drafts, candidates)
+        return candidates
+
+    def prepares(self, position: int, input_ids: Tensor) -> bool:
+        """Called when the loop prepares a step. Returns whether it is the launched one, whose inputs are set.
+
+        position: the number of tokens before the step. input_ids: [1, S], all tokens so far, including drafts.
+        """
+        self._ids = self._tokens.step_of(input_ids)
+        launched = self.launched
+        if launched is None:
+            return False
+        launched.served = position == launched.position and self._ids == launched.ids
+        return launched.served
+
+    def take(self, length: int) -> RecordedStep | None:
+        """Return the launched step if the loop has prepared it, and forget it. length: the length of the cache."""
+        launched, self.launched = self.launched, None
+        if launched is None:
+            return None
+        if launched.position < length:
+            raise GraphError("a step that was launched early has overwritten keys of earlier tokens")
+        return launched.step if launched.served else None
+
+    def expects(self) -> bool:
+        """Whether the tokens of the last step determine the next one, so that it can be launched."""
+        return self._early and self._ids is not None and self._search is not None
+
+    def launch(self, selected: Tensor, logits: Tensor, launch: Launch) -> None:
+        """Launch the next step.
+
+        selected: the tokens with the largest logits of the last step, [1, N] on the host. logits: a copy of these
+        logits, [1, N, V]. launch: called with the position and the tokens of the step; returns the recorded step and
+        the tokens on the device, or None if nothing was launched.
+        """
+        accepted = self._accepted(selected[0].tolist())
+        following = None if accepted is None else self._next(accepted)
+        result = None if following is None else launch(*following)
+        if accepted is not None and following is not None and result is not None:
+            self.launched = Launched(*result, *following, accepted, logits)
+
+    def _accepted(self, chosen: list[int]) -> list[int] | None:
+        """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""
+        ids, self._ids, search = self._ids, None, self._search
+        if ids is None or search is None or len(ids) != len(chosen):
+            return None
+        count = 0
+        while count < len(chosen) - 1 and ids[count + 1] == chosen[count]:
+            count += 1
+        accepted = chosen[: count + 1]
+        return accepted if search.ends.isdisjoint(accepted) else None
+
+    def _next(self, accepted: list[int]) -> tuple[int, list[int]] | None:
+        """The position and the tokens of the step after these accepted tokens; None if the loop ends after them."""
+        assert self._search is not None
+        tokens = self._tokens.followed_by(accepted)
+        if len(tokens) >= self._search.limit:
+            return None
+        return len(tokens) - 1, [accepted[-1], *self._search.drafts(tokens).tolist()]

@@ -1,0 +1,277 @@
+"""The next step of prompt lookup is launched before the loop has prepared it; wrong launches never change a token."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import MaxTimeCriteria, StoppingCriteriaList
+
+from hf_rocm.errors import GraphError
+from hf_rocm.generation import cache_layer, lookahead, verification
+from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.hybrid import HybridDecodeCache
+from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.runner import Runner
+from hf_rocm.generation.state import known
+from tests.generation.conftest import Streamer, assistant_of, counted, generate
+from tests.generation.test_lookup import OnDevice
+from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, before, looked_up, repeating
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The steps that were launched early."""
+    steps = []
+    launch = Lookahead.launch
+
+    def launching(self, *arguments):
+        launch(self, *arguments)
+        steps.extend(filter(None, [self.launched]))
+
+    monkeypatch.setattr(Lookahead, "launch", launching)
+    return steps
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monkeypatch):
+    monkeypatch.setattr(cache_layer, "SLACK", 30)  # no step is launched early if a window must move before it
+    prepared, stock = pair(kind)
+    for seed in (0, 1, 0, 1, 2, 3, 2):
+        inputs = repeating(seed, padded=3 * (seed % 2))
+        with torch.inference_mode(seed == 1):
+            assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
+    in_vain = [step for step in launched if not step.served]
+    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # at the end of a call
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_end_tokens_and_maximum_lengths(kind, pair, launched, monkeypatch):
+    monkeypatch.setattr(cache_layer, "SLACK", 30)
+    prepared, stock = pair(kind)
+    if kind == "gemma3" and before("5.14"):
+        pytest.skip("stock's own cache can't remove drafts beyond a sliding window")
+    new = looked_up(stock, repeating(1))[0, -NEW:].tolist()
+    for end in dict.fromkeys(new[8:]):
+        results = [looked_up(model, repeating(1), eos_token_id=[end, NEVER]) for model in (prepared, stock)]
+        assert torch.equal(*results)
+    for length in range(1, 24):
+        assert torch.equal(*(looked_up(model, repeating(1), new=length) for model in (prepared, stock)))
+    assert len(launched) > 10
+
+
+def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
+    """The launched step has other tokens, another number of them or a later position than the step of the loop."""
+    prepared, stock = pair()
+    pick = random.Random(0)
+    expected_step = Lookahead._next
+
+    def another(self, accepted):
+        following = expected_step(self, accepted)
+        if following is None:
+            return None
+        position, ids = following
+        kind = pick.choice(("right", "tokens", "number", "position", "all"))
+        if kind in ("tokens", "all"):
+            ids = [pick.randrange(61) for _ in ids]
+        if kind in ("number", "all"):
+            ids = ids[: pick.randint(1, len(ids))]
+        if kind in ("position", "all"):
+            position += pick.randint(1, 3)
+        return position, ids
+
+    def searching_again(self, *arguments, stock=Lookahead.launch):
+        stock(self, *arguments)
+        if self.launched is not None:
+            self.launched.accepted = []
+
+    expected = {seed: looked_up(stock, repeating(seed)) for seed in range(3)}
+    looked_up(prepared, repeating())
+    monkeypatch.setattr(Lookahead, "launch", searching_again)
+    monkeypatch.setattr(Lookahead, "_next", another)
+    for number in range(30):
+        assert torch.equal(looked_up(prepared, repeating(number % 3)), expected[number % 3])
+    assert 20 < sum(step.served for step in launched) < len(launched) - 20 and known(prepared).disabled is None
+
+
+def test_a_launch_that_overwrites_earlier_tokens_raises(pair, monkeypatch):
+    prepared, _ = pair()
+    looked_up(prepared, repeating())
+    expected_step = Lookahead._next
+
+    def earlier(self, accepted):
+        following = expected_step(self, accepted)
+        return following and (following[0] - 1, following[1])
+
+    monkeypatch.setattr(Lookahead, "_next", earlier)
+    with pytest.raises(GraphError, match="has overwritten keys"):
+        for seed in range(3):
+            looked_up(prepared, repeating(seed))
+
+
+def test_steps_that_are_not_replayed_discard_the_launch(pair, launched, monkeypatch):
+    """A hook is registered after a step was launched, so the loop's step runs uncaptured."""
+    prepared, stock = pair(graphs=None)
+    looked_up(prepared, repeating())
+    launch, hooked = Runner.launch, []
+
+    def launching(self, position, ids):
+        result = launch(self, position, ids)
+        if result is not None and not hooked:
+            hooked.append(prepared.lm_head.register_forward_hook(lambda *_: None))
+        return result
+
+    monkeypatch.setattr(Runner, "launch", launching)
+    before_hook = counted(prepared)[1]
+    assert torch.equal(*(looked_up(model, repeating(1)) for model in (prepared, stock)))
+    hooked[0].remove()
+    assert launched and counted(prepared)[1] - before_hook < 8
+    assert torch.equal(*(looked_up(model, repeating(2)) for model in (prepared, stock)))
+
+
+class OfTransformers(Streamer):
+    """A streamer whose class belongs to transformers."""
+
+    __module__ = "transformers.generation.streamers"
+
+
+def test_streamers(pair, launched):
+    prepared, stock = pair()
+    for kind in (OfTransformers, Streamer):
+        for seed in (0, 0, 1):
+            streamers = kind(), kind()
+            tokens = looked_up(prepared, repeating(seed), streamer=streamers[0])
+            assert torch.equal(tokens, looked_up(stock, repeating(seed), streamer=streamers[1]))
+            assert streamers[0].values == streamers[1].values
+        assert (len(launched) > 4) == (kind is OfTransformers)
+        launched.clear()
+
+
+def test_calls_with_code_of_the_user_launch_no_step(pair, launched):
+    prepared, stock = pair()
+    further = [
+        {"stopping_criteria": [lambda ids, scores, **_: torch.zeros(1, dtype=torch.bool)]},
+        {"streamer": Streamer()},
+        {"do_sample": True},
+        {"repetition_penalty": 1.1},
+        {"prompt_lookup_num_tokens": None, "assistant_model": assistant_of(stock, "constant")},
+    ]
+    for arguments in further:
+        for _ in range(2):
+            looked_up(prepared, repeating(), **arguments)
+    assert not launched and counted(prepared)[1] > 20
+
+
+def test_criteria_of_transformers_that_read_every_token(pair, launched):
+    prepared, stock = pair()
+    for seed in (0, 0, 1):
+        criteria = StoppingCriteriaList([MaxTimeCriteria(600.0)])
+        results = [looked_up(model, repeating(seed), stopping_criteria=criteria) for model in (prepared, stock)]
+        assert torch.equal(*results)
+    assert len(launched) > 4 or before("5.14")  # before 5.14, the criteria also receive the drafts
+
+
+def test_the_logits_of_the_last_step_are_kept(pair, monkeypatch):
+    """A stand-in that is read after the launch returns the logits of its own step."""
+    prepared, _ = pair()
+    looked_up(prepared, repeating())
+    select, seen = verification.Verification.select, []
+
+    def selecting(self, step, runner):
+        logits = step.logits.clone()
+        result = select(self, step, runner)
+        if self.lookahead.launched is not None:
+            seen.append(torch.equal(step.logits, logits))
+            assert torch.equal(self.logits_of(step), logits) and torch.equal(logits.argmax(-1), result[0])
+        return result
+
+    monkeypatch.setattr(verification.Verification, "select", selecting)
+    looked_up(prepared, repeating(1))
+    assert not all(seen)  # the launched step wrote to the same tensor
+
+
+def test_nothing_is_left_after_a_call(pair):
+    prepared, stock = pair()
+    for seed in range(3):
+        looked_up(prepared, repeating(seed))
+        cache = known(prepared).pool._idle[-1].cache
+        assert cache.choice is None
+        assert torch.equal(generate(prepared, repeating(seed), new=NEW), generate(stock, repeating(seed), new=NEW))
+
+
+def test_returned_caches_have_only_the_tokens_of_the_call(pair, launched):
+    prepared, stock = pair()
+    for seed in (0, 0, 1):
+        results = [looked_up(model, repeating(seed), return_dict_in_generate=True) for model in (prepared, stock)]
+        assert torch.equal(results[0].sequences, results[1].sequences)
+        lengths = [result.past_key_values.get_seq_length() for result in results]
+        assert lengths[0] == lengths[1]
+    assert len(launched) > 4
+
+
+def test_drafts_of_a_launched_step_are_not_searched_again():
+    class Counting(Search):
+        searches = 0
+
+        def drafts(self, tokens):
+            Counting.searches += 1
+            return super().drafts(tokens)
+
+    search, tokens = Counting(3, 2, 60, frozenset()), HostTokens()
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6]])
+    ahead = Lookahead(tokens, early=True)
+    assert not ahead.expects()
+    candidates = ahead.candidates(ids, search)
+    assert candidates.tolist() == [[5, 6, 7, 8, 5, 6, 7, 8, 5]]
+    steps = []
+
+    def launch(position, step):
+        steps.append((position, step))
+        return "step", torch.tensor([step])
+
+    assert not ahead.prepares(5, candidates) and ahead.expects()
+    ahead.launch(torch.tensor([[7, 9, 1, 2]]), torch.empty(0), launch)
+    assert steps == [(7, [9])] and not ahead.expects()  # the token 9 is new
+    assert not ahead.prepares(5, candidates) and ahead.take(6) is None
+    ahead.launch(torch.tensor([[7, 8, 6, 2]]), torch.empty(0), launch)
+    assert steps[1] == (8, [6, 7, 8, 5])
+    after = torch.cat((ids, torch.tensor([[7, 8, 6]])), dim=1)
+    tokens.append(torch.tensor([[7, 8, 6]]), before=ids, after=after)
+    assert Counting.searches == 3
+    candidates = ahead.candidates(after, search)
+    assert candidates[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 3
+    assert not ahead.prepares(7, candidates) and not ahead.prepares(8, candidates.clone())
+    ahead.candidates(after, search._replace(most=2))
+    assert Counting.searches == 4  # other settings
+    other = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 5, 6]])
+    assert ahead.candidates(other, search)[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 5
+    ahead.candidates(after, search)
+    assert ahead.prepares(8, ahead.candidates(after, search)) and ahead.take(8) == "step" and ahead.launched is None
+
+
+def test_end_tokens_are_copied_to_the_host_once():
+    tokens = torch.tensor([[4, 5, 6]])
+    accepted = verification._Selected(tokens, tokens, HostTokens())[:, :3]
+    ends = torch.tensor([5, 9]).as_subclass(OnDevice)
+    OnDevice.waits = []
+    for _ in range(2):
+        found = torch.isin(accepted.squeeze(0), ends)
+        assert type(found) is torch.Tensor and found.tolist() == [False, True, False]
+    assert OnDevice.waits == ["cpu"] and accepted.device == tokens.device
+    ends += 1
+    assert torch.isin(accepted.squeeze(0), ends).tolist() == [False, False, True]
+    assert torch.isin(accepted.squeeze(0), tokens[0], invert=True).tolist() == [False] * 3
+
+
+def test_reasons_against_early_launches():
+    config = SimpleNamespace(prompt_lookup_num_tokens=3)
+    given = {"generation_config": config, "past_key_values": HybridDecodeCache([None], capacity=1, limit=1)}
+    assert "states" in lookahead.refuses(given, None)
+    given["past_key_values"] = DecodeCache([None], capacity=1, limit=1)
+    assert lookahead.refuses(given, None) is None and "Mine may change" in lookahead.refuses(given, "Mine")
+    config.prompt_lookup_num_tokens = None
+    assert "assistant" in lookahead.refuses(given, None)

@@ -13,13 +13,17 @@ def require_module(model: object, function: str) -> None:
     """Raise `OptionError` unless `model` is a `torch.nn.Module`. function: the public function that was called."""
     from torch import nn
 
-    if not isinstance(model, nn.Module):
-        loaded = "load it first: model = hf_rocm.from_pretrained(…)" if isinstance(model, str) else None
-        raise OptionError(
-            f"{function} takes a model",
-            facts={"expected": "a torch.nn.Module", "found": type(model).__qualname__},
-            hint=loaded or "for a pipeline, pass its `.model`",
-        )
+    if isinstance(model, nn.Module):
+        return
+    found, hint = type(model).__qualname__, None
+    if isinstance(model, (str, os.PathLike)):
+        hint = "load it first: model = hf_rocm.from_pretrained(…)"
+    elif isinstance(model, type):
+        found = f"the class {model.__qualname__}"
+        hint = f"create a model first, for example with {model.__qualname__}.from_pretrained(…)"
+    elif isinstance(getattr(model, "model", None), nn.Module):  # a pipeline, a trainer, a sentence transformer
+        hint = f"pass the `.model` of this {found}"
+    raise OptionError(f"{function} takes a model", facts={"expected": "a torch.nn.Module", "found": found}, hint=hint)
 
 
 def require_name(model: object, function: str) -> None:
@@ -36,10 +40,13 @@ def require_families(models: Iterable[object], function: str) -> None:
     """Raise `OptionError` unless all of `models` are strings, the names of model folders of transformers."""
     for model in models:
         if not isinstance(model, str):
+            names = isinstance(model, (list, tuple, set, frozenset))
             raise OptionError(
                 f"{function} takes names of model folders",
                 facts={"expected": "str, such as 'llama'", "found": type(model).__qualname__},
-                hint="hf_rocm.prepare(model) prepares one model",
+                hint=f"pass the names one by one: hf_rocm.{function}('llama', 'bert')"
+                if names
+                else "hf_rocm.prepare(model) prepares one model",
             )
 
 
@@ -58,6 +65,14 @@ def require_switches(**values: object) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, bool):
             raise OptionError(f"{name}={value!r} is not valid", facts={"allowed": "True, False or None"})
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """Return a hint with the known name that is most similar to `name`, or None if none is similar."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name), list(known), 1)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def require_folder(model: str | os.PathLike[str]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from hf_rocm import __version__
 from hf_rocm.cli.output import print_error, print_facts, print_json, print_left_out, print_states, print_wrapped
-from hf_rocm.errors import HfRocmError
-from hf_rocm.options import check_names
+from hf_rocm.errors import HfRocmError, OptionError
+from hf_rocm.options import check_names, force_requested
 from hf_rocm.overlay.catalog import load
 from hf_rocm.overlay.commands import system_errors
 from hf_rocm.overlay.facts import AiterFacts, RocmFacts, TorchFacts, aiter_facts, rocm_facts, torch_facts
@@ -145,7 +145,17 @@ def _torch_sentence(torch: TorchFacts) -> str:
 
 def _rocm_sentence(torch: TorchFacts, rocm: RocmFacts) -> str:
     here = f"{rocm.version or 'not installed'}, {'device present' if rocm.device else 'no device'}"
-    return here if torch.hip else f"{here}; this torch does not use it, so models with installed overlays stay stock"
+    if torch.hip:
+        return here
+    return f"{here}; this torch does not use it, so models with installed overlays {_without_rocm()}"
+
+
+def _without_rocm() -> str:
+    try:
+        forced = force_requested()
+    except OptionError as error:
+        return f"stay stock ({error.message})"
+    return "run the ROCm path only because HF_ROCM_FORCE=1 is set" if forced else "stay stock"
 
 
 def _aiter_sentence(aiter: AiterFacts) -> str:

@@ -250,6 +250,17 @@ def check_names() -> None:
     warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))
 
 
+def invalid(environment: Mapping[str, str]) -> OptionError | None:
+    """Return the error of the first option with an invalid value, or None. Nothing is raised or cached."""
+    try:
+        for name in ("HF_ROCM_FORCE", "HF_ROCM_AUTO"):
+            flag(environment, name, default=False)
+        parse(environment)
+    except OptionError as error:
+        return error
+    return None
+
+
 @contextmanager
 def override(**changes: Any) -> Iterator[Options]:
     """Change options within a block: `tiers={"attention": "eager"}` or `tier="torch"` for every operation."""

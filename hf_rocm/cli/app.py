@@ -18,7 +18,7 @@ from hf_rocm.cli.groups import StartPage
 from hf_rocm.cli.help import help
 from hf_rocm.cli.help_text import Command
 from hf_rocm.cli.install_overlays import install_overlays
-from hf_rocm.cli.output import print_error, print_json
+from hf_rocm.cli.output import print_error, print_json, print_notice
 from hf_rocm.cli.port_check import port_check
 from hf_rocm.cli.quantize import quantize
 from hf_rocm.cli.status import status
@@ -99,5 +99,9 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "doctor":  # doctor lists unknown variables in its report
+    if context.invoked_subcommand != "doctor":  # doctor lists unknown variables and invalid values in its report
         options.check_names()
+    if context.invoked_subcommand in ("status", "install-overlays", "uninstall-overlays"):
+        wrong = options.invalid(options.environment())  # other commands raise it if the option matters
+        if wrong is not None:
+            print_notice(f"{wrong.message}; `hf-rocm doctor` lists the allowed values")

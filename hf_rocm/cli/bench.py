@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_rocm.arguments import did_you_mean
 from hf_rocm.cli.bench_serve import serve
 from hf_rocm.cli.bench_shared import check_files, draw, subject_of
 from hf_rocm.cli.groups import ModelOrCommand, numbers
@@ -263,7 +264,10 @@ def _operations(text: str | None) -> list[str]:
     known = (*OPERATIONS, ROUTING)
     names = list(known) if text is None else [name.strip() for name in text.split(",")]
     if not set(names) <= set(known):
-        raise OptionError(f"--op {text} is not valid", facts={"known": ", ".join(known)})
+        wrong = next(name for name in names if name not in known)
+        raise OptionError(
+            f"--op {text} is not valid", facts={"known": ", ".join(known)}, hint=did_you_mean(wrong, known)
+        )
     return names
 
 

@@ -15,6 +15,7 @@ from hf_rocm.cli.output import (
     print_transformers,
     print_wrapped,
 )
+from hf_rocm.errors import OptionError
 from hf_rocm.overlay.facts import torch_facts
 from hf_rocm.overlay.plan import Plan, Verb
 
@@ -70,9 +71,16 @@ def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
     if not plan.writes:
         print("nothing to do")
     elif installing and not dry_run:
-        if not torch_facts().hip and not options.force_requested():
+        if not torch_facts().hip and not _forced():
             print_wrapped("inert here: this torch is not a ROCm build, so these models stay stock")
         print_next("hf-rocm status; hf-rocm explain MODEL")
+
+
+def _forced() -> bool:
+    try:
+        return options.force_requested()
+    except OptionError:  # installed overlays stay stock then
+        return False
 
 
 def _counted(models: list[str]) -> str:

@@ -27,7 +27,10 @@ Config = Annotated[
         autocompletion=lambda: list(_TINY),
     ),
 ]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="With --config: the dtype of the weights.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="With --config: the dtype of the weights (default: bfloat16)."),
+]
 Golden = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Compare with a reference that another machine recorded.")
 ]
@@ -40,7 +43,7 @@ def verify(
     quick: Quick = False,
     train: Train = False,
     config: Config = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = None,
     golden: Golden = None,
     save_golden: SaveGolden = None,
     picture: Picture = None,
@@ -64,10 +67,12 @@ def verify(
 
     if (model is None) == (config is None):
         raise typer.BadParameter("pass either MODEL or --config")
+    if dtype is not None and config is None:
+        raise typer.BadParameter("--dtype needs --config; MODEL is verified in the dtype of its checkpoint")
     for output in (save_golden, picture):
         if output is not None:
             check_output(output)
-    loaded, ids = _loaded(model, config, dtype=dtype, device=device)
+    loaded, ids = _loaded(model, config, dtype=dtype or "bfloat16", device=device)
     if save_golden is not None and golden is None and not (is_rocm() or force or options.force_requested()):
         header = record(loaded, save_golden, ids=ids, quick=quick)
         facts = {name: header[name] for name in ("model", "dtype", "weights", "recorded with")}

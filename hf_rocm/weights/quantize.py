@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import Linear
 
 from hf_rocm import options
-from hf_rocm.arguments import require_module, require_switches
+from hf_rocm.arguments import did_you_mean, require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError
 from hf_rocm.layers.weight_group import SLOT, names_in
@@ -171,7 +171,10 @@ def check_options(kind: str, keep: str | None = None, force: bool | None = None)
     """
     require_switches(force=force)
     if kind not in kinds():
-        raise OptionError(f"quantize has no kind {kind!r}", facts={"known": ", ".join(kinds())})
+        known = kinds()
+        raise OptionError(
+            f"quantize has no kind {kind!r}", facts={"known": ", ".join(known)}, hint=did_you_mean(kind, known)
+        )
     if keep not in (None, "cpu"):
         raise OptionError(f"quantize can't keep the originals on {keep!r}", facts={"allowed": 'None or "cpu"'})
     if force is False or not (force or options.force_requested() or is_rocm()):

@@ -321,5 +321,8 @@ def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) ->
     passed, failed = sum(outcome.passed for outcome in outcomes), sum(outcome.failed for outcome in outcomes)
     skipped = sum(outcome.skipped for outcome in outcomes)
     say(f"\n  {duration(time.monotonic() - began)} in all\n")
+    empty = bool(outcomes) and not passed + failed + skipped
+    if empty:
+        say("error: no test was selected; check the paths and -k after --")
     say(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return 1 if failed else 0
+    return 1 if failed or empty else 0

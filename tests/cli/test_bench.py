@@ -99,6 +99,7 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
         (["--config", "small", "a-model"], 2, "pass a MODEL, or a known shape"),
         (["a-model", "--layers", "1"], 2, "--layers needs --config"),
         (["--config", "llama-9b"], 1, "there is no shape 'llama-9b'"),
+        (["--config", "smal"], 1, "hint: did you mean small?"),
         ([*TINY, "--sides", "stock,fast"], 1, "'fast'"),
         ([*TINY, "--kinds", "encode"], 1, "--kinds encode"),
         ([*TINY, "--batch", "1,x"], 1, "--batch 1,x"),
@@ -112,6 +113,7 @@ def test_a_profile_lists_kernels_and_writes_a_trace(tmp_path, capsys, monkeypatc
         (["ops", "--config", "small", "--device", "cpu", "--save", "{file}/a.json"], 1, "a.json can't be written"),
         ([*TINY, "--save", "{file}"], 1, "is not a file of measurements"),
         (["ops", "--op", "softmax"], 1, "--op softmax"),
+        (["ops", "--op", "rope,lineer"], 1, "hint: did you mean linear?"),
     ],
 )
 def test_invalid_arguments_are_refused_before_measuring(arguments, code, words, tmp_path, capsys, monkeypatch):

@@ -71,6 +71,22 @@ def test_the_exit_code_is_zero_only_if_all_named_overlays_are_installed(
     assert check().code == check("--strict").code == 0
 
 
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("0", "models with installed overlays stay stock\n"),
+        ("1", "models with installed overlays run the ROCm path only because HF_ROCM_FORCE=1 is set\n"),
+        ("maybe", "models with installed overlays stay stock (HF_ROCM_FORCE=maybe is not valid)\n"),
+    ],
+)
+def test_a_torch_without_rocm_is_reported_together_with_the_forced_path(
+    value: str, sentence: str, check: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("HF_ROCM_FORCE", value)
+    assert sentence in check("llama").out
+
+
 def test_a_misspelt_variable_causes_a_warning_on_stderr(
     check: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

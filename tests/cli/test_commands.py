@@ -79,6 +79,16 @@ def test_a_misspelt_variable_causes_a_warning(
     assert caplog.messages == ["HF_ROCM_FROCE is not an option of hf_rocm; did you mean HF_ROCM_FORCE?"]
 
 
+@pytest.mark.parametrize("name", ["status", "install-overlays", "uninstall-overlays"])
+def test_an_invalid_option_causes_a_note_and_stops_none_of_these_commands(
+    name: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ROCM_FORCE", "maybe")
+    done = command(name, "llama")
+    assert done.code == 0 and "HF_ROCM_FORCE=maybe is not valid" in done.err
+    assert "inert" in done.out or name != "install-overlays", "an invalid value enables nothing"
+
+
 def test_groups_are_in_the_order_of_releases(capsys: pytest.CaptureFixture[str]) -> None:
     from hf_rocm.cli.output import print_groups
 

@@ -260,6 +260,8 @@ def test_releases_and_directory_follow_from_the_wheels(
     assert "transformers 4.9.0 has no model 'demo'" in capsys.readouterr().err
     assert script.main(["nothing", "--overlays", str(overlays)]) == 1
     assert "no release has a model 'nothing'" in capsys.readouterr().err
+    assert script.main(["demmo", "--overlays", str(overlays)]) == 1
+    assert "hint: did you mean demo?" in capsys.readouterr().err
 
 
 def test_an_attention_class_with_the_forward_of_bart_is_drafted_like_bart(script: ModuleType, catalog: Catalog) -> None:

@@ -75,6 +75,8 @@ def test_the_total_is_the_last_line_and_determines_the_result(
     assert capsys.readouterr().out.endswith("\n3 passed, 0 failed, 1 skipped\n")
     assert lib.testing.summarise([good, bad], 0.0, everything=True) == 1
     assert capsys.readouterr().out.endswith("\n4 passed, 1 failed, 1 skipped\n")
+    assert lib.testing.summarise([lib.suites.Outcome("empty")], 0.0, everything=True) == 1, "a misspelt -k succeeds"
+    assert capsys.readouterr().out.endswith("-k after --\n0 passed, 0 failed, 0 skipped\n")
 
 
 def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:

@@ -267,6 +267,9 @@ def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
 def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) -> None:
     (wrong,) = options(with_environment(good, HF_ROCM_TIER="fastest"))
     assert wrong.level.value == "problem" and "HF_ROCM_TIER=fastest: unknown tier 'fastest'" in wrong.what
+    for name in ("HF_ROCM_FORCE", "HF_ROCM_AUTO"):
+        (wrong,) = options(with_environment(good, **{name: "maybe"}))
+        assert wrong.level.value == "problem" and f"{name}=maybe is not valid" in wrong.what and name in wrong.fix
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]

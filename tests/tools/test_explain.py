@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -206,6 +207,27 @@ def test_an_object_that_is_not_a_model_is_an_error(name):
     with pytest.raises(OptionError, match=f"{name} takes a model") as caught:
         getattr(hf_rocm, name)("llama")
     assert caught.value.facts["found"] == "str" and "from_pretrained" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("argument", "found", "hint"),
+    [
+        (torch.nn.Linear, "the class Linear", "Linear.from_pretrained"),
+        (SimpleNamespace(model=torch.nn.Identity()), "SimpleNamespace", "pass the `.model`"),
+        (None, "NoneType", None),
+    ],
+)
+def test_the_hint_fits_the_object_that_is_not_a_model(argument, found, hint):
+    with pytest.raises(OptionError, match="explain takes a model") as caught:
+        hf_rocm.explain(argument)
+    assert caught.value.facts["found"] == found
+    assert caught.value.hint is None if hint is None else hint in caught.value.hint
+
+
+def test_a_list_of_names_is_refused_with_the_call_that_works():
+    with pytest.raises(OptionError) as caught:
+        hf_rocm.activate(["llama"])
+    assert "hf_rocm.activate('llama', 'bert')" in caught.value.hint
 
 
 @pytest.mark.parametrize(

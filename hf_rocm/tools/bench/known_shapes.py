@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_rocm.arguments import did_you_mean
 from hf_rocm.errors import OptionError
 
 _LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -266,5 +267,7 @@ SHAPES: dict[str, Shape] = {
 def shape(name: str) -> Shape:
     """Return the shape with this name. Raises `OptionError` on an unknown name."""
     if name not in SHAPES:
-        raise OptionError(f"there is no shape {name!r}", facts={"known": ", ".join(SHAPES)})
+        raise OptionError(
+            f"there is no shape {name!r}", facts={"known": ", ".join(SHAPES)}, hint=did_you_mean(name, SHAPES)
+        )
     return SHAPES[name]

@@ -155,4 +155,4 @@ def _why_not(subject: Subject) -> str:
     reason = (
         off or (state and (state.disabled or next(iter(state.turned_away), None))) or refuses_device(subject.generator)
     )
-    return f"nothing was recorded: {reason or 'no step was replayed'}"
+    return reason or "no step was replayed"

@@ -62,9 +62,10 @@ def _text(result: Verification, width: int, *, everything: bool = False) -> str:
         f"{result.model} in {machine['dtype']} on {machine['device']}, reference: {machine['reference']}", width
     )
     lines += wrapped(machine["versions"], width, indent="  ", hanging="")
-    lines += ["", f"{'check':<18}{'result':<9}{'error':>9}{'allowed':>9}"]
+    column = max(len("check"), *(len(check.name) for check in result.checks)) + 2
+    lines += ["", f"{'check':<{column}}{'result':<9}{'error':>9}{'allowed':>9}"]
     for check in result.checks:
-        lines += _check_lines(check, width, everything=everything)
+        lines += _check_lines(check, width, column, everything=everything)
     wrong = tuple(layer for layer in result.layers if not layer.own <= layer.allowed)
     lines += _layer_lines(result.layers if everything else wrong, len(result.layers))
     if everything:
@@ -91,8 +92,8 @@ def _next(result: Verification) -> str:
     return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; report it with `hf-rocm env`"
 
 
-def _check_lines(check: Check, width: int, *, everything: bool) -> Iterator[str]:
-    head = f"{check.name:<18}{check.status:<9}"
+def _check_lines(check: Check, width: int, column: int, *, everything: bool) -> Iterator[str]:
+    head = f"{check.name:<{column}}{check.status:<9}"
     if check.status == NOT_RUN and not everything:
         yield from wrapped(check.note or check.title, width, indent=head, hanging="")
         return

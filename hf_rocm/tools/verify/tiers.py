@@ -41,9 +41,11 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
                 break
             refused.setdefault(family, reason)
     unserved = {family: reason for family, reason in refused.items() if family not in served}
-    reasons = "; ".join(f"{names}: {reason}" for names, reason in _grouped(unserved).items())
+    grouped = _grouped(unserved)
+    reasons = "; ".join(f"{names}: {reason}" for names, reason in grouped.items())
     if not served:
-        return Check(name, TITLE, NOT_RUN, note=reasons)
+        shared = next(iter(grouped.values())) if len(grouped) == 1 else reasons  # without the list of all operations
+        return Check(name, TITLE, NOT_RUN, note=shared)
     words = [f"{family} on a filled cache" if first else family for family, first in served.items()]
     note = ", ".join(words) + (f"; not {reasons}" if reasons else "")
     check = examine(subject, case, note=note, within=_naming(served, tier), recorded=known.reference, keep=True).check

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_rocm import options as settings
-from hf_rocm.errors import OptionError
 from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 from hf_rocm.tools.redact import SECRET
@@ -23,9 +22,8 @@ RESTRICTING = {
 
 
 def options(facts: Facts) -> Iterator[Finding]:
-    try:
-        parsed = settings.parse(facts.environment)
-    except OptionError as error:
+    error = settings.invalid(facts.environment)
+    if error is not None:
         allowed = "; ".join(f"{label}: {value}" for label, value in error.facts.items())
         yield problem(
             "options",
@@ -34,6 +32,7 @@ def options(facts: Facts) -> Iterator[Finding]:
             fix=error.hint or f"unset {error.message.split('=')[0]}",
         )
         return
+    parsed = settings.parse(facts.environment)
     names = [name for name in facts.environment if not SECRET.search(name)]  # secrets are omitted from the report
     strange = unknown(names, (variable.name for variable in settings.VARIABLES))
     if strange:

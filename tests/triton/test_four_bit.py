@@ -10,6 +10,7 @@ import torch
 from hf_rocm import ops
 from hf_rocm.ops import four_bit
 from hf_rocm.ops.four_bit import GROUPS, quantize_groups
+from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.triton.routed import random, routed
 from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
@@ -62,6 +63,15 @@ def test_zero_points_and_any_dtype_of_scales_are_supported(m, k, group, scales):
     check(x, words, scale.to(scales) * 1.001)
     check(x, words, scale.to(scales), random(18, dtype=BF16, seed=2), zeros=zero_points(scale))
     check(x, words, scale.to(scales), zeros=zero_points(scale), activation="silu")
+
+
+@pytest.mark.parametrize("units", [0, 1000])
+@pytest.mark.parametrize("m", [17, 64])
+def test_programs_split_k_on_a_gpu_with_many_units(m, units, monkeypatch):
+    monkeypatch.setattr(quantized, "units", lambda device: units)
+    x, weight = random(m, 1280, dtype=BF16), random(18, 1280, dtype=BF16, seed=1)
+    words, scale = quantize_groups(weight, 32)
+    check(x, words, scale, random(18, dtype=BF16, seed=2), zeros=zero_points(scale))
 
 
 @pytest.mark.parametrize("m", [1, 4])

@@ -138,6 +138,27 @@ def test_every_class_of_rows(m, format):
     check(x, *rounded(weight, format))
 
 
+@each_format
+def test_a_residual_and_an_uneven_k_with_many_rows(format):
+    x, weight = random(17, 1100, dtype=BF16), random(21, 1100, dtype=BF16, seed=1)
+    residual = random(17, 21, dtype=BF16, seed=3)
+    if format is not INT8 and (suite.arch() or "").startswith("gfx11"):
+        with pytest.raises(TierUnavailable, match="on RDNA 3, a wait is missing"):
+            check_once(x, *rounded(weight, format), None, residual=residual)
+    else:
+        check(x, *rounded(weight, format), random(21, dtype=BF16, seed=2), residual=residual)
+
+
+@each_format
+@pytest.mark.parametrize("units", [0, 1000])
+@pytest.mark.parametrize("m", [17, 64])
+def test_programs_split_k_on_a_gpu_with_many_units(m, units, format, monkeypatch):
+    monkeypatch.setattr(quantized, "units", lambda device: units)
+    x, weight = random(m, 1536, dtype=BF16), random(21, 1536, dtype=BF16, seed=1)
+    residual = random(m, 21, dtype=BF16, seed=3)
+    check(x, *rounded(weight, format), random(21, dtype=BF16, seed=2), residual=residual)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @each_format
 @pytest.mark.parametrize(
@@ -274,9 +295,9 @@ def test_unsupported_calls_are_refused(change, reason):
 def test_fp8_is_refused_on_older_nvidia_gpus(monkeypatch):
     nvidia = Device("cuda", rocm=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert "capability 8.9" in str(quantized._format_refuses(SPEC._replace(format=FP8), nvidia))
-    assert quantized._format_refuses(SPEC, nvidia) is None
-    assert "FNUZ" in str(quantized._format_refuses(SPEC._replace(format=FP8_FNUZ), nvidia))
+    assert "capability 8.9" in str(quantized.format_refuses(SPEC._replace(format=FP8), nvidia))
+    assert quantized.format_refuses(SPEC, nvidia) is None
+    assert "FNUZ" in str(quantized.format_refuses(SPEC._replace(format=FP8_FNUZ), nvidia))
 
 
 def test_an_unknown_activation_is_an_error():

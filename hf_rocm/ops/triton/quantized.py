@@ -19,7 +19,7 @@ from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.four_bit import E2M1, INT4, PER_WORD, kernel_groups, run_length, table
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, units, warps
-from hf_rocm.ops.triton.tiles import dequantize_tile, eight_bit_tile, four_bit_tile
+from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -29,6 +29,7 @@ NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
+_EVEN = 512  # the columns of W that `few_rows` processes at a time with 8 bits, at most
 _SUMMED = 512  # the columns of a program that adds parts
 _LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into shared memory
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
@@ -55,8 +56,11 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"with 4 bits, K must be a multiple of {PER_WORD * _SHORTEST_RUN}, got {spec.k}"
     if spec.code is not None and spec.rows != 1 and spec.group > _LONGEST_CODED:
         return f"for several rows, groups of {spec.code} may have at most {_LONGEST_CODED} numbers, got {spec.group}"
+    rdna3 = (device.arch or "").startswith("gfx11")
+    if rdna3 and spec.format in (FP8, FP8_FNUZ) and spec.residual and spec.rows > ROWS and spec.k % _EVEN:
+        return f"on RDNA 3, a wait is missing from our fp8 kernel's code for M > {ROWS} and K = {spec.k}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
-    if more and spec.format != INT4 and (device.arch or "").startswith("gfx11"):
+    if more and spec.format != INT4 and rdna3:
         return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
         return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"

@@ -88,9 +88,10 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units:
         if rocm:
             return LinearTile(False, 2 if gated else 4, 1024, 1, 128, 2)
         return LinearTile(False, 4, 1024, 1, 64, 2) if narrow else LinearTile(False, 2, 1024, 1, 64, 2)
-    if (narrow and (rocm or m <= ROWS)) or (not rocm and m <= ROWS):
-        return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3, m)
-    tile = LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4, m)
+    if (narrow and rocm) or (not rocm and m <= ROWS):
+        tile = LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3, m)
+    else:
+        tile = LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4, m)
     return tile if gated else tile._replace(parts=_parts(rows, n, tile, units))
 
 
@@ -140,8 +141,8 @@ def four_bit_tile(
         return FourBitTile(False, 2 if rocm and gated else 4, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
     if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
-        return FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
-    if m > ROWS and table:  # if unrolled, registers would be spilled
+        tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
+    elif m > ROWS and table:  # if unrolled, registers would be spilled
         tile = FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
     elif gated:
         tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS else 2, m, True)

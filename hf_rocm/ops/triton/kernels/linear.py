@@ -264,9 +264,11 @@ def _build(
     group: int = 0,
     activation: str | None = None,
     residual: bool = False,
+    units: int = 0,
     arch: str | None = None,
 ) -> Build:
-    """The build for bf16 inputs on AMD GPUs. arch: the only architecture to build for; None: all that support it."""
+    """The build for bf16 inputs on AMD GPUs. units: as in `eight_bit_tile`. arch: the only architecture to build for;
+    None: all that support it."""
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
@@ -275,7 +277,8 @@ def _build(
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
     cut = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)
     if scale:
-        cut = eight_bit_tile(rows, n, gated, rocm=True)
+        cut = eight_bit_tile(rows, n, gated, rocm=True, units=units)
+        tensors["out"] = "fp32" if cut.parts > 1 else "bf16"
     return Build(
         few_rows if cut.matrix else matrix_vector,
         {
@@ -297,6 +300,20 @@ def _build(
     )
 
 
+def _sum(parts: int, *, scale: bool, dtype: str = "bf16") -> Build:
+    return Build(
+        sum_parts,
+        {
+            "parts": "*fp32",
+            **({"scale": "*fp32"} if scale else {}),
+            **{name: f"*{dtype}" for name in ("residual", "out")},
+            **dict.fromkeys(("m_size", "n_size"), "i32"),
+        },
+        {**({} if scale else {"scale": None}), "bias": None, "PARTS": parts, "BLOCK": 512},
+        divisible=("n_size",),
+    )
+
+
 BUILDS = (
     _build(1, 6144),
     _build(1, 4096, residual=True),
@@ -312,6 +329,9 @@ BUILDS = (
     _build(8, 14336, weight="fp8e4nv", activation="silu"),
     _build(8, 6144, weight="i8"),
     _build(64, 6144, weight="i8"),
+    _build(64, 1024, weight="i8", units=304),
+    _sum(4, scale=True),
+    _sum(4, scale=False, dtype="fp16"),
     _build(1, 6144, weight="fp8e4b8", arch="gfx942"),
     _build(8, 6144, weight="fp8e4b8", arch="gfx942"),
     _build(1, 6144, weight="fp8e4nv", group=128),

@@ -213,12 +213,12 @@ def _group(
             part = tl.dot(coded(words, code, group * RUNS + run, dtype), values, part)
         return sums + part * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
     else:
-        factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
         base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
         zero = base + 8.0
         if zeros is not None:
             zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
         if SUBTRACTS:
+            factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
             if zeros is not None:
                 zero = zero.to(dtype)
             for run in tl.static_range(RUNS):
@@ -234,6 +234,7 @@ def _group(
                 values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
                 part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
                 total = tl.dot(ones, values, total)
+            factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)  # late: fewer live registers
             return sums + (part - zero * total) * factor
 
 

@@ -67,6 +67,16 @@ def require_switches(**values: object) -> None:
             raise OptionError(f"{name}={value!r} is not valid", facts={"allowed": "True, False or None"})
 
 
+def require_paths(**values: object) -> None:
+    """Raise `OptionError` unless all of these arguments are paths or None. The keywords are their names."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise OptionError(
+                f"{name}={value!r} is not valid",
+                facts={"expected": "str or os.PathLike", "found": type(value).__qualname__},
+            )
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     """Return a hint with the known name that is most similar to `name`, or None if none is similar."""
     from difflib import get_close_matches

@@ -47,9 +47,9 @@ class ModelOrCommand(Group):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
             self._refuse_misspelt(ctx, args)
-            args = ["--help"] if "--help" in args else ["model", *args]
+            args = ["--help"] if set(args) & set(ctx.help_option_names) else ["model", *args]
         return super().parse_args(ctx, args)
 
     def _refuse_misspelt(self, ctx: Any, args: list[str]) -> None:
@@ -62,7 +62,8 @@ class ModelOrCommand(Group):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         model = self.commands["model"]
         options = model.shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
-        return [*options, *(item for item in super().shell_complete(ctx, incomplete) if item.value != "--help")]
+        others = super().shell_complete(ctx, incomplete)
+        return [*options, *(item for item in others if item.value not in ctx.help_option_names)]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [self.subcommand_metavar]

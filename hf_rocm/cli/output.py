@@ -177,7 +177,12 @@ def _what_is_wrong(state: FileState) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns. If they don't fit, the cells of the widest columns are wrapped between words.
+    """Print aligned columns, as in `table_lines`."""
+    print("\n".join(table_lines(header, rows)))
+
+
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align columns. If they don't fit, the cells of the widest columns are wrapped between words.
 
     Words, such as paths, and short cells below the header are not wrapped.
     """
@@ -193,8 +198,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     target = console(sys.stdout, columns=sum(widths) + 2 * len(widths))
     with target.capture() as printed:
         target.print(table)
-    for line in printed.get().splitlines():
-        print(line.rstrip())
+    return [line.rstrip() for line in printed.get().splitlines()]
 
 
 def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:

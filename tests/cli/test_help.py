@@ -60,6 +60,7 @@ def test_help_fits_the_terminal_breaks_no_words_and_has_the_options_of_a_model(
         ("install-overlays qwen3_5", ["qwen3_5", "qwen3_5_moe"]),
         ("uninst", ["uninstall-overlays"]),
         ("bench --con", ["--config"]),
+        ("bench --hel", ["--help"]),
         ("bench se", ["serve"]),
         ("tune --shapes-", ["--shapes-only"]),
         ("verify --config tiny-l", ["tiny-llama"]),
@@ -81,6 +82,18 @@ def test_version_and_help_are_printed_with_exit_code_zero(capsys: pytest.Capture
     assert capsys.readouterr().out == f"hf-rocm {__version__}\n"
     assert main(["install-overlays", "--help"]) == 0
     assert "--dry-run" in capsys.readouterr().out
+
+
+def test_every_command_accepts_the_short_option_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def commands(group: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+        inner = getattr(group, "commands", {})
+        return [path, *(deeper for name, command in inner.items() for deeper in commands(command, (*path, name)))]
+
+    for path in [*commands(typer.main.get_command(build())), ("bench", "a-model"), ("tune", "a-model")]:
+        assert main([*path, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert main([*path, "-h"]) == 0, path
+        assert capsys.readouterr().out == shown and shown.count("-h, --help") == 1, path
 
 
 def test_no_option_is_named_only_by_its_placeholder():

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
+
+import pytest
 
 from hf_rocm.cli import main
+from hf_rocm.tools.porting.findings import Severity
 from hf_rocm.tools.porting.rules import RULES
 from tests.tools.porting.patterns import PLANTED
 
@@ -57,6 +62,91 @@ def test_lines_fit_eighty_columns(tmp_path, capsys, monkeypatch):
     main(["port-check", str(tmp_path), "--all"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 100 and not [line for line in lines if len(line) > 80 and len(line.split()) > 2]
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Return a folder with findings of most rules in long paths, and with files that are skipped."""
+    for number, (_, name, text) in enumerate(PLANTED):
+        folder = tmp_path / f"a folder with spaces and a long name {number}" / "and another with a long name"
+        folder.mkdir(parents=True)
+        (folder / name).write_text(text)
+    (tmp_path / "most.py").write_text("import pynvml\n" * 30)
+    for number in range(30):
+        (tmp_path / f"broken{number}.py").write_text("\n" * number + "def f(:\n")
+        (tmp_path / f"{number}.py").write_bytes(b"\xff")
+        (tmp_path / f"kind.suffix{number}").write_text("")
+        (tmp_path / f"{number}.Dockerfile").write_text("FROM nvidia/cuda:12\n")
+        (tmp_path / f"{number}.Dockerfile.rocm").write_text("FROM rocm/pytorch\n")
+        (tmp_path / str(number) / "__pycache__").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_long_report_is_a_summary_by_rule_in_twenty_five_lines(
+    columns: int, many: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(many)
+    assert main(["port-check", ".", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert main(["port-check", "."]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 25 and max(map(len, lines)) <= columns
+    assert lines[0].split() == ["severity", "rule", "places", "first", "place"]
+    rows = [line.split(maxsplit=3) for line in lines[1 : lines.index("")]]
+    more = re.fullmatch("… and ([0-9]+) more rules", " ".join(rows.pop()))
+    assert more and len(rows) + int(more[1]) == len({finding["rule"] for finding in findings})
+    severities = [severity.value for severity in Severity]
+    order = [(severities.index(severity), -int(number)) for severity, _, number, _ in rows]
+    assert order == sorted(order)
+    for _, rule, number, place in rows:
+        same = [finding for finding in findings if finding["rule"] == rule]
+        first = f"{same[0]['path']}:{same[0]['line']}"
+        assert int(number) == len(same)
+        assert place == first or (place[0] == "…" and first.endswith(place[1:])), "the file or the line is cut off"
+    assert rows[0][1] == "nvidia-only-import"
+    closing = " ".join(" ".join(lines[lines.index("") :]).split())
+    assert "not read: 60 files: " in closing and "can't parse it (30)" in closing and "not UTF-8 text (30)" in closing
+    assert "left out: 60 paths: " in closing and "not part of the project (30)" in closing
+    assert "replaced by a counterpart for ROCm (30)" in closing
+    assert "no rules for 30 files: .suffix0 1" in closing and f"{len(RULES)} rules, " in closing
+    verdict = next(number for number, line in enumerate(lines) if re.match("[0-9]+ problems, ", line))
+    assert lines[verdict + 1].startswith("next: hf-rocm port-check . --all")
+
+
+def test_all_prints_every_finding(many: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["port-check", str(many), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert main(["port-check", str(many), "--all"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "next:" not in out and "more (--all)" not in out
+    assert not [finding for finding in findings if f"{finding['path']}:{finding['line']} " not in out]
+
+
+def test_a_report_of_twenty_five_lines_is_not_summarised(tmp_path, capsys):
+    text = "import torch\ntorch.backends.cudnn.benchmark = True\ntorch.backends.cudnn.benchmark = True\nimport pynvml\n"
+    (tmp_path / "a.py").write_text(text)
+    main(["port-check", str(tmp_path), "--all"])
+    longer = 25 - len(capsys.readouterr().out.splitlines())
+    assert 0 < longer < 12, "this test needs other findings"
+    for added, full in ((longer, True), (longer + 1, False)):
+        (tmp_path / "a.py").write_text(text + "import pynvml\n" * added)
+        main(["port-check", str(tmp_path)])
+        out = capsys.readouterr().out
+        assert ("instead: " in out) == full and ("next: " in out) != full
+        assert len(out.splitlines()) <= 25
+        main(["port-check", str(tmp_path), "--all"])
+        assert (out == capsys.readouterr().out) == full
+
+
+def test_a_long_report_without_findings_has_no_table(tmp_path, capsys):
+    for number in range(40):
+        (tmp_path / f"{number} and more.py").write_text("def f(:\n")
+    assert main(["port-check", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("not read: 40 files: this Python") and len(lines) <= 5
+    assert "nothing found" in lines and f"next: hf-rocm port-check {tmp_path} --all" in " ".join(lines)
 
 
 def test_json_contains_findings_and_unread_files(tmp_path, capsys):

@@ -244,6 +244,14 @@ def test_other_arguments_of_a_wrong_type_are_errors(name, argument, message):
     assert caught.value.facts["found"] == type(argument).__name__ and "hf_rocm.prepare" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["golden", "save_golden"])
+@pytest.mark.parametrize("wrong", [3, b"file"])
+def test_a_file_that_is_not_a_path_is_an_error(name, wrong):
+    with pytest.raises(OptionError, match=f"{name}={wrong!r} is not valid") as caught:
+        hf_rocm.verify(torch.nn.Identity(), **{name: wrong})
+    assert caught.value.facts == {"expected": "str or os.PathLike", "found": type(wrong).__name__}
+
+
 def test_gradients_are_distinguished_from_reasons_against_fusing(llama):
     attention = part(llama, "LlamaAttention")
     assert attention.gradients and attention.fused == 2 and attention.not_fused == {}

@@ -16,6 +16,7 @@ from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, 
 
 LARGEST = 2 * 1024 * 1024  # the size limit in bytes; larger files are usually generated
 LARGEST_NOTEBOOK = 16 * 1024 * 1024  # the limit for notebooks, which may contain images
+COUNTERPART = "is its counterpart for ROCm"  # the end of a reason, after the name of the counterpart
 
 # A first line that names a shell such as `sh` as the interpreter, for files without a suffix.
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")
@@ -68,7 +69,7 @@ def collect(top: Path) -> Sources:
         counterparts = _counterparts(inner)
         for name in sorted(inner):
             if (other := counterparts.get(_VENDOR.sub("", name))) and other != name and _VENDOR.search(name):
-                sources.left_out[f"{_shown(here / name, top)}/"] = f"{other}/ is its counterpart for ROCm"
+                sources.left_out[f"{_shown(here / name, top)}/"] = f"{other}/ {COUNTERPART}"
                 inner.remove(name)
         counterparts = _counterparts(names)
         for name in sorted(names):
@@ -77,7 +78,7 @@ def collect(top: Path) -> Sources:
                 kind = Path(name).suffix or name
                 sources.suffixes[kind] = sources.suffixes.get(kind, 0) + 1
             elif (other := counterparts.get(_VENDOR.sub("", name))) and other != name and _OWN.search(name):
-                sources.left_out[_shown(here / name, top)] = f"{other} is its counterpart for ROCm"
+                sources.left_out[_shown(here / name, top)] = f"{other} {COUNTERPART}"
             else:
                 sources.files[here / name] = reader
     sources.files = dict(sorted(sources.files.items()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import __version__, options
-from hf_rocm.arguments import require_module, require_switches
+from hf_rocm.arguments import require_module, require_paths, require_switches
 from hf_rocm.device import describe, is_rocm
 from hf_rocm.errors import VerifyError
 from hf_rocm.loading.prepare import REPORT, prepare
@@ -54,11 +54,12 @@ def verify(
     compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
     record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
     `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised) or ids are not
-    valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`, or if force is
-    neither a bool nor None.
+    valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`, force is
+    neither a bool nor None, or a file is not a path.
     """
     require_module(model, "verify")
     require_switches(force=force)
+    require_paths(golden=golden, save_golden=save_golden)
     began = time.monotonic()
     subject = Subject(model)
     earlier_report = model.__dict__.get(REPORT)

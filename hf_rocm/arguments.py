@@ -44,7 +44,7 @@ def require_families(models: Iterable[object], function: str) -> None:
             raise OptionError(
                 f"{function} takes names of model folders",
                 facts={"expected": "str, such as 'llama'", "found": type(model).__qualname__},
-                hint=f"pass the names one by one: hf_rocm.{function}('llama', 'bert')"
+                hint=f"pass the names as separate arguments: hf_rocm.{function}('llama', 'bert')"
                 if names
                 else "hf_rocm.prepare(model) prepares one model",
             )

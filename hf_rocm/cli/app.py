@@ -103,6 +103,6 @@ def _options(
     if context.invoked_subcommand != "doctor":  # doctor lists unknown variables and invalid values in its report
         options.check_names()
     if context.invoked_subcommand in ("status", "install-overlays", "uninstall-overlays"):
-        wrong = options.invalid(options.environment())  # other commands raise it if the option matters
+        wrong = options.invalid(options.environment())  # other commands raise this error if they use the option
         if wrong is not None:
             print_notice(f"{wrong.message}; `hf-rocm doctor` lists the allowed values")

@@ -79,7 +79,7 @@ def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
 def _forced() -> bool:
     try:
         return options.force_requested()
-    except OptionError:  # installed overlays stay stock then
+    except OptionError:  # then models with installed overlays stay stock
         return False
 
 

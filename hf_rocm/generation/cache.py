@@ -80,7 +80,7 @@ class DecodeCache(Cache):
         return 0
 
     def has_room(self, tokens: int = 1) -> bool:
-        """Whether the next tokens fit without growing a buffer or moving a window."""
+        """Whether this number of further tokens fits without growing a buffer or moving a window."""
         return self._spare >= tokens
 
     @property
@@ -150,7 +150,7 @@ class DecodeCache(Cache):
         self._loaded = 0 if user is None else self.length
 
     def level(self, length: int) -> None:
-        """Set every layer to `length` tokens, after a step that raised between two layers."""
+        """Set every layer to `length` tokens, for example after a step that raised between two layers."""
         for layer in self.attending:
             layer.rows = length - layer.base
 
@@ -341,7 +341,7 @@ class DecodeCache(Cache):
         forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
-        self._spare += forgotten if self._spare else 0  # 0: `_make_room` must run before the next step
+        self._spare += forgotten if self._spare else 0  # if it is 0, `_make_room` must run before the next step
 
     def activate_past_recording(self) -> None:
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""

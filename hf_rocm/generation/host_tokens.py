@@ -56,7 +56,7 @@ class HostTokens:
         self._address = candidates[:, -len(drafts) :].data_ptr()
 
     def followed_by(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the tokens so far and these after them, [S + N], not appended yet. Valid until the next append."""
+        """Return the tokens so far, followed by these, [S + N], without appending these. Valid until the next call."""
         length = self._length + len(tokens)
         if length > len(self._buffer):
             grown = np.empty(2 * length, np.int64)
@@ -77,7 +77,7 @@ class HostTokens:
         self._tokens = self._candidates = None
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor that every step reads, on the host. They are copied only if it has changed."""
+        """Return a copy on the host of a tensor that every step reads. It is copied again only if it has changed."""
         if self._constant is None or not self._constant[0].matches(tensor):
             self._constant = Unchanged(tensor), tensor.cpu()
         return self._constant[1]
@@ -97,7 +97,7 @@ class HostTokens:
         return torch.tensor([drafts])
 
     def _last(self) -> list[int]:
-        """The last token, if there is one."""
+        """A list of the last token, empty if there are no tokens."""
         last: list[int] = self._buffer[max(self._length - 1, 0) : self._length].tolist()
         return last
 

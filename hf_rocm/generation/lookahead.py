@@ -126,7 +126,7 @@ class Lookahead:
         return candidates
 
     def prepares(self, position: int, input_ids: Tensor) -> bool:
-        """Called when the loop prepares a step. Returns whether it is the launched one, whose inputs are set.
+        """Compare a step that the loop prepares with the launched one. Returns whether they are the same step.
 
         position: the number of tokens before the step. input_ids: [1, S], all tokens so far, including drafts.
         """
@@ -138,7 +138,10 @@ class Lookahead:
         return launched.served
 
     def take(self, length: int) -> RecordedStep | None:
-        """Return the launched step if the loop has prepared it, and forget it. length: the length of the cache."""
+        """Remove the launched step, and return it if the loop has prepared it. length: the length of the cache.
+
+        Raises `GraphError` if the step began before this length.
+        """
         launched, self.launched = self.launched, None
         if launched is None:
             return None

@@ -152,9 +152,9 @@ class Step:
     def begin(self, cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
-        position: the number of tokens before the step; the cache may have more, which will be removed from it. ids: the
-        N tokens of the step. Returns these tokens on the device, [1, N]; None if the inputs can't be set
-        yet.
+        position: the number of tokens before the step. The cache may contain more tokens, which transformers removes
+        before the step. ids: the N tokens of the step. Returns these tokens on the device, [1, N]; None if the inputs
+        can't be set yet.
         """
         tokens, length = len(ids), cache.length
         if not self._removed or tokens not in self._placed or position > length or not cache.has_room(tokens):

@@ -174,8 +174,8 @@ class Runner:
     def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None:
         """Replay the next step before the loop has prepared it, if the loop's call would replay it; see `lookahead`.
 
-        position: the number of tokens before the step. ids: its N tokens. Returns the step and these tokens on
-        the device, [1, N]; None if nothing was replayed.
+        position: the number of tokens before the step. ids: its N tokens. Returns the step and these tokens on the
+        device, [1, N]; None if nothing was replayed.
         """
         step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(len(ids)))
         if step is None or step.schedule.due:

@@ -48,7 +48,7 @@ RECORDED = (
 
 
 class Runs(Protocol):
-    """The methods of the call's runner that the loop calls by its stand-ins."""
+    """The attributes of the call's runner that the stand-ins use."""
 
     launches: bool
 

@@ -197,7 +197,7 @@ class _Searched(_Compared):
 
 
 class _Accepted(_Compared):
-    """The tokens that the loop appends, [1, N]. Its search for end tokens runs on the host."""
+    """The tokens that the loop appends, [1, N]. They are searched for end tokens on the host."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from hf_rocm.ops.triton.detect import checked as checked_triton
 
 
 def round_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`eight_bit.quantize_rows` of x [M, K]: contiguous rows [M, K] in the format, and contiguous scales [M, 1]."""
+    """Return `eight_bit.quantize_rows` of x [M, K]: rows [M, K] in the format and scales [M, 1], both contiguous."""
     if compiling() or compiler._is_compiling_flag:  # torch.compile fuses the operations itself
         rows, scale = quantize_rows(x, format)
         return rows.contiguous(), scale.contiguous()
@@ -55,7 +55,7 @@ def _kind(spec: RoundingSpec) -> RoundingSpec:
 def _cases(spec: RoundingSpec) -> Iterator[Case]:
     """Rows of different magnitudes, and a row of zeros.
 
-    The scales are powers of two, so that a number midway between two others is one in every precision.
+    The scales are powers of two, so that a number midway between two numbers of the format is midway in every dtype.
     """
     draw, top = Draw(spec.dtype, spec.device), largest(spec.format)
     for m in (1, LENGTH):

@@ -127,7 +127,7 @@ def _words(*shape: int) -> Tensor:
 
 
 def _scales(size: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Scales of about this size."""
+    """Random scales between 0.5 and 1.5 times this size."""
     return (size * (0.5 + torch.rand(shape))).to(dtype)
 
 
@@ -141,7 +141,7 @@ def awq(n: int, k: int, group: int) -> Tensors:
 
 
 def gptq(n: int, k: int, group: int, *, by_activation: bool = False) -> Tensors:
-    """by_activation: the columns of a group are not contiguous, but in the same order in all layers of width K."""
+    """by_activation: the columns of a group are not contiguous. Their order is the same in all layers with this K."""
     groups = torch.arange(k, dtype=torch.int32) // group
     if by_activation:
         groups = groups[torch.randperm(k, generator=torch.Generator().manual_seed(k), device="cpu").to(groups.device)]

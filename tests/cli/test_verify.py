@@ -64,7 +64,7 @@ def test_the_report_of_a_model_that_passes_has_at_most_25_lines(tiny_checkpoint,
     assert main(["verify", str(tiny_checkpoint), "--force", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= 80
-    assert "  aiter needs an AMD GPU" in "\n".join(lines), "a reason of all operations is given without listing them"
+    assert "  aiter needs an AMD GPU" in "\n".join(lines), "a reason that all operations share has no list of them"
 
 
 def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path, capsys):

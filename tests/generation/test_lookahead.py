@@ -46,7 +46,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
     in_vain = [step for step in launched if not step.served]
-    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # at the end of a call
+    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # those at the end of a call
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

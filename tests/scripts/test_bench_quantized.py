@@ -49,7 +49,7 @@ def test_the_formats_are_those_of_this_file(checkpoints):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_is_loaded_as_a_user_would_and_gives_the_dequantised_results(checkpoints, tmp_path, name):
+def test_a_loaded_checkpoint_gives_the_results_of_its_dequantised_weights(checkpoints, tmp_path, name):
     if name == "gpt-oss" and not hasattr(transformers, "GptOssConfig"):
         pytest.skip("not run: needs transformers 4.55")
     shape, sizes = ("gpt-oss-20b", GPT_OSS) if name == "gpt-oss" else ("small", LLAMA)

@@ -168,7 +168,7 @@ def patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def products() -> Iterator[None]:
-    """Multiply and subtract numbers of bf16 in fp32, because the interpreter would use their bits as integers."""
+    """Multiply and subtract bf16 numbers in fp32, because the interpreter would treat their bits as integers."""
     if suite.gpu() is not None:
         yield
         return

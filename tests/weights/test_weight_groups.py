@@ -173,7 +173,7 @@ def follows(example: Example, module: Any, stock: Any) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the attribute names and the classes of the modules, and the identities of the parameters."""
+    """Return the attribute names and the classes of the modules, and the identities of the parameters."""
     entries: dict[str, Any] = {}
     for path, named_module in module.named_modules():
         entries[f"{path} attributes"] = sorted(named_module.__dict__)

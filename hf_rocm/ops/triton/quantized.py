@@ -29,8 +29,8 @@ NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
 _SHORTEST_RUN = 16  # the smallest K of a matrix instruction
-_EVEN = 512  # the columns of W that `few_rows` processes at a time with 8 bits, at most
-_SUMMED = 512  # the columns of a program that adds parts
+_EVEN = 512  # the most columns of an 8-bit W that `few_rows` processes at a time
+_SUMMED = 512  # the number of columns that a program of `sum_parts` computes
 _LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into shared memory
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
 
@@ -58,7 +58,8 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"for several rows, groups of {spec.code} may have at most {_LONGEST_CODED} numbers, got {spec.group}"
     rdna3 = (device.arch or "").startswith("gfx11")
     if rdna3 and spec.format in (FP8, FP8_FNUZ) and spec.residual and spec.rows > ROWS and spec.k % _EVEN:
-        return f"on RDNA 3, a wait is missing from our fp8 kernel's code for M > {ROWS} and K = {spec.k}"
+        reason = "on RDNA 3, a wait is missing from the machine code of our fp8 kernel with a residual sum"
+        return f"{reason} for M > {ROWS}, unless K is a multiple of {_EVEN}, got {spec.k}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
     if more and spec.format != INT4 and rdna3:
         return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"

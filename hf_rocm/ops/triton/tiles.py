@@ -18,8 +18,8 @@ LONG = 64  # a piece with at least this many blocks of keys is always split
 
 class LinearTile(NamedTuple):
     """The tile of a GEMM. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
-    at a time, k in each of `splits`. m: rows of x in a program with matrix instructions. parts: how many programs
-    split K."""
+    at a time, k in each of `splits`. m: rows of x in a program with matrix instructions. parts: the number of programs
+    over which K is split."""
 
     matrix: bool
     n: int
@@ -79,8 +79,8 @@ def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units: int = 0) -> LinearTile:
     """The tile for an 8-bit weight. units: compute units of the GPU; 0 if unknown.
 
-    Without ROCm, these are the fastest measured tiles, or within 2 % of them, on one NVIDIA H200: for fp8 and int8 with
-    one row, for fp8 with 8, 32 and 64. All tiles for ROCm are estimated from kernels of the same form.
+    Without ROCm, these tiles took at most 2 % longer than the fastest measured ones on one NVIDIA H200, for fp8 and
+    int8 with one row and for fp8 with 8, 32 and 64 rows. Tiles for ROCm are estimated from kernels of the same form.
     """
     narrow = n <= NARROW and not gated
     m = row_block(rows, rocm=rocm)
@@ -96,7 +96,7 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units:
 
 
 def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int) -> int:
-    """How many programs split K: 4 if half of the compute units would otherwise be idle, and there are several rows."""
+    """How many programs split K: 4 if M > 16 and at least half of the compute units would otherwise be idle."""
     programs = -(-n // tile.n) * -(-rows // tile.m)
     return 4 if rows > ROWS and 2 * programs <= units else 1
 

@@ -2,7 +2,7 @@
 
 Ranks that share a model load it from a checkpoint, because transformers shards a model while loading it. The matrices
 of this checkpoint are a hole in a sparse file, so even a large checkpoint is created instantly. They are read as zeros,
-and each rank then fills its own part in memory. For a process that can't do this, `fill_file` writes random values to
+and each rank then fills its own part in memory. For servers, which can't do this, `fill_file` writes random values to
 the file.
 """
 
@@ -69,7 +69,7 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
 def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
     """Write random values to the matrices of a dummy checkpoint, like those of `fill`.
 
-    device: where they are generated. dtype: the checkpoint's.
+    device: the device on which they are generated. dtype: the dtype of the checkpoint.
     """
     shapes = _header(folder / MATRICES)
     with (folder / MATRICES).open("r+b") as stream:

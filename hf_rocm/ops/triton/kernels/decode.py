@@ -280,7 +280,7 @@ def _attend(
     page: int | None = None,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures on which the predicate refuses them."""
+    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures to omit, which refuse these calls."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     value_dim = value_dim or dim

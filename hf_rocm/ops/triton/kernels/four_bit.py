@@ -136,7 +136,7 @@ def _vector(
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if code is None:
-            # x is multiplied by q, or by 1 + q / 128; the product with the number that represents 0 is subtracted
+            # x is multiplied by q, or by 1 or 16 plus q / 128; the product with the number for 0 is subtracted
             zero = 8.0
             if zeros is not None:
                 zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)
@@ -153,7 +153,7 @@ def _vector(
             elif BYTES:
                 part += values * _byte(words, pattern, group * RUNS + run)
             else:
-                values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # in even runs, the number is q / 16
+                values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # even runs contain 1 + q / 2048
                 part += values * _mantissa(words, pattern, group * RUNS + run)
         factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
         if code is None and not BYTES:

@@ -91,7 +91,7 @@ def few_rows(
 ):
     """`matrix_vector` for more rows, with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    PARTS programs split K, and in each of them, SPLITS groups of warps do.
+    K is split over PARTS programs, and in each program over SPLITS groups of warps.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -150,7 +150,7 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the parts of a product, in their order, and finish it."""
+    """Add the parts of a product in order, then apply the scale, the bias and the residual sum."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1) + tl.arange(0, 1)
     parts += tl.program_id(1).to(tl.int64) * n_size + n
@@ -163,7 +163,7 @@ def sum_parts(
 
 @triton.jit
 def part_of(k_size, STEP: tl.constexpr, PARTS: tl.constexpr):
-    """The first number of K that a program processes, and the end."""
+    """The range of K that a program processes: its first index, and the index after its last one."""
     if PARTS == 1:
         return 0, k_size
     else:

@@ -2,9 +2,11 @@
 
 In fp32, all answers must be equal. In bf16 and fp16, the two largest logits are often equal up to rounding. Then the
 order of a summation decides which token is chosen, and the answers differ from that token on. So the number of first
-differences per compared token is limited. It does not depend on the length of the answers, since nothing is compared
-after a difference. With random weights, whose logits are close together, rounding changes about one token in fifteen;
-wrong attention or weights change almost every token. `hf-rocm verify` compares logits.
+differences per compared token is limited. This number does not depend on the length of the answers, since nothing is
+compared after a difference.
+
+With random weights, whose logits are close together, rounding changes about one token in fifteen; wrong attention or
+weights change almost every token. `hf-rocm verify` compares logits.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 EXACT = "float32"
-_LEAST = 0.2  # differences per token that are always allowed in 16-bit dtypes
+_LEAST = 0.2  # first differences per compared token that are always allowed in 16-bit dtypes
 
 
 class Agreement(NamedTuple):

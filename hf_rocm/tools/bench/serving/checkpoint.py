@@ -42,7 +42,7 @@ def write(folder: Path, name: str, *, device: torch.device, dtype: torch.dtype, 
 
 
 def tokenizer(size: int) -> Any:
-    """Return a tokenizer that decodes each of `size` tokens to a different word of four letters.
+    """Return a tokenizer with `size` tokens: `<unk>`, and different words of four letters.
 
     Text is split at spaces, so a prompt of N words has N tokens, and every token of an answer is visible in its text.
     """

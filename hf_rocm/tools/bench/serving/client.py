@@ -148,7 +148,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 async def _streamed(parts: AsyncIterator[bytes], sent: float, most: int | None) -> Answer:
     """Read an answer from server-sent events. The last one contains the finish reason and the numbers of tokens.
 
-    most: return after this number of pieces, which closes the connection.
+    most: return after this number of pieces, which closes the connection; None: read the whole answer.
     """
     texts, pieces, rest = [], [], b""
     last: dict[str, Any] | None = None

@@ -22,9 +22,9 @@ TIMES = {
 
 
 def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
-    """Return the figures of one case on one side as plain data. A failed answer counts only as an error, and an
-    abandoned one only as such.
+    """Return the figures of one case on one side as plain data.
 
+    Failed answers are counted only in `errors`, and abandoned ones only in `left`.
     rate: tokens per second over all requests, from the first request to the last answer. first: the time from a request
     to the first piece of text in a streamed answer. between: the time from one piece to the next. whole: the time from
     a request to the end of its answer, streamed or not.

@@ -32,7 +32,7 @@ def test_transformers_loads_the_model_and_the_tokenizer(folder):
     assert tokenizer(text)["input_ids"] == tokenizer("aaab aaac")["input_ids"]
 
 
-def test_every_token_is_a_word_of_its_own_also_where_an_answer_is_streamed(folder):
+def test_every_token_is_a_separate_word_in_streamed_answers_too(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     stream = DecodeStream([], skip_special_tokens=True)
     pieces = [stream.step(tokenizer._tokenizer, token) for token in range(1, 2048)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.registry import operations
@@ -77,3 +78,15 @@ def test_a_run_returns_a_segment_and_refuses_an_encoder():
     assert done.kernels and not done.results and done.kernels[0]["operation"] == "rope"
     with pytest.raises(OptionError, match="bert-base is an encoder"):
         ops_run.compare_ops(Subject(None, "bert-base", CPU), [], **sizes, segment="x", progress=lambda text: None)
+
+
+def test_a_case_whose_reference_does_not_fit_into_memory_is_not_timed(monkeypatch):
+    def call(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise torch.OutOfMemoryError("out of memory")
+        return F.rms_norm(x, x.shape[-1:])
+
+    monkeypatch.setitem(operations()["rms_norm"].implementations[-1].__dict__, "call", call)
+    result = lines("rms_norm")
+    assert result and all(line.microseconds is None for line in result)
+    assert any("needs more memory" in str(line.reason) for line in result)

@@ -53,7 +53,7 @@ class DecodeCache(Cache):
         self._loaded = 0  # the number of tokens that were copied from the user's cache
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
-        self._spare = 0  # the number of tokens that fit before a buffer must grow or a window must move
+        self._end = 0  # the length at which a buffer must grow or a window must move
         self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
         # attributes that methods of transformers' base class read
         self.layer_class_to_replicate = None
@@ -81,7 +81,7 @@ class DecodeCache(Cache):
 
     def has_room(self, tokens: int = 1) -> bool:
         """Whether this number of further tokens fits without growing a buffer or moving a window."""
-        return self._spare >= tokens
+        return self.length + tokens <= self._end
 
     @property
     def longest_step(self) -> int:
@@ -94,7 +94,7 @@ class DecodeCache(Cache):
             return
         if self.recording:
             raise Unrecordable("the step writes to the cache more than once")
-        if self._spare < tokens:
+        if not self.has_room(tokens):
             self._make_room(tokens)
         for places, layer in self._places.values():
             if tokens == 1:
@@ -103,7 +103,6 @@ class DecodeCache(Cache):
                 torch.arange(layer.rows, layer.rows + len(places), out=places)
         self._placed = self.length, tokens
         self.tokens = tokens
-        self._spare -= tokens
 
     def reserve(self, length: int) -> None:
         """Make room for a sequence of this length, so that no window moves before its last token is written."""
@@ -134,8 +133,6 @@ class DecodeCache(Cache):
         """Forget the `steps` tokens (at most `steady`) before the current step. Call `aim` again before a step runs."""
         for layer in self.attending:
             layer.rows -= steps
-        self._placed = -1, 1
-        self._spare += steps + 1
 
     def load(self, layer_idx: int, keys: Tensor, values: Tensor, *, seen: int) -> None:
         """Copy the last keys [B, Hkv, S, D] and values of a sequence of `seen` tokens to an empty layer."""
@@ -211,7 +208,7 @@ class DecodeCache(Cache):
             if layer.rows + tokens > layer.capacity:
                 self._grow(layer, layer.rows + tokens)
             self._set_place(layer)
-        self._spare = min(layer.capacity - layer.rows for layer in self.attending)
+        self._end = min(layer.base + layer.capacity for layer in self.attending)
         self._placed = -1, 1
         self._settled = self.length
 
@@ -262,7 +259,7 @@ class DecodeCache(Cache):
         count = key.shape[2]
         written = layer.kept(count, self.drafts or 0)
         needed = written + self.ahead
-        self._spare = 0
+        self._end = 0
         if not fits(layer.keys, key, needed) or not fits(layer.values, value, needed):
             self.recordings.clear()
             layer.keys = layer.values = None
@@ -276,7 +273,7 @@ class DecodeCache(Cache):
         """Append tokens and return all keys and values, as a dynamic cache does."""
         if self.recording:
             raise Unrecordable("the step writes more than one token")
-        self._placed, self._spare = (-1, 1), 0
+        self._placed, self._end = (-1, 1), 0
         count = key.shape[2]
         key = torch.cat((layer.keys[:, :, : layer.rows], key), dim=2)
         value = torch.cat((layer.values[:, :, : layer.rows], value), dim=2)
@@ -326,7 +323,7 @@ class DecodeCache(Cache):
         for layer in self.attending:
             layer.forget()
         self._placed = -1, 1
-        self._spare = 0
+        self._end = 0
         self.drafts, self.ahead, self.uses = None, 0, self.uses + 1
         self.stand_for(None)
 
@@ -341,7 +338,6 @@ class DecodeCache(Cache):
         forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
         for layer in self.attending:
             layer.rows -= forgotten
-        self._spare += forgotten if self._spare else 0  # if it is 0, `_make_room` must run before the next step
 
     def activate_past_recording(self) -> None:
         """Do nothing: the buffer of a window has more rows than the window, so a few steps can always be dropped."""

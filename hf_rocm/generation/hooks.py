@@ -338,7 +338,10 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
             assistant.drafting(attempt.rounds),
             lookup.searching_on_the_host(lookahead),
         ):
-            return stock(input_ids, *args, **arguments)
+            result = stock(input_ids, *args, **arguments)
+        if cache.choice is not None:
+            cache.choice.lookahead.take(cache.length)  # raises an error if the launched step has overwritten keys
+        return result
     finally:
         cache.choice = None
 

@@ -102,7 +102,8 @@ class Lookahead:
         self._tokens = tokens
         self._early = early
         self._search: Search | None = None  # the last search of the loop
-        self._ids: list[int] | None = None  # the tokens of the loop's last step
+        self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
+        self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
         self.launched: Launched | None = None
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
@@ -130,18 +131,19 @@ class Lookahead:
 
         position: the number of tokens before the step. input_ids: [1, S], all tokens so far, including drafts.
         """
-        self._ids = self._tokens.step_of(input_ids)
+        self._prepared = self._tokens.step_of(input_ids)
         launched = self.launched
         if launched is None:
             return False
-        launched.served = position == launched.position and self._ids == launched.ids
+        launched.served = position == launched.position and self._prepared == launched.ids
         return launched.served
 
     def take(self, length: int) -> RecordedStep | None:
-        """Remove the launched step, and return it if the loop has prepared it. length: the length of the cache.
+        """Remove the launched step when the loop calls a step or ends, and return it if the loop has prepared it.
 
-        Raises `GraphError` if the step began before this length.
+        length: the length of the cache. Raises `GraphError` if the step began before this length.
         """
+        self._ids, self._prepared = self._prepared, None  # None if transformers has prepared the step
         launched, self.launched = self.launched, None
         if launched is None:
             return None

@@ -145,7 +145,7 @@ class _Scores(_Logits):
         return self if not args and kwargs == same else self.tensor().to(*args, **kwargs)
 
     def argmax(self, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs != {"dim": -1}:
+        if args or kwargs != {"dim": -1} or self._choice.lookahead.launched is not None:
             return self.tensor().argmax(*args, **kwargs)
         return _Selected(*self._choice.select(self._step, self._runner), self._choice.tokens)
 

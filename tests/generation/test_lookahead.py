@@ -194,6 +194,74 @@ def test_the_logits_of_the_last_step_are_kept(pair, monkeypatch):
     assert not all(seen)  # the launched step wrote to the same tensor
 
 
+def test_a_second_argmax_of_a_step_returns_the_same_tokens(pair, monkeypatch):
+    """The launched step may already have written to the tensors of the last one."""
+    prepared, stock = pair()
+    looked_up(prepared, repeating())
+    argmax, counts = verification._Scores.argmax, []
+
+    def twice(self, *args, **kwargs):
+        first = argmax(self, *args, **kwargs)
+        before = self._choice.lookahead.launched
+        again = argmax(self, *args, **kwargs)
+        assert torch.equal(first.tensor(), again if before is not None else again.tensor())
+        counts.append(before is not None)
+        return first
+
+    monkeypatch.setattr(verification._Scores, "argmax", twice)
+    assert torch.equal(*(looked_up(model, repeating(1)) for model in (prepared, stock)))
+    assert sum(counts) > 4
+
+
+def test_a_step_that_transformers_prepares_launches_no_step():
+    """The tokens of an earlier step, which ran uncaptured, say nothing about this one."""
+    tokens, ids = HostTokens(), torch.tensor([[5, 6, 7, 8, 5, 6]])
+    ahead = Lookahead(tokens, early=True)
+    candidates = ahead.candidates(ids, Search(3, 2, 60, frozenset()))
+    assert not ahead.prepares(5, candidates) and ahead.take(5) is None and ahead.expects()
+    ahead.candidates(ids, Search(3, 2, 60, frozenset()))
+    assert ahead.take(6) is None and not ahead.expects()
+
+
+@pytest.mark.skipif(before("5.14"), reason="no step is launched if criteria receive the drafts")
+def test_a_call_that_ends_after_a_launch_overwrote_earlier_tokens_raises(pair, monkeypatch):
+    prepared, _ = pair()
+    looked_up(prepared, repeating())
+    criterion = MaxTimeCriteria(600.0)
+    expected_step, launch = Lookahead._next, Lookahead.launch
+
+    def earlier(self, accepted):
+        following = expected_step(self, accepted)
+        return following and (following[0] - 1, following[1])
+
+    def launching(self, *arguments):
+        launch(self, *arguments)
+        if self.launched is not None:
+            criterion.max_time = -1.0  # the loop ends before it calls the launched step
+
+    monkeypatch.setattr(Lookahead, "_next", earlier)
+    monkeypatch.setattr(Lookahead, "launch", launching)
+    criteria = StoppingCriteriaList([criterion])
+    with pytest.raises(GraphError, match="has overwritten keys"):
+        for seed in range(3):
+            looked_up(prepared, repeating(seed), stopping_criteria=criteria, return_dict_in_generate=True)
+
+
+def test_room_is_counted_after_a_whole_step_was_removed():
+    """A step that runs again at the same position does not make the cache expect more room than it has."""
+    cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
+    cache.drafts = 3
+    cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
+    while cache.length < 2 * cache_layer.LEAST:
+        for again in (True, False):
+            cache.aim(3)
+            assert cache.length + 3 <= cache.capacity
+            cache.update(*torch.ones(2, 1, 1, 3, 4), 0)
+            if again:
+                cache.crop(cache.length - 3)
+    assert cache.layers[0].keys[:, :, : cache.length].eq(1).all()
+
+
 def test_nothing_is_left_after_a_call(pair):
     prepared, stock = pair()
     for seed in range(3):
@@ -233,7 +301,8 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
         steps.append((position, step))
         return "step", torch.tensor([step])
 
-    assert not ahead.prepares(5, candidates) and ahead.expects()
+    assert not ahead.prepares(5, candidates) and not ahead.expects()
+    assert ahead.take(5) is None and ahead.expects()
     ahead.launch(torch.tensor([[7, 9, 1, 2]]), torch.empty(0), launch)
     assert steps == [(7, [9])] and not ahead.expects()  # the token 9 is new
     assert not ahead.prepares(5, candidates) and ahead.take(6) is None

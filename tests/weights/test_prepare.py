@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,8 +254,10 @@ def test_modules_of_other_packages_are_unchanged():
 
 
 def test_an_object_that_is_not_a_model_is_refused():
-    with pytest.raises(OptionError, match=r"pass its `\.model`"):
+    with pytest.raises(OptionError, match=r"a torch\.nn\.Module\s+found\s+object"):
         hf_rocm.prepare(object(), force=True)
+    with pytest.raises(OptionError, match=r"pass the `\.model` of this SimpleNamespace"):
+        hf_rocm.prepare(SimpleNamespace(model=nn.Linear(4, 4)), force=True)
 
 
 def test_tied_quantised_and_absent_weights_are_listed_and_the_rest_is_fused(stock):

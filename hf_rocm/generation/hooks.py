@@ -53,14 +53,14 @@ def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
     """
     switch_off(model)
     wanted = wanted_of(graphs)
+    required = wanted is Switch.REQUIRED
     reason = "graphs are switched off" if wanted is Switch.OFF else decide.refuses_model(model)
-    reason = reason or decide.refuses_ranks(model)
-    reason = reason or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
+    reason = reason or decide.refuses_ranks(model) or suspects.refuses(model.device, required=required)
     if reason is None:
         put_before(model, _METHODS, SETTINGS)
-        model.__dict__[SETTINGS] = {"required": wanted is Switch.REQUIRED}
+        model.__dict__[SETTINGS] = {"required": required}
         inputs.switch_on(model, mode)
-    elif wanted is Switch.REQUIRED:
+    elif required:
         raise refusal(type(model).__name__, reason)
     return reason
 
@@ -322,10 +322,9 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
 def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
     step = _get_compiled_call(self, stock, None)
     arguments, cache, lookahead = attempt.arguments, attempt.cache, None
-    attempt.rounds = None
+    attempt.rounds = None if cache.drafts is None else _rounds(self, cache)
     if cache.drafts is not None:
         step = speculation.verifying(step)
-        attempt.rounds = _rounds(self, cache)
         if not args:
             cache.choice = verification.of_call(self, arguments, _thread.observer)
             criteria = stop_criteria.instead(arguments, cache.choice and cache.choice.tokens)
@@ -339,8 +338,8 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
             lookup.searching_on_the_host(lookahead),
         ):
             result = stock(input_ids, *args, **arguments)
-        if cache.choice is not None:
-            cache.choice.lookahead.take(cache.length)  # raises an error if the launched step has overwritten keys
+        if lookahead is not None:
+            lookahead.take(cache.length)  # raises an error if the launched step has overwritten keys
         return result
     finally:
         cache.choice = None

@@ -11,6 +11,7 @@ import gc
 import math
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def _checked(model: Any, device: torch.device) -> str:
 def _failed(kind: str, where: str, error: Exception, failures: list[str]) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     failures.append(f"{kind}, {where}: {text[:300]}")
-    print(f"{kind:13} failed, {where}: {text[:300]}", flush=True)
+    print(textwrap.fill(f"{kind:13} failed, {where}: {text[:300]}", 120, subsequent_indent=14 * " "), flush=True)
 
 
 def _allocated(device: torch.device) -> int:

@@ -5,6 +5,7 @@ A server is a separate process, so it can't be given a model with weights in mem
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import islice, product
 from pathlib import Path
@@ -46,19 +47,22 @@ def tokenizer(size: int) -> Any:
 
     Text is split at spaces, so a prompt of N words has N tokens, and every token of an answer is visible in its text.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     words = ["".join(letters) for letters in islice(product(ascii_lowercase, repeat=_LETTERS), size - 1)]
     vocabulary = {word: token for token, word in enumerate([_UNKNOWN, *words])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+    described = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": _UNKNOWN},
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)),
         unk_token=_UNKNOWN,
+        chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,
         # the servers pass all outputs of the tokenizer to the model
         model_input_names=["input_ids", "attention_mask"],
     )
-    made.chat_template = _TEMPLATE
-    return made

@@ -34,7 +34,7 @@ def test_transformers_loads_the_model_and_the_tokenizer(folder):
 
 def test_every_token_is_a_separate_word_in_streamed_answers_too(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    stream = DecodeStream([], skip_special_tokens=True)
+    stream = DecodeStream(skip_special_tokens=True)
     pieces = [stream.step(tokenizer._tokenizer, token) for token in range(1, 2048)]
     assert None not in pieces and len({piece.strip() for piece in pieces}) == 2047
     assert tokenizer("".join(pieces))["input_ids"] == list(range(1, 2048))

@@ -214,7 +214,7 @@ def test_a_second_argmax_of_a_step_returns_the_same_tokens(pair, monkeypatch):
 
 
 def test_a_step_that_transformers_prepares_launches_no_step():
-    """The tokens of an earlier step, which ran uncaptured, say nothing about this one."""
+    """The tokens of an earlier step, which ran uncaptured, are not used for this one."""
     tokens, ids = HostTokens(), torch.tensor([[5, 6, 7, 8, 5, 6]])
     ahead = Lookahead(tokens, early=True)
     candidates = ahead.candidates(ids, Search(3, 2, 60, frozenset()))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hf_rocm.ops.four_bit import kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
-from hf_rocm.ops.triton.kernels.linear import finished, gate, piece, store
+from hf_rocm.ops.triton.kernels.linear import piece, write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
 
 _LARGE = tl.constexpr(2.0**126)
@@ -105,11 +105,12 @@ def four_bit_vector(
                 RUN,
                 BYTES,
             )
-    product = finished(tl.sum(tl.sum(sums, 2), 0)[None, :], None, bias, n, n_size, out.dtype.element_ty)
+    sums = tl.sum(tl.sum(sums, 2), 0)[None, :]
     if ACTIVATION is not None:
-        up = finished(tl.sum(tl.sum(ups, 2), 0)[None, :], None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = gate(product, up, ACTIVATION)
-    store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
+        ups = tl.sum(tl.sum(ups, 2), 0)[None, :]
+    else:
+        ups = sums
+    write_result(sums, ups, None, bias, residual, out, tl.arange(0, 1), n, m_size, n_size, ACTIVATION, 1)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.kernels.four_bit import build, coded, scale_at
-from hf_rocm.ops.triton.kernels.linear import finished, gate, part_of, piece, store
+from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
 
 
 @triton.jit
@@ -109,15 +109,8 @@ def four_bit_rows(
             )
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    if PARTS > 1:
-        out += tl.program_id(2).to(tl.int64) * m_size * n_size
-        store(tl.trans(sums), None, out, m, n, m_size, n_size)
-    else:
-        product = finished(tl.trans(sums), None, bias, n, n_size, out.dtype.element_ty)
-        if ACTIVATION is not None:
-            up = finished(tl.trans(ups), None, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-            product = gate(product, up, ACTIVATION)
-        store(product, residual, out, m, n, m_size, n_size)
+    sums, ups = tl.trans(sums), tl.trans(ups)
+    write_result(sums, ups, None, bias, residual, out, m, n, m_size, n_size, ACTIVATION, PARTS)
 
 
 @triton.jit

@@ -62,11 +62,9 @@ def matrix_vector(
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
     of_rows = None if GROUP else scale
-    product = finished(tl.sum(sums, 1)[None, :], of_rows, bias, n, n_size, out.dtype.element_ty)
-    if ACTIVATION is not None:
-        up = finished(tl.sum(ups, 1)[None, :], of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-        product = gate(product, up, ACTIVATION)
-    store(product, residual, out, tl.arange(0, 1), n, m_size, n_size)
+    sums, ups = tl.sum(sums, 1)[None, :], tl.sum(ups, 1)[None, :]
+    m = tl.arange(0, 1)
+    write_result(sums, ups, of_rows, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
 
 
 @triton.jit
@@ -127,15 +125,8 @@ def few_rows(
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     of_rows = None if GROUP else scale
-    if PARTS > 1:
-        out += tl.program_id(2).to(tl.int64) * m_size * n_size
-        store(tl.trans(sums), None, out, m, n, m_size, n_size)
-    else:
-        product = finished(tl.trans(sums), of_rows, bias, n, n_size, out.dtype.element_ty)
-        if ACTIVATION is not None:
-            up = finished(tl.trans(ups), of_rows, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-            product = gate(product, up, ACTIVATION)
-        store(product, residual, out, m, n, m_size, n_size)
+    sums, ups = tl.trans(sums), tl.trans(ups)
+    write_result(sums, ups, of_rows, bias, residual, out, m, n, m_size, n_size, ACTIVATION, PARTS)
 
 
 @triton.jit
@@ -219,6 +210,33 @@ def _like(numbers, values):
     if numbers.dtype == values.dtype:
         return numbers
     return wide(numbers).to(values.dtype)
+
+
+@triton.jit
+def write_result(
+    sums,  # [M, N] in fp32
+    ups,  # the sums of the second half of W if there is a gate
+    scale,
+    bias,
+    residual,
+    out,
+    m,
+    n,
+    m_size,
+    n_size,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Store a program's block of the result; if PARTS is more than 1, store its sums for `sum_parts`."""
+    if PARTS > 1:
+        out += tl.program_id(2).to(tl.int64) * m_size * n_size
+        store(sums, None, out, m, n, m_size, n_size)
+    else:
+        product = finished(sums, scale, bias, n, n_size, out.dtype.element_ty)
+        if ACTIVATION is not None:
+            up = finished(ups, scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
+            product = gate(product, up, ACTIVATION)
+        store(product, residual, out, m, n, m_size, n_size)
 
 
 @triton.jit

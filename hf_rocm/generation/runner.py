@@ -46,6 +46,7 @@ _MOST = 4
 
 _RECORDER = "recorder"
 _REORDERINGS = "reorderings"
+_VERIFIED = "verified"  # the keys of the steps that have verified drafts, also in earlier calls
 
 _calls = itertools.count()
 
@@ -131,10 +132,22 @@ class Runner:
             self._unproven += 1
             self._in_a_row += 1
             return self._outputs_of(step)
-        if key in self._keys:  # a key that repeats: the shapes don't grow with every step
+        if self._repeats(key):
             return self._record(key, model, arguments, inputs)
-        self._keys.add(key)
         return self._run(model, arguments)
+
+    def _repeats(self, key: Hashable) -> bool:
+        """Whether a step with this key has run before, which means that the shapes don't grow with every step.
+
+        If drafts are verified, this may have been in an earlier call: the last step of a call often has a number of
+        drafts that no other step has. Resident inputs have the same shapes in every call.
+        """
+        resident_inputs = self.cache.drafts is not None and bool(self._arguments)
+        keys = self.cache.recordings.setdefault(_VERIFIED, set()) if resident_inputs else self._keys
+        if key in keys:
+            return True
+        keys.add(key)
+        return False
 
     def _outputs_of(self, step: RecordedStep) -> Any:
         """The outputs of a replayed step, with a stand-in for the logits where the choice of tokens is recorded."""

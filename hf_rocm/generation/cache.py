@@ -88,21 +88,26 @@ class DecodeCache(Cache):
         """The largest number of tokens of a step that writes to rows whose indices the device reads."""
         return 1 if self.drafts is None else LONGEST_STEP
 
+    def make_room(self, tokens: int) -> None:
+        """Make room for a step's tokens, if they are not placed yet."""
+        if self._placed != (self.length, tokens) and not self.recording and not self.has_room(tokens):
+            self._make_room(tokens)
+
     def aim(self, tokens: int = 1) -> None:
         """Make room for a step's tokens, and write their rows' indices to the device, once per step."""
+        self.make_room(tokens)
+        for places, row in self.places(tokens):
+            torch.arange(row, row + len(places), out=places)
+
+    def places(self, tokens: int) -> list[tuple[Tensor, int]]:
+        """The tensors to which the caller must write a step's rows, with the first row; empty if they are written."""
         if self._placed == (self.length, tokens):
-            return
+            return []
         if self.recording:
             raise Unrecordable("the step writes to the cache more than once")
-        if not self.has_room(tokens):
-            self._make_room(tokens)
-        for places, layer in self._places.values():
-            if tokens == 1:
-                places.fill_(layer.rows)
-            else:
-                torch.arange(layer.rows, layer.rows + len(places), out=places)
         self._placed = self.length, tokens
         self.tokens = tokens
+        return [(places, layer.rows) for places, layer in self._places.values()]
 
     def reserve(self, length: int) -> None:
         """Make room for a sequence of this length, so that no window moves before its last token is written."""

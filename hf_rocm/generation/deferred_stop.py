@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_rocm import patches
 from hf_rocm.generation.random_state import default_generator
+from hf_rocm.generation.streams import HostCopy
 from hf_rocm.patches import Change
 
 # Devices that run steps asynchronously.
@@ -45,7 +46,7 @@ class Late:
         self._first = self._length = length
         self._steps = -1
         self._longest = longest
-        self._flags = [_Flag(device), _Flag(device)]
+        self._flags = [HostCopy((), torch.bool, device) for _ in range(2)]
         self._reads = 0
         self.undone = 0
 
@@ -79,29 +80,10 @@ class Late:
         flag.send(finished)
         self._reads += 1
         self._length += 1
-        if self._reads > 1 and previous.read():
+        if self._reads > 1 and bool(previous.read()):
             self.undone = 1
             return False
         return self._length < self._longest
-
-
-class _Flag:
-    """One bit that is copied to the host asynchronously."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._bit = torch.zeros((), dtype=torch.bool, pin_memory=on_gpu)
-        self._sent = torch.cuda.Event() if on_gpu else None
-
-    def send(self, bit: Tensor) -> None:
-        self._bit.copy_(bit, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-
-    def read(self) -> bool:
-        if self._sent is not None:
-            self._sent.synchronize()
-        return bool(self._bit)
 
 
 @contextmanager

@@ -42,6 +42,12 @@ class HostTokens:
         """Whether `of` returns these tokens without a copy."""
         return self._tokens is not None and self._tokens.matches(input_ids)
 
+    @property
+    def on_device(self) -> Tensor | None:
+        """The tensor whose tokens are known, [1, S]; None if there is none, or if it was changed."""
+        known = self._tokens
+        return known.tensor if known is not None and known.matches(known.tensor) else None
+
     def append(self, tokens: Tensor, *, before: Tensor, after: Tensor) -> None:
         """Append tokens [1, N] that are on the host. before, after: the tokens on the device, [1, S] and [1, S + N]."""
         if self.knows(before):

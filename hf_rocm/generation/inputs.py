@@ -21,7 +21,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Unlike
 from hf_rocm.generation.methods import own, put_before, take_away
 from hf_rocm.generation.resident_inputs import Step, verifies
-from hf_rocm.generation.residents import Residents
+from hf_rocm.generation.residents import Residents, Source
 from hf_rocm.generation.watch import masks_replaced
 from hf_rocm.overlay.bind import GPU, ON
 from hf_rocm.overlay.dependencies import Reference
@@ -141,8 +141,6 @@ def _update(
         del _steps[cache]
         return inherited(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
     step.advance(cache, model_kwargs)
-    if isinstance(cache, DecodeCache) and cache.has_room() and not step.verifies:
-        cache.aim()  # while the device is busy
     return model_kwargs
 
 
@@ -163,10 +161,10 @@ def _methods() -> Watch:
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def begin(cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
+def begin(cache: DecodeCache, position: int, tokens: int, source: Source) -> Tensor | None:
     """Set the inputs of the next step before transformers prepares it; see `Step.begin`."""
     step = _step_of(cache)
-    return None if step is None else step.begin(cache, position, ids)
+    return None if step is None else step.begin(cache, position, tokens, source)
 
 
 def residents_of(cache: Any) -> Residents | None:

@@ -21,8 +21,10 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.residents import Source
 
-Launch = Callable[[int, list[int]], tuple[RecordedStep, Tensor] | None]
+# Takes the position, the number of tokens and their source.
+Launch = Callable[[int, int, Source], tuple[RecordedStep, Tensor] | None]
 
 
 class Search(NamedTuple):
@@ -37,13 +39,13 @@ class Search(NamedTuple):
     limit: int
     ends: frozenset[int]
 
-    def drafts(self, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the drafts for these tokens, [S]: [N], with N = 0 if there are none.
+    def drafts(self, tokens: np.ndarray[Any, Any]) -> slice:
+        """Return which of these tokens, [S], are the drafts; an empty slice if there are none.
 
         They are the drafts of transformers' `PromptLookupCandidateGenerator`.
         """
         length = len(tokens)
-        none = tokens[:0]
+        none = slice(0, 0)
         if self.limit == length + 1:
             return none
         for size in range(min(self.ngram, length - 1), 0, -1):
@@ -56,8 +58,9 @@ class Search(NamedTuple):
             stop = min(start + self.most, length, self.limit)
             if not same[first] or start >= stop:
                 continue
-            drafts = tokens[start:stop]
-            return drafts[: next((index for index, token in enumerate(drafts.tolist()) if token in self.ends), None)]
+            drafts = tokens[start:stop].tolist()
+            end = next((index for index, token in enumerate(drafts) if token in self.ends), len(drafts))
+            return slice(start, start + end)
         return none
 
 
@@ -115,7 +118,7 @@ class Lookahead:
             accepted = launched.accepted
             if len(tokens) != launched.position + 1 or tokens[-len(accepted) :].tolist() != accepted:
                 launched = None
-        drafts: list[int] = search.drafts(tokens).tolist() if launched is None else launched.ids[1:]
+        drafts: list[int] = tokens[search.drafts(tokens)].tolist() if launched is None else launched.ids[1:]
         if not drafts:
             return input_ids
         if launched is None or launched.input_ids.device != input_ids.device:
@@ -155,18 +158,22 @@ class Lookahead:
         """Whether the tokens of the last step determine the next one, so that it can be launched."""
         return self._early and self._ids is not None and self._search is not None
 
-    def launch(self, selected: Tensor, logits: Tensor, launch: Launch) -> None:
+    def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, launch: Launch) -> None:
         """Launch the next step.
 
-        selected: the tokens with the largest logits of the last step, [1, N] on the host. logits: a copy of these
-        logits, [1, N, V]. launch: called with the position and the tokens of the step; returns the recorded step and
-        the tokens on the device, or None if nothing was launched.
+        selected: the tokens with the largest logits of the last step, [1, N] on the host; tokens: the same tokens on
+        the device. logits: a copy of these logits, [1, N, V]. launch: called with the position of the step, the number
+        of its tokens, and where they are on the device; returns the recorded step and the tokens on the device, or None
+        if nothing was launched.
         """
         accepted = self._accepted(selected[0].tolist())
-        following = None if accepted is None else self._next(accepted)
-        result = None if following is None else launch(*following)
-        if accepted is not None and following is not None and result is not None:
-            self.launched = Launched(*result, *following, accepted, logits)
+        following = None if accepted is None else self._next(accepted, tokens)
+        if accepted is None or following is None:
+            return
+        position, ids, source = following
+        result = launch(position, len(ids), source)
+        if result is not None:
+            self.launched = Launched(*result, position, ids, accepted, logits)
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""
@@ -179,10 +186,14 @@ class Lookahead:
         accepted = chosen[: count + 1]
         return accepted if search.ends.isdisjoint(accepted) else None
 
-    def _next(self, accepted: list[int]) -> tuple[int, list[int]] | None:
-        """The position and the tokens of the step after these accepted tokens; None if the loop ends after them."""
+    def _next(self, accepted: list[int], selected: Tensor) -> tuple[int, list[int], Source] | None:
+        """The position and the tokens of the step after these accepted tokens; None if the loop ends after them.
+
+        selected: a tensor on the device that begins with the accepted tokens, [1, N].
+        """
         assert self._search is not None
-        tokens = self._tokens.followed_by(accepted)
-        if len(tokens) >= self._search.limit:
+        tokens, before = self._tokens.followed_by(accepted), self._tokens.on_device
+        if before is None or len(tokens) >= self._search.limit:
             return None
-        return len(tokens) - 1, [accepted[-1], *self._search.drafts(tokens).tolist()]
+        position, drafts = len(tokens) - 1, self._search.drafts(tokens)
+        return position, [accepted[-1], *tokens[drafts].tolist()], Source(before, selected, position, drafts.start)

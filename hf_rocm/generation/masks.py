@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_rocm.generation.static_buffers import settle
 from hf_rocm.layers.attention import attach
-from hf_rocm.ops.decode import seen_keys
 from hf_rocm.ops.mask_patterns import CacheRows
 
 
@@ -55,6 +54,8 @@ def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
         if name not in text.layer_types or (maker is not causal and maker is not sliding):
             raise Unlike(f"its layers of type {name} use masks other than causal and sliding-window masks")
         kinds.append(Kind(name, text.sliding_window if maker is sliding else None, _first(cache, maker is sliding)))
+    if len(kinds) > 2:
+        raise Unlike("it has more than two kinds of layers")
     return kinds
 
 
@@ -67,43 +68,16 @@ def _first(cache: Any, sliding: bool) -> int:
 class StepMask:
     """The mask of one kind of layer. tensor: the resident mask, [B, 1, S_q, L].
 
-    like: a tensor of the same shape and dtype, bool or additive. lengths: [S_q], for every token of the step, the
-    number of keys per row up to and including this token. starts: [B], the index of every row's first key that is not
-    padding, or None. The caller updates both in place. rolls: whether a full buffer drops its first key for every new
-    one, so that lengths exceed the buffer's size; S_q is 1 in that case.
+    lengths: [S_q], for every token of the step, the number of keys per row up to and including this token. starts: [B],
+    the index of every row's first key that is not padding, or None. hidden: the value for keys that are not seen in an
+    additive mask; None if the mask is bool. written: the same memory, as `begin_step` takes it.
     """
 
     def __init__(
-        self, like: Tensor, window: int | None, lengths: Tensor, starts: Tensor | None, *, rolls: bool
+        self, shape: tuple[int, ...], dtype: torch.dtype, window: int | None, lengths: Tensor, starts: Tensor | None
     ) -> None:
-        size = like.shape[3]
+        size = shape[3]
         self.rows = CacheRows(lengths[-1:], starts, window if window is not None and window < size else None)
-        self._ends = lengths[:, None]
-        self._places = torch.arange(size, device=like.device).expand(like.shape)
-        self._seen = torch.empty(like.shape, dtype=torch.bool, device=like.device)
-        self._real = None if starts is None or rolls else torch.empty_like(self._seen)
-        self.tensor, self._values = self._seen, None
-        if like.dtype != torch.bool:
-            self.tensor = torch.empty_like(self._seen, dtype=like.dtype)
-            self._values = like.new_zeros(()), like.new_full((), torch.finfo(like.dtype).min)
-        attach(settle(self.tensor), self.rows)
-
-    def rebase(self) -> None:
-        """Update the mask for new starts."""
-        if self._real is not None and self.rows.key_starts is not None:
-            torch.ge(self._places, self.rows.key_starts[:, None, None, None], out=self._real)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Update the tensor from lengths, starts and window."""
-        lengths, starts, window = self.rows.key_lengths, self.rows.key_starts, self.rows.window
-        if starts is not None and self._real is None:
-            self._seen.copy_(seen_keys(1, self._seen.shape[3], lengths, starts, window))
-        else:
-            torch.lt(self._places, self._ends, out=self._seen)
-            if self._real is not None:
-                self._seen.logical_and_(self._real)
-            if window is not None:
-                self._seen.logical_and_(self._places >= self._ends - window)
-        if self._values is not None:
-            torch.where(self._seen, *self._values, out=self.tensor)
+        self.hidden = None if dtype == torch.bool else torch.finfo(dtype).min
+        self.tensor = attach(settle(torch.empty(shape, dtype=dtype, device=lengths.device)), self.rows)
+        self.written = self.tensor.view(torch.uint8) if self.hidden is None else self.tensor

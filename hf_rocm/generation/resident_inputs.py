@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.generation.cache_layer import LONGEST_STEP
 from hf_rocm.generation.masks import Kind, Unlike, kinds_of
-from hf_rocm.generation.residents import Form, Residents
+from hf_rocm.generation.residents import Form, Residents, Source
 
 _CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
@@ -74,7 +73,6 @@ class Step:
             raise Unlike("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
-        self._staged: Tensor | None = None  # [LONGEST_STEP], on the host
 
     def matches(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the growing arguments are those of the last step; with drafts, whether a step was prepared."""
@@ -142,36 +140,30 @@ class Step:
         placed = self._placed[tokens][1] if launched else self._settle(cache, tokens)
         self.residents.follow(None if self.verifies else input_ids)
         if not launched:
-            self.residents.input_ids.copy_(input_ids[:, -tokens:])
+            _copy(input_ids[:, -tokens:], self.residents.input_ids)
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
             inputs["attention_mask"] = dict(inputs["attention_mask"])
         self._prepared = True
         return inputs
 
-    def begin(self, cache: DecodeCache, position: int, ids: list[int]) -> Tensor | None:
+    def begin(self, cache: DecodeCache, position: int, tokens: int, source: Source) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
         position: the number of tokens before the step. The cache may contain more tokens, which transformers removes
-        before the step. ids: the N tokens of the step. Returns these tokens on the device, [1, N]; None if the inputs
-        can't be set yet.
+        before the step. tokens: the number of tokens of the step. source: where they are on the device. Returns these
+        tokens, [1, N]; None if the inputs can't be set yet.
         """
-        tokens, length = len(ids), cache.length
+        length = cache.length
         if not self._removed or tokens not in self._placed or position > length or not cache.has_room(tokens):
             return None
         self._position = position
         cache.level(position)
         try:
-            self._settle(cache, tokens)
+            self._settle(cache, tokens, source)
         finally:
             cache.level(length)
-        place = self.residents.input_ids
-        if self._staged is None:
-            self._staged = torch.empty(LONGEST_STEP, dtype=torch.int64, pin_memory=place.is_cuda)
-        # the previous copy has ended, because the host has read the tokens of a later step
-        self._staged.numpy()[:tokens] = ids
-        place.copy_(self._staged[:tokens], non_blocking=True)
-        return place
+        return self.residents.input_ids
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
         """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens."""
@@ -184,7 +176,9 @@ class Step:
             self._position = int(cache.get_seq_length())  # the masks are set when the number of drafts is known
             return
         self._position += 1
-        self.residents.advance()  # runs while the device is busy
+        decodes = isinstance(cache, DecodeCache)
+        places = cache.places(1) if decodes and cache.has_room() else ()
+        self.residents.write(self._position, places)  # runs while the device is busy
         for name, value in self._given.items():
             self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
@@ -214,12 +208,12 @@ class Step:
         """For every kind of layer, the number of keys that attention gets and the position of the first one."""
         if not isinstance(cache, DecodeCache):  # the mask of a sliding layer that rolls has no base
             return self._form.widths, (0,) * len(self._form.kinds)
-        cache.aim(tokens)
+        cache.make_room(tokens)
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]
         return tuple(layer.capacity for layer in layers), tuple(layer.base for layer in layers)
 
-    def _settle(self, cache: Any, tokens: int) -> dict[str, Any]:
-        """The inputs of a step of this many tokens at the current position.
+    def _settle(self, cache: Any, tokens: int, source: Source | None = None) -> dict[str, Any]:
+        """The inputs of a step of this many tokens at the current position. source: as in `Residents.write`.
 
         The cache may have moved a window or grown a buffer since the last step.
         """
@@ -229,11 +223,13 @@ class Step:
             residents = self._take(tokens, widths)
             placed = self._place(residents)
             self._placed[tokens] = residents, placed
-        if residents.position != self._position:
-            residents.advance(self._position - residents.position)
-        if residents.bases != bases:
+        rebased = residents.bases != bases
+        if rebased:
             with torch.inference_mode(False), torch.no_grad():
                 residents.rebase(bases)
+        places = cache.places(tokens) if isinstance(cache, DecodeCache) else ()
+        if rebased or places or source is not None or residents.position != self._position:
+            residents.write(self._position, places, source)
         self.residents = residents
         return placed
 
@@ -259,6 +255,14 @@ class Step:
         else:
             placed["attention_mask"] = {**placed["attention_mask"], **dict(zip(self._masked, tensors, strict=True))}
         return placed
+
+
+def _copy(tokens: Tensor, place: Tensor) -> None:
+    """Copy tokens with a kernel, because a memory copy between two kernels makes a GPU idle for several µs."""
+    if tokens.device == place.device:
+        torch.add(tokens, 0, out=place)
+    else:
+        place.copy_(tokens)
 
 
 def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:

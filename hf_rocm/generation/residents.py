@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_rocm import ops
 from hf_rocm.generation.masks import Kind, StepMask
 from hf_rocm.generation.static_buffers import settle, written
+from hf_rocm.ops.specs.step import BeginStepCall
+
+# The rows of the cache that a step writes to: a tensor, [P], that receives `first`, `first + 1`, …
+Places = tuple[Tensor, int]
+
+
+class Source(NamedTuple):
+    """Where the token ids of a step are on the device: see the fields of `BeginStepCall` with these names."""
+
+    ids: Tensor
+    further: Tensor | None
+    first: int
+    drafts: int
 
 
 class Form(NamedTuple):
@@ -34,7 +49,7 @@ class Residents:
 
     position: the position of the step's first token, counted from the first token of the rows. bases: per kind of
     layer, the position of the first row in the buffers. The owner calls `set` and `rebase` before the first step of a
-    call.
+    call, and then `write`.
     """
 
     def __init__(self, form: Form) -> None:
@@ -45,26 +60,20 @@ class Residents:
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
         self.unedited = 0  # the number of earlier steps since user code last changed tokens in place
-        # One tensor, so that one addition advances everything. For every token of the step, it contains the position,
-        # the length per kind and the position per row.
+        # One tensor, so that one operation writes everything. For every token of the step, it contains the position,
+        # the length per kind and the position per row; `_relative` contains the same minus `position`.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)
         self._offsets = torch.arange(n, device=form.device)
+        self._relative = self._clock + self._offsets
         self.clocks = {"cache_position": settle(self._clock[0])}
         if form.rows:
             self.clocks["position_ids"] = settle(self._clock[1 + kinds :])
         self._padding = torch.zeros(b, dtype=torch.int64, device=form.device) if form.padded else None
         self._starts = [None if self._padding is None else self._padding.clone() for _ in form.kinds]
-        self._lengths = [self._clock[1 + index] for index in range(kinds)]
         self.masks = [
-            StepMask(
-                torch.empty((b, 1, n, width), dtype=dtype, device=form.device),
-                kind.window,
-                lengths,
-                start,
-                rolls=form.rolling and kind.window is not None,
-            )
-            for kind, width, dtype, lengths, start in zip(
-                form.kinds, form.widths, form.dtypes[1:], self._lengths, self._starts, strict=True
+            StepMask((b, 1, n, width), dtype, kind.window, self._clock[1 + index], start)
+            for index, (kind, width, dtype, start) in enumerate(
+                zip(form.kinds, form.widths, form.dtypes[1:], self._starts, strict=True)
             )
         ]
 
@@ -74,9 +83,8 @@ class Residents:
         origin: the position_ids of position 0, [B, 1]. padding: the number of padding tokens per row, [B].
         """
         self.position, self.bases = position, ()
-        torch.add(self._offsets, position, out=self._clock[0])
         if origin is not None:
-            self.clocks["position_ids"].copy_(self._clock[0] + origin)
+            torch.add(self._offsets, origin, out=self._relative[1 + len(self.masks) :])
         if self._padding is not None and padding is not None:
             self._padding.copy_(padding)
 
@@ -88,17 +96,52 @@ class Residents:
     def rebase(self, bases: tuple[int, ...]) -> None:
         """Set the position of the first row in the buffers of every kind of layer."""
         for index, base in enumerate(bases):
-            torch.add(self._offsets, self.position + 1 - base, out=self._lengths[index])
+            torch.add(self._offsets, 1 - base, out=self._relative[1 + index])
             start = self._starts[index]
             if start is not None:
                 assert self._padding is not None
                 start.copy_((self._padding - base).clamp(min=0))
-            self.masks[index].rebase()
         self.bases = bases
 
-    def advance(self, steps: int = 1) -> None:
-        """Advance by `steps` tokens, or go back if the number is negative."""
-        self.position += steps
-        self._clock.add_(steps)
-        for mask in self.masks:
-            mask.refresh()
+    def write(self, position: int, places: Sequence[Places] = (), source: Source | None = None) -> None:
+        """Write all tensors of a step at this position, in one operation.
+
+        places: for up to two windows. source: the token ids; None leaves `input_ids` as they are.
+        """
+        self.position = position
+        (mask, starts, window), (mask_2, starts_2, window_2) = [*map(_terms, self.masks), _NO_MASK, _NO_MASK][:2]
+        (rows, row), (rows_2, row_2) = [*places, _NO_PLACES, _NO_PLACES][:2]
+        input_ids = None if source is None else self.input_ids
+        ids, further, first, drafts = _NO_IDS if source is None else source
+        call = BeginStepCall(
+            self._clock,
+            self._relative,
+            mask,
+            mask_2,
+            starts,
+            starts_2,
+            rows,
+            rows_2,
+            input_ids,
+            ids,
+            further,
+            position,
+            window,
+            window_2,
+            self.masks[0].hidden if self.masks else None,
+            self.form.rolling,
+            row,
+            row_2,
+            first,
+            drafts,
+        )
+        ops.begin_step(call)
+
+
+def _terms(mask: StepMask) -> tuple[Tensor, Tensor | None, int | None]:
+    return mask.written, mask.rows.key_starts, mask.rows.window
+
+
+_NO_MASK: tuple[Tensor | None, Tensor | None, int | None] = None, None, None
+_NO_PLACES: tuple[Tensor | None, int] = None, 0
+_NO_IDS: tuple[Tensor | None, Tensor | None, int, int] = None, None, 0, 0

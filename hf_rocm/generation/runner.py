@@ -30,6 +30,7 @@ from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.reordering import MOST, Reordering
+from hf_rocm.generation.residents import Source
 from hf_rocm.generation.rewind import Rewind
 from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.state import State, known
@@ -139,8 +140,7 @@ class Runner:
     def _repeats(self, key: Hashable) -> bool:
         """Whether a step with this key has run before, which means that the shapes don't grow with every step.
 
-        If drafts are verified, this may have been in an earlier call: the last step of a call often has a number of
-        drafts that no other step has. Resident inputs have the same shapes in every call.
+        With drafts, this may have been in an earlier call: the last step often has a number of drafts of its own.
         """
         resident_inputs = self.cache.drafts is not None and bool(self._arguments)
         keys = self.cache.recordings.setdefault(_VERIFIED, set()) if resident_inputs else self._keys
@@ -184,16 +184,16 @@ class Runner:
         """Whether `launch` may replay a step."""
         return bool(self._replayed)
 
-    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None:
+    def launch(self, position: int, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None:
         """Replay the next step before the loop has prepared it, if the loop's call would replay it; see `lookahead`.
 
-        position: the number of tokens before the step. ids: its N tokens. Returns the step and these tokens on the
-        device, [1, N]; None if nothing was replayed.
+        position: the number of tokens before the step. tokens: the number N of its tokens. source: where they are.
+        Returns the step and its tokens on the device, [1, N]; None if nothing was replayed.
         """
-        step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(len(ids)))
+        step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(tokens))
         if step is None or step.schedule.due:
             return None
-        input_ids = begin(self.cache, position, ids)
+        input_ids = begin(self.cache, position, tokens, source)
         if input_ids is None:
             return None
         step.again()

@@ -1,4 +1,4 @@
-"""Record streams on tensors that other streams use, so that the allocator does not reuse their memory too early.
+"""Tensors that several streams use: copies to the host, and memory that the allocator must not reuse too early.
 
 PyTorch's allocator can immediately reuse the memory of a freed tensor for the stream on which it was allocated, even
 while another stream still reads it, unless the other stream was recorded on the tensor. Threads pass caches and their
@@ -8,6 +8,7 @@ tensors to one another, and every thread may have its own current stream.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,3 +39,45 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
             pending += value
         elif isinstance(value, Tensor) or type(value).__module__.startswith("hf_rocm."):
             pending += getattr(value, "__dict__", {}).values()
+
+
+class HostCopy:
+    """A copy of a tensor in pinned memory, written on a second stream.
+
+    Work that the current stream gets after `send` does not wait for the copy, and the copy does not wait for this work.
+    On a GPU, a kernel that follows a copy on the same stream starts several microseconds later than one that follows
+    another kernel. Call `read` before the tensor's memory is written again.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._copy = torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
+        self._ready: Any = torch.cuda.Event() if on_gpu else None
+        self._sent: Any = torch.cuda.Event() if on_gpu else None
+        self._tensor: Tensor | None = None  # keeps the memory of the tensor until the copy has ended
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to copy a tensor of the same shape and dtype."""
+        if self._sent is None:
+            self._copy.copy_(tensor)
+            return
+        self._tensor = tensor
+        stream = _copies(tensor.device)
+        self._ready.record(torch.cuda.current_stream(tensor.device))
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            self._copy.copy_(tensor, non_blocking=True)
+        self._sent.record(stream)
+
+    def read(self) -> Tensor:
+        """Return the copy, which the next `send` overwrites. Waits until it has been written."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._tensor = None
+        return self._copy
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream of the copies from this device."""
+    return torch.cuda.Stream(device)

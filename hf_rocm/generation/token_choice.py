@@ -27,6 +27,7 @@ from hf_rocm.generation.loop_rows import Tokens
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.recorded_draw import draws_like_multinomial, probabilities_of, scores_of
 from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.residents import Source
 from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
@@ -53,7 +54,7 @@ class Runs(Protocol):
     launches: bool
 
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
-    def launch(self, position: int, ids: list[int]) -> tuple[RecordedStep, Tensor] | None: ...
+    def launch(self, position: int, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None: ...
 
 
 # Returns the call's runner, or None after the call.

@@ -24,6 +24,7 @@ from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
+from hf_rocm.generation.streams import HostCopy
 from hf_rocm.generation.token_choice import UPDATE, FindRunner, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
@@ -38,6 +39,7 @@ class Verification:
 
     def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
         self._processors = processors
+        self._copies: dict[int, HostCopy] = {}  # number of tokens of a step → a copy of its tokens on the host
         self.tokens = HostTokens()
         self.lookahead = Lookahead(self.tokens, early=early)
 
@@ -60,10 +62,15 @@ class Verification:
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.launches:
             return step.tokens, step.tokens.cpu()
+        count = step.tokens.shape[1]
+        copy = self._copies.get(count)
+        if copy is None:
+            copy = self._copies[count] = HostCopy((1, count), step.tokens.dtype, step.tokens.device)
+        copy.send(step.tokens)
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens, logits = step.tokens.clone(), step.logits.clone()
-        on_host = tokens.cpu()
-        self.lookahead.launch(on_host, logits, call.launch)
+        on_host = copy.read().clone()
+        self.lookahead.launch(on_host, tokens, logits, call.launch)
         return tokens, on_host
 
 

@@ -6,6 +6,7 @@ Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, 
 from hf_rocm.ops.act import act
 from hf_rocm.ops.append_tokens import append_tokens
 from hf_rocm.ops.attention import attention
+from hf_rocm.ops.begin_step import begin_step
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.delta_prefill import gated_delta_prefill
@@ -36,6 +37,7 @@ __all__ = [
     "add_rms_norm",
     "append_tokens",
     "attention",
+    "begin_step",
     "choose_experts",
     "decode_attention",
     "experts",

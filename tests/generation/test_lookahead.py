@@ -15,6 +15,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
 from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
@@ -70,11 +71,11 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     pick = random.Random(0)
     expected_step = Lookahead._next
 
-    def another(self, accepted):
-        following = expected_step(self, accepted)
+    def another(self, accepted, selected):
+        following = expected_step(self, accepted, selected)
         if following is None:
             return None
-        position, ids = following
+        position, ids, _ = following
         kind = pick.choice(("right", "tokens", "number", "position", "all"))
         if kind in ("tokens", "all"):
             ids = [pick.randrange(61) for _ in ids]
@@ -82,7 +83,7 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
             ids = ids[: pick.randint(1, len(ids))]
         if kind in ("position", "all"):
             position += pick.randint(1, 3)
-        return position, ids
+        return position, ids, Source(torch.tensor([ids]), None, 0, 1)
 
     def searching_again(self, *arguments, stock=Lookahead.launch):
         stock(self, *arguments)
@@ -103,9 +104,9 @@ def test_a_launch_that_overwrites_earlier_tokens_raises(pair, monkeypatch):
     looked_up(prepared, repeating())
     expected_step = Lookahead._next
 
-    def earlier(self, accepted):
-        following = expected_step(self, accepted)
-        return following and (following[0] - 1, following[1])
+    def earlier(self, accepted, selected):
+        following = expected_step(self, accepted, selected)
+        return following and (following[0] - 1, *following[1:])
 
     monkeypatch.setattr(Lookahead, "_next", earlier)
     with pytest.raises(GraphError, match="has overwritten keys"):
@@ -119,8 +120,8 @@ def test_steps_that_are_not_replayed_discard_the_launch(pair, launched, monkeypa
     looked_up(prepared, repeating())
     launch, hooked = Runner.launch, []
 
-    def launching(self, position, ids):
-        result = launch(self, position, ids)
+    def launching(self, position, tokens, source):
+        result = launch(self, position, tokens, source)
         if result is not None and not hooked:
             hooked.append(prepared.lm_head.register_forward_hook(lambda *_: None))
         return result
@@ -230,9 +231,9 @@ def test_a_call_that_ends_after_a_launch_overwrote_earlier_tokens_raises(pair, m
     criterion = MaxTimeCriteria(600.0)
     expected_step, launch = Lookahead._next, Lookahead.launch
 
-    def earlier(self, accepted):
-        following = expected_step(self, accepted)
-        return following and (following[0] - 1, following[1])
+    def earlier(self, accepted, selected):
+        following = expected_step(self, accepted, selected)
+        return following and (following[0] - 1, *following[1:])
 
     def launching(self, *arguments):
         launch(self, *arguments)
@@ -297,16 +298,18 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     assert candidates.tolist() == [[5, 6, 7, 8, 5, 6, 7, 8, 5]]
     steps = []
 
-    def launch(position, step):
+    def launch(position, count, source):
+        every = torch.cat((source.ids, source.further), dim=1)[0]
+        step = [*every[source.first :][:1].tolist(), *every[source.drafts :][: count - 1].tolist()]
         steps.append((position, step))
         return "step", torch.tensor([step])
 
     assert not ahead.prepares(5, candidates) and not ahead.expects()
     assert ahead.take(5) is None and ahead.expects()
-    ahead.launch(torch.tensor([[7, 9, 1, 2]]), torch.empty(0), launch)
+    ahead.launch(*[torch.tensor([[7, 9, 1, 2]])] * 2, torch.empty(0), launch)
     assert steps == [(7, [9])] and not ahead.expects()  # the token 9 is new
     assert not ahead.prepares(5, candidates) and ahead.take(6) is None
-    ahead.launch(torch.tensor([[7, 8, 6, 2]]), torch.empty(0), launch)
+    ahead.launch(*[torch.tensor([[7, 8, 6, 2]])] * 2, torch.empty(0), launch)
     assert steps[1] == (8, [6, 7, 8, 5])
     after = torch.cat((ids, torch.tensor([[7, 8, 6]])), dim=1)
     tokens.append(torch.tensor([[7, 8, 6]]), before=ids, after=after)

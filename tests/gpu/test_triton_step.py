@@ -1,4 +1,4 @@
-"""Kernels at the end of a decode step on a GPU, compared with PyTorch's operations, and their use by `generate`."""
+"""Kernels at the start and the end of a decode step on a GPU, compared with PyTorch, and their use by `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_rocm.ops import probe_cases
 from hf_rocm.ops.append_tokens import stock as appended_by_torch
 from hf_rocm.ops.registry import operations
 from tests.generation.conftest import counted, generate, make, prompt
-from tests.triton.test_step import appended, check
+from tests.triton.test_step import appended, check, check_start
 
 pytestmark = pytest.mark.gpu
 
@@ -49,13 +49,23 @@ def test_append_tokens(ends, rows):
             assert all(map(torch.equal, appended(*given), appended_by_torch(*given)))
 
 
-@pytest.mark.parametrize("name", ["finish_step", "append_tokens"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("starts", [False, True])
+def test_begin_step(starts, dtype):
+    common = {"device": "cuda", "dtype": dtype, "starts": starts}
+    check_start(sizes=(4096,), position=1024, **common)
+    check_start(batch=64, sizes=(1280, 768), windows=(None, 512), bases=(0, 700), position=1200, sources=1, **common)
+    check_start(tokens=11, sizes=(32768,), position=31000, sources=2, **common)
+
+
+@pytest.mark.parametrize("name", ["begin_step", "finish_step", "append_tokens"])
 def test_the_first_use_check_passes(name):
     operation = operations()[name]
     kernel = next(one for one in operation.implementations if one.tier == "triton")
     device = torch.device("cuda", 0)
     for rows in (1, 200):
         specs = {
+            "begin_step": (torch.uint8, device, 1, rows, 1, None, None, False, 2, 1, 1, True, True, False),
             "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, True, False),
             "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, False),
         }
@@ -64,7 +74,7 @@ def test_the_first_use_check_passes(name):
 
 
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
-def test_generate_uses_both_kernels(how):
+def test_generate_uses_the_kernels(how):
     stock = make("llama", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=503).to("cuda")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
     inputs = {name: tensor.cuda() for name, tensor in prompt(rows=3).items()}
@@ -75,5 +85,5 @@ def test_generate_uses_both_kernels(how):
         for _ in range(2):
             assert torch.equal(generate(prepared, inputs, eos_token_id=ends, **given), expected)
     served = {route.operation: route.tier for route in routes}
-    assert served["finish_step"] == served["append_tokens"] == "triton"
+    assert served["begin_step"] == served["finish_step"] == served["append_tokens"] == "triton"
     assert counted(prepared)[1] > 20

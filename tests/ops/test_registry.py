@@ -11,6 +11,7 @@ from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import registry
 from hf_rocm.ops.registry import Implementation, Operation, Refusal
+from hf_rocm.ops.specs.step import BeginStepCall
 
 
 class Spec(NamedTuple):
@@ -137,6 +138,10 @@ CALLS = {  # a call, and the shapes that it records, which are not always those 
     "append_tokens": (
         lambda: ops.append_tokens(ONES(2, 5).long(), ONES(2).long(), ONES(2).long()),
         ((2, 5),),
+    ),
+    "begin_step": (
+        lambda: ops.begin_step(BeginStepCall(*ONES(2, 3, 1).long(), *[None] * 9, 0, *[None] * 3, False, 0, 0, 0, 0)),
+        ((3, 1),),
     ),
     "finish_step": (
         lambda: ops.finish_step(ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())),

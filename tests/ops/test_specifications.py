@@ -22,6 +22,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "add_rms_norm": "pointwise.add_rms_norm",
     "append_tokens": "append_tokens._specification",
     "attention": "attention._specification",
+    "begin_step": "begin_step._specification",
     "choose_experts": "routing.specification",
     "decode_attention": "decode.decode_attention",
     "experts": "moe.specification",

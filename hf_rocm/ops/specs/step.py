@@ -1,4 +1,4 @@
-"""The specifications of the operations that end a decode step."""
+"""The specifications of the operations that begin and end a decode step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,65 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class BeginStepCall(NamedTuple):
+    """The terms of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
+
+    clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of every token in
+    the two kinds of layers: the number of keys in the buffer up to and including this token. mask: [B, 1, N, L], the
+    bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: a query sees the last
+    `window` keys (None: all) of its length, from `starts`, [B], on, in a buffer that contains the last L keys. hidden:
+    the value of an additive mask for keys that are not seen, else None. rolling: whether a length may exceed L. places:
+    [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N] int64, which receives token
+    `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B, M]. Tensors
+    except clock and relative may be None. The fields that end in _2 belong to the second kind.
+    """
+
+    clock: Tensor
+    relative: Tensor
+    mask: Tensor | None
+    mask_2: Tensor | None
+    starts: Tensor | None
+    starts_2: Tensor | None
+    places: Tensor | None
+    places_2: Tensor | None
+    input_ids: Tensor | None
+    ids: Tensor | None
+    further: Tensor | None
+    position: int
+    window: int | None
+    window_2: int | None
+    hidden: float | None
+    rolling: bool
+    row: int
+    row_2: int
+    first: int
+    drafts: int
+
+
+class BeginStepSpec(NamedTuple):
+    """The specification of `begin_step`.
+
+    dtype: that of the masks. masks, places, sources: the number of masks, of tensors with rows, and of tensors with
+    tokens. batch: B. tokens: N. starts: whether there are any. clocks: C · N. same: whether the masks agree in dtype
+    and batch size. contiguous: whether all tensors are.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    masks: int
+    batch: int
+    tokens: int
+    window: int | None
+    window_2: int | None
+    starts: bool
+    clocks: int
+    places: int
+    sources: int
+    same: bool
+    contiguous: bool
+    grad: bool = False
 
 
 class FinishStepCall(NamedTuple):

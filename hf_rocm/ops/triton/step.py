@@ -1,4 +1,6 @@
-"""The end of a decode step through hf_rocm's kernels: what is derived from the logits, and the appended tokens."""
+"""The start and the end of a decode step through hf_rocm's kernels: its inputs, what is derived from its logits, and
+the appended tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,73 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import on_its_device
-from hf_rocm.ops.specs.step import FinishStepCall
+from hf_rocm.ops.specs.step import BeginStepCall, FinishStepCall
 from hf_rocm.ops.triton import detect, norm
-from hf_rocm.ops.triton.launch import launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.specs.step import AppendTokensSpec, FinishStepSpec
+    from hf_rocm.ops.specs.step import AppendTokensSpec, BeginStepSpec, FinishStepSpec
 
-NAME, APPEND = "logits_kernel", "append_kernel"
+BEGIN, NAME, APPEND = "begin_kernel", "logits_kernel", "append_kernel"
 MOST = 256  # the largest number of rows
 PROGRAMS = 512  # the largest number of programs that read the logits; the next kernel reads the result of each
 MOST_ENDS = 16  # the largest number of end tokens
+MOST_CLOCKS = 4096  # the largest number of positions and lengths
 BLOCK = 1024
+
+
+def begin_refuses(spec: BeginStepSpec, device: Device) -> str | None:
+    """Why the kernel can't write the inputs of this step, or None."""
+    if spec.dtype not in (torch.uint8, *norm.DTYPES):
+        return f"our kernel that begins a step supports masks in bool, fp32, bf16 and fp16, not {spec.dtype}"
+    if not (spec.contiguous and spec.same):
+        return "our kernel that begins a step needs contiguous tensors, and masks of one dtype and batch size"
+    if spec.clocks > MOST_CLOCKS:
+        return f"our kernel that begins a step takes at most {MOST_CLOCKS} positions and lengths, got {spec.clocks}"
+    return detect.unavailable(device)
+
+
+def begin_step(call: BeginStepCall) -> tuple[torch.Tensor, ...]:
+    """See `hf_rocm.ops.begin_step`. Returns the tensors that were written to."""
+    result: tuple[torch.Tensor, ...] = _begin_step(*call)
+    return result
+
+
+@on_its_device
+def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    from hf_rocm.ops.triton.kernels.step import begin_kernel
+
+    call = BeginStepCall(*arguments)
+    clock, _, mask, mask_2, *further = tensors = call[:11]
+    rows, tokens = clock.shape
+    places, input_ids = call.places, call.input_ids
+    size, size_2 = (0 if one is None else one.shape[3] for one in (mask, mask_2))
+    batch = len(mask) if mask is not None else len(input_ids) if input_ids is not None else 1
+    length, more = (0 if ids is None else ids.shape[1] for ids in (call.ids, call.further))
+    sizes = call.window, call.window_2, size, size_2, tokens
+    launch(
+        begin_kernel,
+        (max(1, -(-max(size, size_2) // BLOCK)), batch * tokens),
+        (*tensors, call.position, call.row, call.row_2, call.first, call.drafts, length, more, *sizes),
+        {
+            "CLOCKS": rows * tokens,
+            "SLOTS": power_of_two(rows * tokens),
+            "PLACES": 0 if places is None else len(places),
+            "PLACE_SLOTS": 1 if places is None else power_of_two(len(places)),
+            "HIDDEN": call.hidden,
+            "BLOCK": BLOCK,
+        },
+        num_warps=warps(256, clock.device),
+        forms=(
+            alike(*[tensor for tensor in (*tensors[:2], *further) if tensor is not None]),
+            mask is not None and alike(*[one for one in (mask, mask_2) if one is not None]),
+            tuple([tensor is None for tensor in tensors]),
+            *map(form, sizes),
+        ),
+    )
+    written = clock, mask, mask_2, places, call.places_2, input_ids
+    return tuple([tensor for tensor in written if tensor is not None])
 
 
 def refuses(spec: FinishStepSpec, device: Device) -> str | None:

@@ -1,5 +1,8 @@
-"""The end of a decode step: the largest logits, a copy and a digest of them, and a check for values that aren't finite.
-Another kernel appends the chosen tokens after the logits have been processed.
+"""The start and the end of a decode step.
+
+At the start: positions, lengths, masks, rows of the cache, and token ids. At the end: the largest logits, a copy and a
+digest of them, and a check for values that are not finite. Another kernel appends the chosen tokens after the logits
+have been processed.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
 descending column. So a maximum, computed in two stages, selects the first of the largest logits.
@@ -12,6 +15,84 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.packed import LEAST, index_of, pack
+
+
+@triton.jit(do_not_specialize=["position", "row", "row_2", "first", "drafts", "length", "more"])
+def begin_kernel(
+    clock,  # [C, N] int64
+    relative,  # [C, N] int64
+    mask,  # [B, 1, N, L], uint8 for bool; or None
+    mask_2,  # [B, 1, N, L_2] or None
+    starts,  # [B] int64 or None
+    starts_2,
+    places,  # [PLACES] int64 or None
+    places_2,
+    input_ids,  # [B, N] int64 or None
+    ids,  # [B, S] int64 or None
+    further,  # [B, M] int64 or None
+    position,
+    row,
+    row_2,
+    first,
+    drafts,
+    length,  # S
+    more,  # M
+    window,  # or None
+    window_2,
+    size,  # L
+    size_2,  # L_2
+    tokens,  # N
+    CLOCKS: tl.constexpr,  # C · N
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    PLACE_SLOTS: tl.constexpr,
+    HIDDEN: tl.constexpr,  # the value of hidden keys in an additive mask; None: the masks are bool
+    BLOCK: tl.constexpr,
+):
+    """Write BLOCK columns of one token's masks; the first programs also write its id, the clock and the places."""
+    block = tl.program_id(0)
+    b = (tl.program_id(1) // tokens).to(tl.int64)
+    i = tl.program_id(1) % tokens
+    if mask is not None:
+        seen = tl.load(relative + tokens + i) + position
+        _write_mask(mask, b * tokens + i, seen, starts, b, window, size, block, HIDDEN, BLOCK)
+    if mask_2 is not None:
+        seen = tl.load(relative + 2 * tokens + i) + position
+        _write_mask(mask_2, b * tokens + i, seen, starts_2, b, window_2, size_2, block, HIDDEN, BLOCK)
+    if block == 0:
+        if input_ids is not None:
+            at = tl.where(i == 0, first, drafts + i - 1)
+            token = tl.load(ids + b * length + at, mask=at < length, other=0)
+            if further is not None:
+                token += tl.load(further + b * more + at - length, mask=at >= length, other=0)
+            tl.store(input_ids + b * tokens + i, token)
+        if tl.program_id(1) == 0:
+            slot = tl.arange(0, SLOTS)
+            value = tl.load(relative + slot, mask=slot < CLOCKS, other=0)
+            tl.store(clock + slot, value + position, mask=slot < CLOCKS)
+            slot = tl.arange(0, PLACE_SLOTS)
+            if places is not None:
+                tl.store(places + slot, (row + slot).to(tl.int64), mask=slot < PLACES)
+            if places_2 is not None:
+                tl.store(places_2 + slot, (row_2 + slot).to(tl.int64), mask=slot < PLACES)
+
+
+@triton.jit
+def _write_mask(mask, line, length, starts, b, window, size, block, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK columns of one row of a mask. A buffer that is shorter than the sequence contains the last keys."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    dropped = tl.maximum(length - size, 0)
+    end = length - dropped
+    seen = column < end
+    if window is not None:
+        seen = seen & (column >= end - window)
+    if starts is not None:
+        seen = seen & (column >= tl.load(starts + b) - dropped)
+    if HIDDEN is None:
+        value = seen.to(mask.dtype.element_ty)
+    else:
+        value = tl.where(seen, 0.0, HIDDEN).to(mask.dtype.element_ty)
+    tl.store(mask + line * size + column, value, mask=column < size)
 
 
 @triton.jit
@@ -134,6 +215,37 @@ def _next(tokens, unfinished, pad, there):
     return token
 
 
+def _begin_build(
+    mask: str, *, masks: int = 1, tokens: int = 1, starts: bool = False, window: bool = False, sources: int = 0
+) -> Build:
+    """masks: the number of masks and of tensors with rows. The second one, or the only one, has the window."""
+    given = ["clock", "relative", "mask", "mask_2"][: 2 + masks] + ["places", "places_2"][:masks]
+    given += ["starts", "starts_2"][:masks] if starts else []
+    given += ["input_ids", "ids", "further"][: 1 + sources] if sources else []
+    windows = ["window_2" if masks == 2 else "window"] if window else []
+    pointers = {name: f"*{mask}" if name.startswith("mask") else "*i64" for name in given}
+    every = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further"]
+    numbers = ["position", "row", "row_2", "first", "drafts", "length", "more", "size", "size_2"]
+    fixed: dict[str, object] = {name: None for name in (*every, "window", "window_2") if name not in (*given, *windows)}
+    clocks = (2 + masks) * tokens
+    return Build(
+        begin_kernel,
+        {**pointers, **dict.fromkeys([*numbers, *windows, *([] if tokens == 1 else ["tokens"])], "i32")},
+        {
+            **fixed,
+            **({"tokens": 1} if tokens == 1 else {}),
+            "CLOCKS": clocks,
+            "SLOTS": triton.next_power_of_2(clocks),
+            "PLACES": 21,
+            "PLACE_SLOTS": 32,
+            "HIDDEN": None if mask == "u8" else -3.3895313892515355e38 if mask == "bf16" else -65504.0,
+            "BLOCK": 1024,
+        },
+        threads=256,
+        divisible=("size", "size_2"),
+    )
+
+
 def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64") -> Build:
     tensors = {"logits": dtype, "words": words, "out": dtype, "largest": "i64", "sums": "i64", "wrong": "i32"}
     return Build(
@@ -172,6 +284,10 @@ def _append_build(rows: int, ends: int, *, padded: bool = True) -> Build:
 
 
 BUILDS = (
+    _begin_build("u8"),
+    _begin_build("u8", tokens=6, sources=2, starts=True),
+    _begin_build("bf16", masks=2, window=True),
+    _begin_build("fp16", masks=2, tokens=6, window=True, starts=True, sources=1),
     _logits_build(128),
     _logits_build(16, dtype="fp16"),
     _logits_build(64, dtype="fp32"),

@@ -1,0 +1,170 @@
+"""begin_step: what a decode step reads besides weights, keys and values, in one operation.
+
+These are the positions and lengths of its tokens, the attention masks, the rows of the cache that it writes to, and its
+token ids. In separate operations, they take four to ten kernels between two recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_rocm.errors import TierUnavailable
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.specs.step import BeginStepCall, BeginStepSpec
+from hf_rocm.ops.triton import step as triton
+from hf_rocm.ops.triton.detect import checked as checked_triton
+from hf_rocm.ops.triton.launch import power_of_two
+
+
+def begin_step(call: BeginStepCall) -> None:
+    """Write to the tensors of a step what follows from its position; see `BeginStepCall`."""
+    try:
+        serve = _operation.calls[_specification(call)]
+    except TierUnavailable:
+        # the options of `linear` apply here, and the tier that the user named there can't serve this operation
+        serve = stock
+    serve(call)
+
+
+def _specification(call: BeginStepCall) -> tuple[object, ...]:
+    clock, mask, second = call.clock, call.mask, call.mask_2
+    device, tokens, clocks = clock.device, clock.shape[1], clock.numel()
+    dtype, batch, same = torch.uint8, 1, True
+    if mask is not None:
+        dtype, batch = mask.dtype, mask.shape[0]
+        same = second is None or (second.dtype == dtype and second.shape[0] == batch)
+    masks = (mask is not None) + (second is not None)
+    places = (call.places is not None) + (call.places_2 is not None)
+    sources = (call.ids is not None) + (call.further is not None)
+    window, window_2 = call.window, call.window_2
+    starts = call.starts is not None or call.starts_2 is not None
+    contiguous = all([tensor is None or tensor.is_contiguous() for tensor in call[:11]])
+    grad = False
+    return (
+        dtype,
+        device,
+        masks,
+        batch,
+        tokens,
+        window,
+        window_2,
+        starts,
+        clocks,
+        places,
+        sources,
+        same,
+        contiguous,
+        grad,
+    )
+
+
+def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
+    """PyTorch's operations. Returns the tensors that were written to."""
+    torch.add(call.relative, call.position, out=call.clock)
+    for places, row in ((call.places, call.row), (call.places_2, call.row_2)):
+        if places is not None:
+            torch.arange(row, row + len(places), out=places)
+    if call.mask is not None:
+        _write_mask(call.mask, call.clock[1], call.starts, call.window, call.hidden, call.rolling)
+    if call.mask_2 is not None:
+        _write_mask(call.mask_2, call.clock[2], call.starts_2, call.window_2, call.hidden, call.rolling)
+    if call.input_ids is not None and call.ids is not None:
+        ids = call.ids if call.further is None else torch.cat((call.ids, call.further), dim=1)
+        drafts = call.input_ids.shape[1] - 1
+        call.input_ids[:, :1].copy_(ids[:, call.first : call.first + 1])
+        call.input_ids[:, 1:].copy_(ids[:, call.drafts : call.drafts + drafts])
+    return _written(call)
+
+
+def _write_mask(
+    mask: Tensor, lengths: Tensor, starts: Tensor | None, window: int | None, hidden: float | None, rolling: bool
+) -> None:
+    """Write the mask of a kind of layer, [B, 1, N, L]. lengths: [N], for every token of the step."""
+    column = torch.arange(mask.shape[3], device=mask.device)
+    ends = lengths[:, None]
+    if rolling:
+        dropped = (ends - mask.shape[3]).clamp(min=0)
+        ends = ends - dropped
+    seen = torch.lt(column, ends.expand(*mask.shape[:3], 1))
+    if window is not None:
+        seen.logical_and_(column >= ends - window)
+    if starts is not None:
+        first = starts[:, None, None, None]
+        seen.logical_and_(column >= (first - dropped if rolling else first))
+    if hidden is None:
+        mask.copy_(seen)
+    else:
+        mask.fill_(hidden).masked_fill_(seen, 0.0)
+
+
+def _written(call: BeginStepCall) -> tuple[Tensor, ...]:
+    every = call.clock, call.mask, call.mask_2, call.places, call.places_2, call.input_ids
+    return tuple(tensor for tensor in every if tensor is not None)
+
+
+def _cases(spec: BeginStepSpec) -> Iterator[Case]:
+    """Yield calls with a short and a long sequence. Every token of the step has its own length."""
+    here: dict[str, Any] = {"device": spec.device}
+    batch, tokens = spec.batch, spec.tokens
+    hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
+    for position in (1, 1020):
+        relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
+        masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]
+        starts = [torch.arange(batch, **here) % 3 if spec.starts else None] * spec.masks
+        places = [torch.zeros(21, dtype=torch.int64, **here) for _ in range(spec.places)]
+        ids, further, first, drafts = None, None, 8, 9 - tokens
+        if spec.sources:
+            ids = torch.arange(batch * 9, **here).view(batch, 9)
+        if spec.sources > 1:
+            further = 100 + torch.arange(batch * (tokens + 1), **here).view(batch, -1)
+            first, drafts = 9 + tokens, 9 - tokens // 2
+        yield Case(
+            (
+                torch.zeros_like(relative),
+                relative,
+                *_two(masks[: spec.masks]),
+                *_two(starts),
+                *_two(places),
+                None if ids is None else torch.zeros((batch, tokens), dtype=torch.int64, **here),
+                ids,
+                further,
+            ),
+            (position, spec.window, spec.window_2, hidden, True, 3, 43, first, drafts),
+        )
+
+
+def _two(tensors: list[Tensor] | list[Tensor | None]) -> list[Tensor | None]:
+    return [*tensors, None, None][:2]
+
+
+def _kind(spec: BeginStepSpec) -> BeginStepSpec:
+    """Round sizes, and reduce windows so that they hide keys of a short sequence."""
+    tokens = min(8, power_of_two(spec.tokens))
+    windows = [None if window is None else 5 for window in (spec.window, spec.window_2)]
+    return spec._replace(
+        batch=power_of_two(spec.batch),
+        tokens=tokens,
+        window=windows[0],
+        window_2=windows[1],
+        clocks=tokens * (1 + spec.masks),
+    )
+
+
+_operation = Operation(
+    "begin_step", BeginStepSpec, _cases, kind=_kind, family="linear", terms=BeginStepCall, recorded=(0,)
+)
+_operation.register(
+    Implementation(
+        "triton",
+        triton.BEGIN,
+        triton.begin_refuses,
+        triton.begin_step,
+        checked_triton("begin_step", triton.BEGIN),
+    )
+)
+_operation.register(Implementation("torch", "add, lt, where", refuses_nothing, stock))
+_operation.register(Implementation("eager", "add, lt, where", refuses_nothing, stock))

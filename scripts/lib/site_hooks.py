@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-LONG = 60  # characters of a cell; one longer cell makes a table a table of texts
+LONG = 60  # characters of a cell; one longer cell after the first column makes a table a table of texts
 WIDE_NAME = 24  # characters of code in a first column that leave too little room for a second column
-FEW, MANY = 5, 4  # most columns of a table of texts; fewest columns of a table whose first column stays visible
+FEW, MANY = 6, 4  # most columns of a table of texts; fewest columns of a table whose first column stays visible
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -38,7 +38,7 @@ def table(html: str) -> str:
     head = [_text(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", html, re.DOTALL)]
     if not any(head):
         html = re.sub(r"<thead>.*?</thead>\n?", "", html, flags=re.DOTALL)
-    cells = [_text(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", html, re.DOTALL)]
+    cells = [_text(cell) for cell in re.findall(r"</td>\s*<td[^>]*>(.*?)(?=</td>)", html, re.DOTALL)]
     names = re.findall(r"<tr>\s*<td[^>]*>\s*<code>(.*?)</code>", html)
     few = len(head) > 2 or max(map(len, names), default=0) > WIDE_NAME
     kind = ""

@@ -1,4 +1,4 @@
-"""Generate the tables and the chart of docs/performance.md, and the tables of docs/multi-gpu.md."""
+"""Generate the tables and the charts of docs/performance.md and the README, and the tables of docs/multi-gpu.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ PAGE = Path("docs/performance.md")
 SCALING = Path("docs/multi-gpu.md")
 RECORDS = Path("docs/performance")
 CHART = "decode"
+README_CHART = "decode-1"  # its first panel
 
 COLUMNS = {
     "stock": "stock",
@@ -38,7 +39,7 @@ TABLES = {
 
 
 def render(root: Path) -> list[Path]:
-    """Write the pages and the chart. Returns the files."""
+    """Write the pages and the charts. Returns the files."""
     from hf_rocm.files import write
     from hf_rocm.tools.bench import chart, record
 
@@ -51,6 +52,7 @@ def render(root: Path) -> list[Path]:
         if drawn and not written:
             title = f"Llama-3.1-8B shape, decoding on one {drawn[0].machine['device']}"
             written += chart.save(drawn, root / RECORDS / CHART, title=title)
+            written += chart.save(drawn[:1], root / RECORDS / f"{README_CHART}.svg", title=title)
             parts.append(f"![{title}](performance/{CHART}.svg)")
         parts.append(machine(segments))
     page = root / PAGE

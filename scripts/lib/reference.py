@@ -1,13 +1,16 @@
-"""Generate pages of the documentation from the sources: commands, Python, environment variables."""
+"""Generate pages of the documentation from the sources: commands, Python, environment variables, diagrams."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from lib import diagrams
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -20,6 +23,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "commands.md": _WRITTEN + "# Commands\n\n" + "\n".join(_commands()),
         REFERENCE / "python.md": _WRITTEN + "# Python\n\n" + "\n".join(_public()),
         REFERENCE / "environment.md": _WRITTEN + _environment(),
+        **diagrams.pages(ROOT),
     }
 
 
@@ -82,7 +86,56 @@ def _entry(name: str, value: object) -> Iterator[str]:
     if callable(value):
         kind = "class " if inspect.isclass(value) else ""
         yield f"```text\n{kind}{name}{_signature(value)}\n```\n"
-    yield f"```text\n{inspect.getdoc(value) or ''}\n```\n"
+    yield from prose(inspect.getdoc(value) or "", _parameters(value))
+
+
+def prose(docstring: str, parameters: Collection[str] = ()) -> Iterator[str]:
+    """Yield the paragraphs of a docstring in Markdown, with the names of parameters as code.
+
+    A line of the docstring begins a paragraph if the line before ends a sentence, and the line begins with the name of
+    a parameter, or its first word would have fitted in the line before. Indented lines stay as they are.
+    """
+    limit = LINE_LENGTH - 4
+    for block in docstring.split("\n\n"):
+        lines = block.splitlines()
+        if any(line.startswith(" ") for line in lines):
+            yield f"```text\n{block}\n```\n"
+            continue
+        paragraphs = [[line] for line in lines[:1]]
+        for before, line in itertools.pairwise(lines):
+            is_short = len(before) + 1 + len(line.split(" ")[0]) <= limit
+            if before.endswith(".") and (is_short or _ARGUMENT.match(line)):
+                paragraphs.append([line])
+            else:
+                paragraphs[-1].append(line)
+        yield from (_markdown(" ".join(paragraph), parameters) + "\n" for paragraph in paragraphs)
+
+
+LINE_LENGTH = 120
+_ARGUMENT = re.compile(r"[a-z_][a-z_0-9]*(?:, [a-z_][a-z_0-9]*)*(?=: )")
+
+
+def _markdown(text: str, parameters: Collection[str]) -> str:
+    """Mark parameters that are followed by a colon as code, and escape characters that Markdown interprets."""
+
+    def marked(names: re.Match[str]) -> str:
+        words = names[0].split(", ")
+        return ", ".join(f"`{word}`" for word in words) if set(words) <= set(parameters) else names[0]
+
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(rf"(?<![\w.]){_ARGUMENT.pattern}", marked, part) for part in parts[::2]]
+    parts = re.split(r"(`[^`]*`)", "".join(parts))
+    parts[::2] = [re.sub(r"(?<!\w)_|_(?!\w)|[\\*<\[\]]", r"\\\g<0>", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _parameters(value: Any) -> Collection[str]:
+    """The names of the parameters of a function, or of a class's attributes and the parameters of its constructor."""
+    try:
+        names = set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        names = set()
+    return names | set(getattr(value, "__annotations__", {}))
 
 
 def _signature(value: Any) -> str:

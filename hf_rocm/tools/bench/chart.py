@@ -1,6 +1,7 @@
 """The chart of a comparison: panels with a bar and its spread per side, and a line for the floor.
 
 A case has one panel. A load of two servers has one for the time per token and one for each time in `figures.TIMES`.
+The picture is narrow, and labels and numbers are above the bars, so that it stays readable on a phone.
 """
 
 from __future__ import annotations
@@ -29,11 +30,9 @@ COLOURS = {
 }
 INK, FAINT = "#1f2933", "#66727f"
 
-WIDTH, MARGIN = 860.0, 28.0
-LABEL = 318.0  # where bars begin
-END = 690.0  # end of the longest bar or spread; the numbers are printed to its right
-BAR, GAP = 20.0, 7.0
-NOTE = 11.5  # font size of the footer
+WIDTH, MARGIN = 480.0, 20.0
+TEXT, BAR, GAP = 16.0, 12.0, 8.0  # heights: the line above a bar, the bar, the space below it
+TITLE, LABEL, NOTE = 15.0, 13.0, 11.5  # font sizes: the title, labels and numbers, footer and units
 CHARACTER = 0.6  # average width of a character in the widest font, as a fraction of the font size
 FLOOR = "#2f855a"
 
@@ -98,18 +97,14 @@ def draw(title: str, segments: Sequence[Segment]) -> Picture:
     """Return the picture of all cases that have at least one side."""
     panels = [panel for segment in segments for panel in _panels(segment)]
     parts: list[Part] = []
-    y = MARGIN + 18
-    parts.append(Words(MARGIN, y, title, size=19, bold=True))
-    y += 22
-    parts.append(Words(MARGIN, y, _subtitle(segments), size=12.5, colour=FAINT))
-    y += 12
+    y = _write(parts, MARGIN + 14, title, size=TITLE, bold=True)
+    y = _write(parts, y + 2, _subtitle(segments), size=NOTE, colour=FAINT)
     for current, longest in zip(panels, _scales(panels), strict=True):
-        y = _draw_panel(parts, current, longest, y + 22)
-    y += 26
+        y = _draw_panel(parts, current, longest, y + 16)
+    y += 28
     for line in _notes(segments):
-        parts.append(Words(MARGIN, y, line, size=NOTE, colour=FAINT))
-        y += 16
-    height = y + MARGIN - 22
+        y = _write(parts, y, line, size=NOTE, colour=FAINT)
+    height = y + MARGIN - 14
     background = Box(0, 0, WIDTH, height, "#ffffff", radius=8)
     return Picture(WIDTH, height, (background, *parts), title)
 
@@ -141,36 +136,45 @@ def panel(result: Result) -> Panel:
 
 
 def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> float:
-    """Add one panel, scaled so that `longest` milliseconds reach from LABEL to END. Returns its lower edge."""
-    scale = (END - LABEL) / longest
+    """Add one panel, scaled so that `longest` milliseconds reach from margin to margin. Returns its lower edge."""
+    scale = (WIDTH - 2 * MARGIN) / longest
     unit = _END_TO_END if panel.kind == "decode" else panel.unit
-    parts.append(Words(MARGIN, y + 10, panel.title, size=14, bold=True))
-    parts.append(Words(WIDTH - MARGIN, y + 10, unit, size=NOTE, colour=FAINT, anchor="end"))
-    top = y + 22
+    y = _write(parts, y + 10, panel.title, size=LABEL, bold=True)
+    y = _write(parts, y, unit, size=NOTE, colour=FAINT) - 8
     stock = next((bar.value for bar in panel.bars if bar.side == STOCK), None)
-    bottom = top + len(panel.bars) * (BAR + GAP)
-    y = top
     for bar in panel.bars:
         is_prepared = bar.side == PREPARED
-        end = LABEL + max(bar.value * scale, 1)
-        parts.append(Words(LABEL - 10, y + 15, bar.label, size=12.5, anchor="end", bold=is_prepared))
-        parts.append(Box(LABEL, y, end - LABEL, BAR, COLOURS[bar.side], radius=2))
-        low, high = LABEL + bar.low * scale, LABEL + bar.high * scale
+        faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
+        number = f"{milliseconds(bar.value)} ms{faster}"
+        parts.append(Words(MARGIN, y + 11, bar.label, size=LABEL, bold=is_prepared))
+        parts.append(Words(WIDTH - MARGIN, y + 11, number, size=LABEL, anchor="end", bold=is_prepared))
+        top = y + TEXT
+        parts.append(Box(MARGIN, top, max(bar.value * scale, 1), BAR, COLOURS[bar.side], radius=2))
+        low, high = MARGIN + bar.low * scale, MARGIN + bar.high * scale
         if high - low >= 1:
-            middle = y + BAR / 2
+            middle = top + BAR / 2
             parts.append(Line(low, middle, high, middle, INK))
             parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
-        faster = "" if stock is None or bar.side == STOCK else f" ({stock / bar.value:.2f} ×)"
-        parts.append(
-            Words(max(end, high) + 8, y + 15, f"{milliseconds(bar.value)} ms{faster}", size=12.5, bold=is_prepared)
-        )
-        y += BAR + GAP
+        if panel.floor is not None:
+            line = MARGIN + panel.floor * scale
+            parts.append(Line(line, top - 2, line, top + BAR + 2, FLOOR, dashed=True))
+        y = top + BAR + GAP
     if panel.floor is None:
-        return bottom
-    line = LABEL + panel.floor * scale
-    parts.append(Line(line, top - 4, line, bottom, FLOOR, dashed=True))
-    parts.append(Words(line, bottom + 12, f"floor {milliseconds(panel.floor)}", size=11, colour=FLOOR, anchor="middle"))
-    return bottom + 14
+        return y
+    words = f"floor {milliseconds(panel.floor)}"
+    half = CHARACTER * NOTE * len(words) / 2
+    centre = min(max(MARGIN + panel.floor * scale, MARGIN + half), WIDTH - MARGIN - half)
+    parts.append(Words(centre, y + 7, words, size=NOTE, colour=FLOOR, anchor="middle"))
+    return y + 9
+
+
+def _write(parts: list[Part], y: float, text: str, *, size: float, bold: bool = False, colour: str = INK) -> float:
+    """Add the text, wrapped to the width of the picture, from the baseline y on. Returns the baseline below it."""
+    columns = int((WIDTH - 2 * MARGIN) / (CHARACTER * size))
+    for line in textwrap.wrap(text, columns, break_on_hyphens=False):
+        parts.append(Words(MARGIN, y, line, size=size, bold=bold, colour=colour))
+        y += size + 4.5
+    return y
 
 
 _END_TO_END = "ms per token, end to end through generate"
@@ -200,7 +204,7 @@ def _subtitle(segments: Sequence[Segment]) -> str:
 
 
 def _notes(segments: Sequence[Segment]) -> list[str]:
-    """Return the footer, wrapped to the width of the picture."""
+    """Return the paragraphs of the footer."""
     machine = segments[0].machine
     versions = [f"{name} {machine[name]}" for name in ("torch", "ROCm", "transformers", "triton") if name in machine]
     commits = sorted({segment.commit for segment in segments if segment.commit})
@@ -212,9 +216,7 @@ def _notes(segments: Sequence[Segment]) -> list[str]:
         copy, matmul = (_both_ends([getattr(rate, name) for rate in rates]) for name in ("copy", "matmul"))
         floor = f"Floor: the time for a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
         faster = f"{floor}and {matmul}FLOP/s (matmul). {faster}"
-    notes = [", ".join(where), faster]
-    columns = int((WIDTH - 2 * MARGIN) / (CHARACTER * NOTE))
-    return [line for note in notes for line in textwrap.wrap(note, columns, break_on_hyphens=False)]
+    return [", ".join(where), faster]
 
 
 def _both_ends(rates: Sequence[float]) -> str:

@@ -42,12 +42,31 @@ def test_the_chart_of_several_segments_names_all_commits_and_rates():
     assert "4.25–4.30 TB/s (copy) and 800 G–790 TFLOP/s" in text
 
 
-def test_no_word_is_cut_off_at_the_right_edge():
-    commits = [segment(commit=f"{number:012x}") for number in range(6)]
-    for part in words_of(chart.draw("x", commits)):
-        width = chart.CHARACTER * part.size * len(part.text)
-        right = part.x + {"start": width, "middle": width / 2, "end": 0}[part.anchor]
-        assert right <= chart.WIDTH - chart.MARGIN / 2, part.text
+def extent(part: drawing.Words) -> tuple[float, float]:
+    """The left and the right end of a line of text."""
+    width = chart.CHARACTER * part.size * len(part.text)
+    left = part.x - {"start": 0, "middle": width / 2, "end": width}[part.anchor]
+    return left, left + width
+
+
+def test_no_word_is_cut_off_or_covers_another():
+    cases = [result(Case("decode", 1, 8, 8), stock=stock) for stock in (16.0, 1600.0)]
+    commits = [segment(f"{number}", *cases, commit=f"{number:012x}") for number in range(6)]
+    words = words_of(chart.draw("the title of a chart, of the length that titles have", commits))
+    assert {word.text for word in words} >= {"floor 4.00", "16.00 ms"}
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for part in words:
+        left, right = extent(part)
+        assert left >= chart.MARGIN - 1e-6 and right <= chart.WIDTH - chart.MARGIN + 1e-6, part.text
+        lines.setdefault(part.y, []).append((left, right))
+    for ends in lines.values():
+        assert all(before[1] < after[0] for before, after in zip(sorted(ends), sorted(ends)[1:], strict=False)), ends
+
+
+def test_the_picture_is_readable_on_a_phone():
+    shown = 360 / chart.WIDTH  # a column of 360 pixels
+    assert min(word.size for word in words_of(chart.draw("x", [segment()]))) * shown >= 8
+    assert chart.LABEL * shown >= 9.5
 
 
 def test_a_panel_names_its_own_unit():
@@ -61,10 +80,10 @@ def test_quartiles_are_drawn_over_the_bar():
     picture = chart.draw("x", [segment("one", result(Case("decode", 1, 8, 8), stock=16.0))])
     (spread,) = [part for part in picture.parts if isinstance(part, drawing.Line) and part.y == part.to_y]
     bar = next(part for part in picture.parts if isinstance(part, drawing.Box) and part.fill == chart.COLOURS["stock"])
-    ends = [(x - chart.LABEL) / bar.width for x in (spread.x, spread.to_x)]
+    ends = [(x - chart.MARGIN) / bar.width for x in (spread.x, spread.to_x)]
     assert ends == pytest.approx([0.9, 1.2])
     (figure,) = [element for element in words_of(picture) if element.text == "16.00 ms"]
-    assert figure.x > spread.to_x
+    assert figure.y < bar.y < spread.y, "the number is above the bar and its spread"
     assert "median and quartiles of 5 rounds" in words_of(picture)[1].text
 
 
@@ -73,8 +92,9 @@ def test_bars_are_as_long_as_their_times():
     bars = {part.fill: part.width for part in picture.parts if isinstance(part, drawing.Box)}
     stock, prepared = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
     assert prepared / stock == pytest.approx(5 / 16)
-    (line,) = [part for part in picture.parts if isinstance(part, drawing.Line) and part.dashed]
-    assert (line.x - chart.LABEL) / stock == pytest.approx(4 / 16)
+    lines = [part for part in picture.parts if isinstance(part, drawing.Line) and part.dashed]
+    assert len(lines) == 4, "one line for the floor over every bar, not over the labels between them"
+    assert [(line.x - chart.MARGIN) / stock for line in lines] == pytest.approx([4 / 16] * 4)
 
 
 def test_panels_of_a_kind_share_a_scale_unless_a_bar_would_be_too_short():

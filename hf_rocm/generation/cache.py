@@ -59,8 +59,6 @@ class DecodeCache(Cache):
         self.layer_class_to_replicate = None
         self.offloading = False
 
-    # Used by the runner
-
     @property
     def length(self) -> int:
         return self.attending[-1].length
@@ -108,6 +106,10 @@ class DecodeCache(Cache):
         self._placed = self.length, tokens
         self.tokens = tokens
         return [(places, layer.rows) for places, layer in self._places.values()]
+
+    def relative_places(self) -> list[tuple[Tensor, int]]:
+        """The tensors of `places`, with the difference between a step's first row and its position."""
+        return [(places, -layer.base) for places, layer in self._places.values()]
 
     def reserve(self, length: int) -> None:
         """Make room for a sequence of this length, so that no window moves before its last token is written."""
@@ -230,8 +232,6 @@ class DecodeCache(Cache):
             self._places[layer.window] = place
         if layer.places is not place[0]:
             layer.places, layer.place = place[0], place[0][:1]
-
-    # Called by transformers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -137,11 +137,13 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
     if back and residents is not None and residents.tokens is not None:
         tokens = residents.tokens
         cache.back(back)
-        residents.write(residents.position - back)
+        position = (residents.position or 0) - back
+        residents.write(position)
         for column in range(-1 - back, -1):
             residents.input_ids.copy_(tokens[:, column : column + 1])
             run()
-            residents.write(residents.position + 1)
+            position += 1
+            residents.write(position)
         residents.input_ids.copy_(tokens[:, -1:])
     outputs = run()
     return _Ran(outputs, torch.cat(digests[-1 - BACK :]), torch.stack(finite).all())

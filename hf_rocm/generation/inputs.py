@@ -161,10 +161,17 @@ def _methods() -> Watch:
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def begin(cache: DecodeCache, position: int, tokens: int, source: Source) -> Tensor | None:
+def begin(cache: DecodeCache, position: int | None, tokens: int, source: Source) -> Tensor | None:
     """Set the inputs of the next step before transformers prepares it; see `Step.begin`."""
     step = _step_of(cache)
     return None if step is None else step.begin(cache, position, tokens, source)
+
+
+def confirm(cache: DecodeCache, position: int, tokens: int) -> None:
+    """Continue with a step that `begin` has set; see `Step.confirm`."""
+    step = _step_of(cache)
+    assert step is not None
+    step.confirm(cache, position, tokens)
 
 
 def residents_of(cache: Any) -> Residents | None:

@@ -5,11 +5,15 @@ The accepted tokens and the drafts follow from the step's tokens. So the next st
 continues, and the loop runs while the device computes. When the loop has prepared the step, its position and tokens are
 compared with those of the launched one. If they differ, or if the step must run in another way, it is launched again:
 a step writes only to its outputs and to the cache rows of its own tokens, so the first launch has no effect.
+
+If several steps in a row had the same number of drafts, the next one is queued even before the tokens of the last step
+are on the host: the device itself finds the accepted tokens and the drafts (`ops.look_up_drafts`). If the number of
+drafts is another one, the queued step is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +24,16 @@ from torch import Tensor
 from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
+from hf_rocm.generation.streams import HostCopy
+from hf_rocm.generation.token_choice import Runs
+from hf_rocm.ops.look_up_drafts import look_up_drafts, one_kernel
 
-# Takes the position, the number of tokens and their source.
-Launch = Callable[[int, int, Source], tuple[RecordedStep, Tensor] | None]
+# The number of steps in a row with the same number of tokens after which a step is queued unseen. A step that is not
+# used costs about as much as eight steps save.
+ALIKE = 6
 
 
 class Search(NamedTuple):
@@ -69,8 +78,8 @@ class Launched:
     """A step that was launched before transformers' loop has prepared it.
 
     position: the number of tokens before the step. ids: its N tokens; input_ids: the same tokens on the device, [1, N].
-    accepted: the last step's tokens that the loop is expected to append. logits: a copy of the last step's logits,
-    [1, N, V]. served: whether the loop has prepared this step.
+    accepted: the last step's tokens that the loop is expected to append. served: whether the loop has prepared this
+    step.
     """
 
     step: RecordedStep
@@ -78,7 +87,6 @@ class Launched:
     position: int
     ids: list[int]
     accepted: list[int]
-    logits: Tensor
     served: bool = False
 
 
@@ -98,7 +106,8 @@ def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
 class Lookahead:
     """The next step of one call. tokens: the tokens of the call. early: whether the step may be launched early.
 
-    launched: the step that was launched and that the loop has not called yet.
+    launched: the step that was launched and that the loop has not called yet. logits: a copy of the last step's logits,
+    [1, N, V], if a later replay overwrites them.
     """
 
     def __init__(self, tokens: HostTokens, *, early: bool = False) -> None:
@@ -108,6 +117,11 @@ class Lookahead:
         self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
         self.launched: Launched | None = None
+        self.logits: Tensor | None = None
+        self._alike = 0, 0  # the number of tokens of the last step, and of steps before it with the same number
+        self._header: Tensor | None = None
+        self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens the host doesn't know yet
+        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected, and read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return the tokens [1, S] followed by the drafts that a search returns; the same tensor without drafts."""
@@ -147,7 +161,7 @@ class Lookahead:
         length: the length of the cache. Raises `GraphError` if the step began before this length.
         """
         self._ids, self._prepared = self._prepared, None  # None if transformers has prepared the step
-        launched, self.launched = self.launched, None
+        launched, self.launched, self.logits = self.launched, None, None
         if launched is None:
             return None
         if launched.position < length:
@@ -158,22 +172,54 @@ class Lookahead:
         """Whether the tokens of the last step determine the next one, so that it can be launched."""
         return self._early and self._ids is not None and self._search is not None
 
-    def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, launch: Launch) -> None:
-        """Launch the next step.
+    def queue(self, selected: Tensor, step_ids: Tensor, logits: Tensor, runner: Runs) -> None:
+        """Queue the next step before the tokens of the last one are on the host, if it probably has as many tokens.
+
+        selected: the tokens with the largest logits of the last step, [1, N] on the device; step_ids: the tokens of
+        that step, [1, N]. logits: a copy of its logits, [1, N, V]. If the host then finds another number of drafts,
+        `launch` ignores the queued step.
+        """
+        before, search, count = self._tokens.on_device, self._search, selected.shape[1]
+        last, times = self._alike
+        self._alike = count, times + 1 if count == last else 0
+        if before is None or search is None or self._alike[1] < ALIKE:
+            return
+        if before.shape[1] + 2 * count >= search.limit:  # the limit may reduce the number of drafts
+            return
+        if self._header is None:
+            self._header = torch.zeros(2, dtype=torch.int64, device=before.device)
+        given = before, step_ids, selected, self._header
+        if before.is_cuda and not one_kernel(*given, ngram=search.ngram):
+            return
+        look_up_drafts(*given, ngram=search.ngram)
+        self._queued = runner.launch(None, count, Source(before, selected, 0, 0, self._header))
+        self.logits = None if self._queued is None else logits
+
+    def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, runner: Runs) -> None:
+        """Launch the next step, unless it is queued already.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the host; tokens: the same tokens on
-        the device. logits: a copy of these logits, [1, N, V]. launch: called with the position of the step, the number
-        of its tokens, and where they are on the device; returns the recorded step and the tokens on the device, or None
-        if nothing was launched.
+        the device. logits: a copy of these logits, [1, N, V]. runner: the call's runner. Raises `GraphError` if a
+        queued step has read other tokens than the host has found.
         """
+        (queued, self._queued), (unseen, self._unseen) = (self._queued, None), (self._unseen, None)
+        if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
+            raise GraphError("a step that was queued early has read other tokens than those of the sequence")
         accepted = self._accepted(selected[0].tolist())
         following = None if accepted is None else self._next(accepted, tokens)
         if accepted is None or following is None:
             return
         position, ids, source = following
-        result = launch(position, len(ids), source)
-        if result is not None:
-            self.launched = Launched(*result, position, ids, accepted, logits)
+        if queued is not None and queued[1].shape[1] == len(ids):
+            confirm(runner.cache, position, len(ids))
+            copy = HostCopy(queued[1].shape, queued[1].dtype, queued[1].device)
+            copy.send(queued[1])
+            self._unseen = ids, copy
+        else:
+            queued = runner.launch(position, len(ids), source)
+        if queued is not None:
+            self.launched = Launched(*queued, position, ids, accepted)
+            self.logits = logits
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""

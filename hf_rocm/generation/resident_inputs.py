@@ -147,23 +147,49 @@ class Step:
         self._prepared = True
         return inputs
 
-    def begin(self, cache: DecodeCache, position: int, tokens: int, source: Source) -> Tensor | None:
+    def begin(self, cache: DecodeCache, position: int | None, tokens: int, source: Source) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
-        position: the number of tokens before the step. The cache may contain more tokens, which transformers removes
-        before the step. tokens: the number of tokens of the step. source: where they are on the device. Returns these
-        tokens, [1, N]; None if the inputs can't be set yet.
+        position: the number of tokens before the step; None if only the device knows it. The cache may contain more
+        tokens, which transformers removes before the step. tokens: the number of tokens of the step. source: where they
+        are on the device. Returns these tokens, [1, N]; None if the inputs can't be set yet.
         """
         length = cache.length
-        if not self._removed or tokens not in self._placed or position > length or not cache.has_room(tokens):
+        if not self._removed or (position is not None and position > length):
             return None
+        if position is None:
+            return self._begin_unknown(cache, tokens, source)
         self._position = position
         cache.level(position)
         try:
+            if not cache.has_room(tokens):
+                return None
             self._settle(cache, tokens, source)
         finally:
             cache.level(length)
         return self.residents.input_ids
+
+    def _begin_unknown(self, cache: DecodeCache, tokens: int, source: Source) -> Tensor | None:
+        if tokens not in self._placed:
+            return None
+        residents, _ = self._placed[tokens]
+        layers = [cache.layers[kind.layer] for kind in self._form.kinds]
+        # at most all of the last step's tokens are accepted, and the cache contains them
+        room = cache.has_room(tokens) and residents.form.widths == tuple(layer.capacity for layer in layers)
+        if not room or residents.bases != tuple(layer.base for layer in layers):
+            return None
+        residents.write(None, cache.relative_places(), source)
+        return residents.input_ids
+
+    def confirm(self, cache: DecodeCache, position: int, tokens: int) -> None:
+        """Continue with a step that `begin` has set without its position. The arguments are those of `begin`."""
+        length = cache.length
+        self._position = position
+        self.residents, _ = self._placed[tokens]
+        self.residents.position = position
+        cache.level(position)
+        cache.places(tokens)
+        cache.level(length)
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
         """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens."""

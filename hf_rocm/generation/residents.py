@@ -18,12 +18,16 @@ Places = tuple[Tensor, int]
 
 
 class Source(NamedTuple):
-    """Where the token ids of a step are on the device: see the fields of `BeginStepCall` with these names."""
+    """Where the token ids of a step are on the device: see the fields of `BeginStepCall` with these names.
+
+    header: the position of the step, and where the drafts are, if the host doesn't know them yet.
+    """
 
     ids: Tensor
     further: Tensor | None
     first: int
     drafts: int
+    header: Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -55,7 +59,7 @@ class Residents:
     def __init__(self, form: Form) -> None:
         b, n, kinds = form.batch, form.tokens, len(form.kinds)
         self.form = form
-        self.position = 0
+        self.position: int | None = 0  # None if only the device knows it
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
@@ -103,16 +107,17 @@ class Residents:
                 start.copy_((self._padding - base).clamp(min=0))
         self.bases = bases
 
-    def write(self, position: int, places: Sequence[Places] = (), source: Source | None = None) -> None:
+    def write(self, position: int | None, places: Sequence[Places] = (), source: Source | None = None) -> None:
         """Write all tensors of a step at this position, in one operation.
 
-        places: for up to two windows. source: the token ids; None leaves `input_ids` as they are.
+        places: for up to two windows. source: the token ids; None leaves `input_ids` as they are. If only the device
+        knows the position, position is None, source has a header, and rows in places are relative to the position.
         """
         self.position = position
         (mask, starts, window), (mask_2, starts_2, window_2) = [*map(_terms, self.masks), _NO_MASK, _NO_MASK][:2]
         (rows, row), (rows_2, row_2) = [*places, _NO_PLACES, _NO_PLACES][:2]
         input_ids = None if source is None else self.input_ids
-        ids, further, first, drafts = _NO_IDS if source is None else source
+        ids, further, first, drafts, header = _NO_IDS if source is None else source
         call = BeginStepCall(
             self._clock,
             self._relative,
@@ -125,7 +130,8 @@ class Residents:
             input_ids,
             ids,
             further,
-            position,
+            header,
+            position or 0,
             window,
             window_2,
             self.masks[0].hidden if self.masks else None,
@@ -144,4 +150,4 @@ def _terms(mask: StepMask) -> tuple[Tensor, Tensor | None, int | None]:
 
 _NO_MASK: tuple[Tensor | None, Tensor | None, int | None] = None, None, None
 _NO_PLACES: tuple[Tensor | None, int] = None, 0
-_NO_IDS: tuple[Tensor | None, Tensor | None, int, int] = None, None, 0, 0
+_NO_IDS: tuple[Tensor | None, Tensor | None, int, int, Tensor | None] = None, None, 0, 0, None

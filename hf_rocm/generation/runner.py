@@ -45,12 +45,12 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 # step. Every adapter and attention implementation needs separate recordings.
 _MOST = 4
 
-_RECORDER = "recorder"
-_REORDERINGS = "reorderings"
+# Keys of the dict of recordings, beside those of the recorded steps.
+_RECORDER, _REORDERINGS = "recorder", "reorderings"
+_REPLAYED = "replayed"  # with the model's state and a number of tokens: the key of a step with resident inputs
 _VERIFIED = "verified"  # the keys of the steps that have verified drafts, also in earlier calls
 
 _calls = itertools.count()
-
 _NOT_FINITE = "a replayed step returned logits that are not finite, and no uncaptured step did"
 
 _log = logging.getLogger("hf_rocm")
@@ -72,7 +72,6 @@ class Runner:
         self._ranks: Agreement
         self._uncaptured = False  # True: every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far
-        self._replayed: dict[int, Hashable] = {}  # number of tokens → the key of a replayed step with resident inputs
         self._call = next(_calls)
         self._unproven = 0  # the number of replays of this call since its last comparison
         self._in_a_row = 0  # the number of replays since the last uncaptured step
@@ -126,7 +125,7 @@ class Runner:
             if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
-                self._replayed[tokens] = key
+                self.cache.recordings[_REPLAYED, self._model_state, tokens] = key
             self.cache.advance()
             step.schedule.count()
             self._state.replayed += 1
@@ -182,15 +181,16 @@ class Runner:
     @property
     def launches(self) -> bool:
         """Whether `launch` may replay a step."""
-        return bool(self._replayed)
+        return self._in_a_row > 0
 
-    def launch(self, position: int, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None:
+    def launch(self, position: int | None, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None:
         """Replay the next step before the loop has prepared it, if the loop's call would replay it; see `lookahead`.
 
-        position: the number of tokens before the step. tokens: the number N of its tokens. source: where they are.
-        Returns the step and its tokens on the device, [1, N]; None if nothing was replayed.
+        The arguments are those of `Step.begin`. Returns the step and its tokens on the device, [1, N]; None if nothing
+        was replayed.
         """
-        step: RecordedStep | None = self.cache.recordings.get(self._replayed.get(tokens))
+        recordings = self.cache.recordings
+        step: RecordedStep | None = recordings.get(recordings.get((_REPLAYED, self._model_state, tokens)))
         if step is None or step.schedule.due:
             return None
         input_ids = begin(self.cache, position, tokens, source)

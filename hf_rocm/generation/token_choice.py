@@ -51,10 +51,11 @@ RECORDED = (
 class Runs(Protocol):
     """The attributes of the call's runner that the stand-ins use."""
 
+    cache: Any  # a `DecodeCache`
     launches: bool
 
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
-    def launch(self, position: int, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None: ...
+    def launch(self, position: int | None, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None: ...
 
 
 # Returns the call's runner, or None after the call.

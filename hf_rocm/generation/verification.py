@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_rocm.generation import lookahead
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.inputs import residents_of
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
@@ -53,8 +54,8 @@ class Verification:
 
     def logits_of(self, step: RecordedStep) -> Tensor:
         """The logits of the last step that the loop has called, [1, N, V]."""
-        launched = self.lookahead.launched
-        return step.logits if launched is None else launched.logits
+        kept = self.lookahead.logits
+        return step.logits if kept is None else kept
 
     def select(self, step: RecordedStep, runner: FindRunner) -> tuple[Tensor, Tensor]:
         """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
@@ -69,8 +70,11 @@ class Verification:
         copy.send(step.tokens)
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens, logits = step.tokens.clone(), step.logits.clone()
+        residents = residents_of(call.cache)
+        if residents is not None and residents.form.tokens == count:
+            self.lookahead.queue(tokens, residents.input_ids, logits, call)
         on_host = copy.read().clone()
-        self.lookahead.launch(on_host, tokens, logits, call.launch)
+        self.lookahead.launch(on_host, tokens, logits, call)
         return tokens, on_host
 
 
@@ -152,7 +156,7 @@ class _Scores(_Logits):
         return self if not args and kwargs == same else self.tensor().to(*args, **kwargs)
 
     def argmax(self, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs != {"dim": -1} or self._choice.lookahead.launched is not None:
+        if args or kwargs != {"dim": -1} or self._choice.lookahead.logits is not None:
             return self.tensor().argmax(*args, **kwargs)
         return _Selected(*self._choice.select(self._step, self._runner), self._choice.tokens)
 

@@ -13,6 +13,7 @@ from hf_rocm.ops.delta_prefill import gated_delta_prefill
 from hf_rocm.ops.finish_step import finish_step
 from hf_rocm.ops.layer_norm import add_layer_norm
 from hf_rocm.ops.linear import fused_linear, linear, rides_along
+from hf_rocm.ops.look_up_drafts import look_up_drafts
 from hf_rocm.ops.moe import experts
 from hf_rocm.ops.moe_mxfp4 import mxfp4_experts
 from hf_rocm.ops.moe_shuffled import shuffle_experts, shuffled_experts
@@ -46,6 +47,7 @@ __all__ = [
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",
+    "look_up_drafts",
     "mxfp4_experts",
     "norm_add",
     "paged_attention",

@@ -40,9 +40,10 @@ def _specification(call: BeginStepCall) -> tuple[object, ...]:
     masks = (mask is not None) + (second is not None)
     places = (call.places is not None) + (call.places_2 is not None)
     sources = (call.ids is not None) + (call.further is not None)
+    header = call.header is not None
     window, window_2 = call.window, call.window_2
     starts = call.starts is not None or call.starts_2 is not None
-    contiguous = all([tensor is None or tensor.is_contiguous() for tensor in call[:11]])
+    contiguous = all([tensor is None or tensor.is_contiguous() for tensor in call[:12]])
     grad = False
     return (
         dtype,
@@ -56,6 +57,7 @@ def _specification(call: BeginStepCall) -> tuple[object, ...]:
         clocks,
         places,
         sources,
+        header,
         same,
         contiguous,
         grad,
@@ -63,7 +65,17 @@ def _specification(call: BeginStepCall) -> tuple[object, ...]:
 
 
 def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Returns the tensors that were written to."""
+    """PyTorch's operations. Returns the tensors that were written to. Waits for the device if there is a header."""
+    if call.header is not None:
+        position, drafts = call.header.tolist()
+        call = call._replace(
+            header=None,
+            position=call.position + position,
+            row=call.row + position,
+            row_2=call.row_2 + position,
+            first=call.first + position,
+            drafts=call.drafts + drafts,
+        )
     torch.add(call.relative, call.position, out=call.clock)
     for places, row in ((call.places, call.row), (call.places_2, call.row_2)):
         if places is not None:
@@ -74,9 +86,9 @@ def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
         _write_mask(call.mask_2, call.clock[2], call.starts_2, call.window_2, call.hidden, call.rolling)
     if call.input_ids is not None and call.ids is not None:
         ids = call.ids if call.further is None else torch.cat((call.ids, call.further), dim=1)
-        drafts = call.input_ids.shape[1] - 1
-        call.input_ids[:, :1].copy_(ids[:, call.first : call.first + 1])
-        call.input_ids[:, 1:].copy_(ids[:, call.drafts : call.drafts + drafts])
+        drafts = ids[:, call.drafts : call.drafts + call.input_ids.shape[1] - 1]
+        call.input_ids.zero_()[:, :1].copy_(ids[:, call.first : call.first + 1])
+        call.input_ids[:, 1 : 1 + drafts.shape[1]].copy_(drafts)
     return _written(call)
 
 
@@ -111,7 +123,7 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
     here: dict[str, Any] = {"device": spec.device}
     batch, tokens = spec.batch, spec.tokens
     hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
-    for position in (1, 1020):
+    for position in (1, 1020):  # with a header, 2 more
         relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
         masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]
         starts = [torch.arange(batch, **here) % 3 if spec.starts else None] * spec.masks
@@ -132,8 +144,9 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
                 None if ids is None else torch.zeros((batch, tokens), dtype=torch.int64, **here),
                 ids,
                 further,
+                torch.tensor([2, 1], **here) if spec.header else None,
             ),
-            (position, spec.window, spec.window_2, hidden, True, 3, 43, first, drafts),
+            (position, spec.window, spec.window_2, hidden, True, 3, 43, first - 2 * spec.header, drafts - spec.header),
         )
 
 

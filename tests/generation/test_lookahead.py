@@ -37,6 +37,57 @@ def launched(monkeypatch):
     return steps
 
 
+@pytest.fixture
+def queued(monkeypatch):
+    """The steps that were queued before their tokens were on the host, and used: as often as possible."""
+    monkeypatch.setattr(lookahead, "ALIKE", 0)
+    steps = []
+    confirm = lookahead.confirm
+    monkeypatch.setattr(lookahead, "confirm", lambda *arguments: steps.append(arguments) or confirm(*arguments))
+    return steps
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued, monkeypatch):
+    monkeypatch.setattr(cache_layer, "SLACK", 30)
+    prepared, stock = pair(kind)
+    for seed in (0, 1, 0, 1, 2, 3, 2):
+        inputs = repeating(seed, padded=3 * (seed % 2))
+        arguments = {"max_matching_ngram_size": 1 + seed % 3}
+        with torch.inference_mode(seed == 1):
+            assert alike_greedy(looked_up(prepared, inputs, tokens=tokens, **arguments), stock, inputs)
+    assert 8 < len(queued) < len(launched)
+
+
+def test_steps_are_queued_after_several_with_as_many_drafts(pair, queued, monkeypatch):
+    prepared, stock = pair()
+    monkeypatch.setattr(lookahead, "ALIKE", 8)
+    inputs = {name: tensor[:, :1].expand(-1, 30).contiguous() for name, tensor in repeating().items()}
+    for _ in range(3):
+        assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
+    few = len(queued)
+    monkeypatch.setattr(lookahead, "ALIKE", 1000)
+    assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
+    assert len(queued) == few
+
+
+def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
+    prepared, _ = pair()
+    for seed in range(2):
+        looked_up(prepared, repeating(seed))
+    search = lookahead.look_up_drafts
+
+    def wrong(*tensors, **how):
+        search(*tensors, **how)
+        tensors[3][1] -= 1  # where the drafts begin
+
+    monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
+    with pytest.raises(GraphError, match="other tokens"):
+        for seed in range(6):
+            looked_up(prepared, repeating(seed))
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monkeypatch):
@@ -50,9 +101,11 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
     assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # those at the end of a call
 
 
+@pytest.mark.parametrize("unseen", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_end_tokens_and_maximum_lengths(kind, pair, launched, monkeypatch):
+def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 30)
+    monkeypatch.setattr(lookahead, "ALIKE", 0 if unseen else 1000)
     prepared, stock = pair(kind)
     if kind == "gemma3" and before("5.14"):
         pytest.skip("stock's own cache can't remove drafts beyond a sliding window")
@@ -68,6 +121,7 @@ def test_end_tokens_and_maximum_lengths(kind, pair, launched, monkeypatch):
 def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     """The launched step has other tokens, another number of them or a later position than the step of the loop."""
     prepared, stock = pair()
+    monkeypatch.setattr(lookahead, "ALIKE", 1000)
     pick = random.Random(0)
     expected_step = Lookahead._next
 
@@ -306,10 +360,10 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
 
     assert not ahead.prepares(5, candidates) and not ahead.expects()
     assert ahead.take(5) is None and ahead.expects()
-    ahead.launch(*[torch.tensor([[7, 9, 1, 2]])] * 2, torch.empty(0), launch)
+    ahead.launch(*[torch.tensor([[7, 9, 1, 2]])] * 2, torch.empty(0), SimpleNamespace(launch=launch))
     assert steps == [(7, [9])] and not ahead.expects()  # the token 9 is new
     assert not ahead.prepares(5, candidates) and ahead.take(6) is None
-    ahead.launch(*[torch.tensor([[7, 8, 6, 2]])] * 2, torch.empty(0), launch)
+    ahead.launch(*[torch.tensor([[7, 8, 6, 2]])] * 2, torch.empty(0), SimpleNamespace(launch=launch))
     assert steps[1] == (8, [6, 7, 8, 5])
     after = torch.cat((ids, torch.tensor([[7, 8, 6]])), dim=1)
     tokens.append(torch.tensor([[7, 8, 6]]), before=ids, after=after)

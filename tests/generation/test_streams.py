@@ -64,10 +64,10 @@ def test_all_tensors_of_a_cache_are_found(kind, padded, drafts, pair):
     expected = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.place)]
     expected += [tensor for one in kept for tensor in (*one._inputs, *one.tensors)]
     for residents in everything:
-        expected += [residents.input_ids, residents._clock, *residents.clocks.values()]
+        expected += [residents.input_ids, residents._clock, residents._relative, *residents.clocks.values()]
         for mask in residents.masks:
-            expected += [mask.tensor, mask._seen, mask._places, mask.rows.key_lengths, *(mask._values or ())]
-            expected += [key_start for key_start in (mask._real, mask.rows.key_starts) if key_start is not None]
+            expected += [mask.tensor, mask.written, mask.rows.key_lengths]
+            expected += [] if mask.rows.key_starts is None else [mask.rows.key_starts]
         assert (residents._padding is not None) == bool(padded)
         expected += [start for start in (residents._padding, *residents._starts) if start is not None]
     result = memory(tensors_in(cache, everything))

@@ -11,8 +11,10 @@ import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.ops import probe_cases
 from hf_rocm.ops.append_tokens import stock as appended_by_torch
+from hf_rocm.ops.look_up_drafts import stock as looked_up_by_torch
 from hf_rocm.ops.registry import operations
 from tests.generation.conftest import counted, generate, make, prompt
+from tests.triton.routed import routed
 from tests.triton.test_step import appended, check, check_start
 
 pytestmark = pytest.mark.gpu
@@ -58,14 +60,30 @@ def test_begin_step(starts, dtype):
     check_start(tokens=11, sizes=(32768,), position=31000, sources=2, **common)
 
 
-@pytest.mark.parametrize("name", ["begin_step", "finish_step", "append_tokens"])
+@pytest.mark.parametrize("length", [1, 40, 1025, 32768])
+@pytest.mark.parametrize("tokens", [1, 6, 11])
+def test_look_up_drafts(tokens, length):
+    for period in (3, 37, 20000):
+        for accepted in (0, tokens // 2, tokens):
+            ids = (torch.arange(length, device="cuda") % period)[None]
+            selected = (torch.arange(length, length + tokens, device="cuda") % period)[None]
+            step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
+            step_ids[:, 1 + accepted :] = -1
+            headers = torch.zeros((2, 2), dtype=torch.int64, device="cuda")
+            routed("look_up_drafts", ids, step_ids, selected, headers[0], ngram=2)
+            looked_up_by_torch(ids, step_ids, selected, headers[1], 2)
+            assert headers[0].tolist() == headers[1].tolist()
+
+
+@pytest.mark.parametrize("name", ["begin_step", "look_up_drafts", "finish_step", "append_tokens"])
 def test_the_first_use_check_passes(name):
     operation = operations()[name]
     kernel = next(one for one in operation.implementations if one.tier == "triton")
     device = torch.device("cuda", 0)
     for rows in (1, 200):
         specs = {
-            "begin_step": (torch.uint8, device, 1, rows, 1, None, None, False, 2, 1, 1, True, True, False),
+            "begin_step": (torch.uint8, device, 1, rows, 1, None, None, False, 2, 1, 1, False, True, True, False),
+            "look_up_drafts": (torch.int64, device, 1 + rows % 16, 2, True, True, True, False),
             "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, True, False),
             "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, False),
         }

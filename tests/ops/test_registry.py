@@ -140,8 +140,12 @@ CALLS = {  # a call, and the shapes that it records, which are not always those 
         ((2, 5),),
     ),
     "begin_step": (
-        lambda: ops.begin_step(BeginStepCall(*ONES(2, 3, 1).long(), *[None] * 9, 0, *[None] * 3, False, 0, 0, 0, 0)),
+        lambda: ops.begin_step(BeginStepCall(*ONES(2, 3, 1).long(), *[None] * 10, 0, *[None] * 3, False, 0, 0, 0, 0)),
         ((3, 1),),
+    ),
+    "look_up_drafts": (
+        lambda: ops.look_up_drafts(ONES(1, 5).long(), *ONES(2, 1, 2).long(), ONES(2).long(), ngram=2),
+        ((1, 5),),
     ),
     "finish_step": (
         lambda: ops.finish_step(ONES(2, 1, 8), ONES(2, 1, 8), ONES(2, 1).long(), ONES(5).long(), torch.zeros(())),

@@ -31,6 +31,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "gated_delta_prefill": "delta_prefill.specification",
     "gated_delta_step": "delta.specification",
     "linear": "linear.specification",
+    "look_up_drafts": "look_up_drafts._specification",
     "mxfp4_experts": "moe_mxfp4.specification",
     "norm_add": "norm_add._specification",
     "paged_attention": "paged.paged_attention",

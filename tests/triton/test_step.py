@@ -12,6 +12,7 @@ from hf_rocm import ops
 from hf_rocm.ops.append_tokens import one_kernel, stock
 from hf_rocm.ops.begin_step import stock as begun_by_torch
 from hf_rocm.ops.bits import sum_of_bits
+from hf_rocm.ops.look_up_drafts import stock as looked_up_by_torch
 from hf_rocm.ops.specs.step import BeginStepCall
 from hf_rocm.ops.triton import step
 from tests.triton.routed import random, routed
@@ -32,6 +33,7 @@ def begins(
     position=5,
     bases=(0,),
     sources=0,
+    header=False,
 ):
     """The call that begins a step at a position, with a mask of each of these sizes."""
     offsets = torch.arange(tokens)
@@ -50,14 +52,15 @@ def begins(
         torch.full((batch, tokens), NONE) if sources else None,
         ids,
         further,
-        position,
+        torch.tensor([2, 1]) if header else None,
+        position - 2 * header,
         *[*windows, None, None][:2],
         None if dtype == torch.uint8 else torch.finfo(dtype).min,
         any(position + tokens - base > size for size, base in zip(sizes, bases, strict=False)),
-        position - bases[0],
-        position - bases[-1],
-        30 + tokens - 1 if sources > 1 else 29,
-        28 if sources > 1 else 30 - tokens,
+        position - bases[0] - 2 * header,
+        position - bases[-1] - 2 * header,
+        (30 + tokens - 1 if sources > 1 else 29) - 2 * header,
+        (28 if sources > 1 else 30 - tokens) - header,
     )
 
 
@@ -85,15 +88,46 @@ def check_start(run=routed, device="cpu", **how):
         {"batch": 2, "sizes": (48, 33), "windows": (None, 9), "bases": (0, 7), "position": 30, "starts": True},
         {"batch": 2, "sizes": (20,), "position": 35, "starts": True},  # a rolling buffer
         {"batch": 5, "sizes": (), "windows": (), "tokens": 2, "sources": 2},
+        {"tokens": 6, "sizes": (64, 48), "windows": (None, 11), "bases": (0, 3), "sources": 2, "header": True},
     ],
-    ids=["one", "two blocks", "padded", "drafts", "drafts, window", "two kinds", "rolling", "no mask"],
+    ids=["one", "two blocks", "padded", "drafts", "drafts, window", "two kinds", "rolling", "no mask", "header"],
 )
 def test_begin_step(how, dtype):
     call = check_start(dtype=dtype, **how)
-    assert (call.clock[0] == call.position + torch.arange(call.clock.shape[1])).all()
+    later = 0 if call.header is None else 2
+    assert (call.clock[0] == call.position + later + torch.arange(call.clock.shape[1])).all()
     for name, value in call._asdict().items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
             assert (value != NONE).all(), name
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, 21])
+@pytest.mark.parametrize("length", [1, 2, 30, 1023, 1024, 2500])
+@pytest.mark.parametrize("ngram", [1, 3])
+def test_look_up_drafts(ngram, length, tokens):
+    generator = torch.Generator().manual_seed(length)
+    found = set()
+    for values in (2, 7, 3000, 2**40):
+        for accepted in {0, 1, tokens // 2, tokens}:
+            ids = torch.randint(0, values, (1, length), generator=generator)
+            selected = torch.randint(0, values, (1, tokens), generator=generator)
+            step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
+            step_ids[:, 1 + accepted :] = -1
+            headers = torch.full((2, 2), NONE)
+            routed("look_up_drafts", ids, step_ids, selected, headers[0], ngram=ngram)
+            looked_up_by_torch(ids, step_ids, selected, headers[1], ngram)
+            assert headers[0].tolist() == headers[1].tolist()
+            assert headers[0, 0] == length + min(accepted, tokens - 1)
+            found.add(bool(headers[0, 1] <= headers[0, 0]))
+    assert found == {True, False} or length < 3
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_missing_drafts_are_zeros(sources):
+    calls = [begins(tokens=6, sources=sources)._replace(drafts=28 + 8 * (sources - 1)) for _ in range(2)]
+    begun_by_torch(calls[0])
+    routed("begin_step", calls[1])
+    assert torch.equal(calls[0].input_ids, calls[1].input_ids) and calls[1].input_ids[0, -3:].tolist() == [0, 0, 0]
 
 
 def test_drafts_come_from_both_sources():

@@ -17,8 +17,9 @@ class BeginStepCall(NamedTuple):
     `window` keys (None: all) of its length, from `starts`, [B], on, in a buffer that contains the last L keys. hidden:
     the value of an additive mask for keys that are not seen, else None. rolling: whether a length may exceed L. places:
     [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N] int64, which receives token
-    `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B, M]. Tensors
-    except clock and relative may be None. The fields that end in _2 belong to the second kind.
+    `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B, M], and zeros.
+    header: [2] int64, see `look_up_drafts`: its first number is added to position, row, row_2 and first, and its second
+    one to drafts. Tensors except clock and relative may be None. The fields that end in _2 belong to the second kind.
     """
 
     clock: Tensor
@@ -32,6 +33,7 @@ class BeginStepCall(NamedTuple):
     input_ids: Tensor | None
     ids: Tensor | None
     further: Tensor | None
+    header: Tensor | None
     position: int
     window: int | None
     window_2: int | None
@@ -47,8 +49,8 @@ class BeginStepSpec(NamedTuple):
     """The specification of `begin_step`.
 
     dtype: that of the masks. masks, places, sources: the number of masks, of tensors with rows, and of tensors with
-    tokens. batch: B. tokens: N. starts: whether there are any. clocks: C · N. same: whether the masks agree in dtype
-    and batch size. contiguous: whether all tensors are.
+    tokens. batch: B. tokens: N. starts, header: whether there are any. clocks: C · N. same: whether the masks agree in
+    dtype and batch size. contiguous: whether all tensors are.
     """
 
     dtype: torch.dtype
@@ -62,8 +64,26 @@ class BeginStepSpec(NamedTuple):
     clocks: int
     places: int
     sources: int
+    header: bool
     same: bool
     contiguous: bool
+    grad: bool = False
+
+
+class LookUpDraftsSpec(NamedTuple):
+    """The specification of `look_up_drafts`.
+
+    dtype: that of the ids. tokens: N. contiguous, wide, here: whether all tensors are contiguous, have dtype int64, and
+    are on the device of the ids.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    tokens: int
+    ngram: int
+    contiguous: bool
+    wide: bool
+    here: bool
     grad: bool = False
 
 

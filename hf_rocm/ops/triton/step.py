@@ -16,12 +16,13 @@ from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.specs.step import AppendTokensSpec, BeginStepSpec, FinishStepSpec
+    from hf_rocm.ops.specs.step import AppendTokensSpec, BeginStepSpec, FinishStepSpec, LookUpDraftsSpec
 
-BEGIN, NAME, APPEND = "begin_kernel", "logits_kernel", "append_kernel"
+BEGIN, LOOK_UP, NAME, APPEND = "begin_kernel", "look_up_kernel", "logits_kernel", "append_kernel"
 MOST = 256  # the largest number of rows
 PROGRAMS = 512  # the largest number of programs that read the logits; the next kernel reads the result of each
 MOST_ENDS = 16  # the largest number of end tokens
+MOST_NGRAM = 8  # the length of the longest n-gram that is searched
 MOST_CLOCKS = 4096  # the largest number of positions and lengths
 BLOCK = 1024
 
@@ -48,7 +49,7 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from hf_rocm.ops.triton.kernels.step import begin_kernel
 
     call = BeginStepCall(*arguments)
-    clock, _, mask, mask_2, *further = tensors = call[:11]
+    clock, _, mask, mask_2, *further = tensors = call[:12]
     rows, tokens = clock.shape
     places, input_ids = call.places, call.input_ids
     size, size_2 = (0 if one is None else one.shape[3] for one in (mask, mask_2))
@@ -77,6 +78,33 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
     )
     written = clock, mask, mask_2, places, call.places_2, input_ids
     return tuple([tensor for tensor in written if tensor is not None])
+
+
+def look_up_refuses(spec: LookUpDraftsSpec, device: Device) -> str | None:
+    """Why the kernel can't search for these drafts, or None."""
+    if not (spec.contiguous and spec.wide and spec.here):
+        return "our kernel that looks up drafts needs contiguous tensors of int64 on one device"
+    if not 0 < spec.ngram <= MOST_NGRAM:
+        return f"our kernel that looks up drafts takes n-grams of at most {MOST_NGRAM} tokens, got {spec.ngram}"
+    return detect.unavailable(device)
+
+
+@on_its_device
+def look_up_drafts(
+    ids: torch.Tensor, step_ids: torch.Tensor, selected: torch.Tensor, header: torch.Tensor, ngram: int
+) -> tuple[torch.Tensor]:
+    """See `hf_rocm.ops.look_up_drafts`. Returns header."""
+    from hf_rocm.ops.triton.kernels.step import look_up_kernel
+
+    tokens = step_ids.shape[1]
+    launch(
+        look_up_kernel,
+        (1,),
+        (ids, step_ids, selected, header, ids.shape[1], tokens),
+        {"NGRAM": ngram, "SLOTS": power_of_two(tokens), "BLOCK": BLOCK},
+        num_warps=warps(256, ids.device),
+    )
+    return (header,)
 
 
 def refuses(spec: FinishStepSpec, device: Device) -> str | None:

@@ -30,6 +30,7 @@ def begin_kernel(
     input_ids,  # [B, N] int64 or None
     ids,  # [B, S] int64 or None
     further,  # [B, M] int64 or None
+    header,  # [2] int64 or None
     position,
     row,
     row_2,
@@ -53,28 +54,34 @@ def begin_kernel(
     block = tl.program_id(0)
     b = (tl.program_id(1) // tokens).to(tl.int64)
     i = tl.program_id(1) % tokens
+    later = tl.zeros([], tl.int64)
+    match = later
+    if header is not None:
+        later = tl.load(header)
+        match = tl.load(header + 1)
     if mask is not None:
-        seen = tl.load(relative + tokens + i) + position
+        seen = tl.load(relative + tokens + i) + position + later
         _write_mask(mask, b * tokens + i, seen, starts, b, window, size, block, HIDDEN, BLOCK)
     if mask_2 is not None:
-        seen = tl.load(relative + 2 * tokens + i) + position
+        seen = tl.load(relative + 2 * tokens + i) + position + later
         _write_mask(mask_2, b * tokens + i, seen, starts_2, b, window_2, size_2, block, HIDDEN, BLOCK)
     if block == 0:
         if input_ids is not None:
-            at = tl.where(i == 0, first, drafts + i - 1)
+            at = tl.where(i == 0, first + later, drafts + match + i - 1)
             token = tl.load(ids + b * length + at, mask=at < length, other=0)
             if further is not None:
-                token += tl.load(further + b * more + at - length, mask=at >= length, other=0)
+                rest = (at >= length) & (at < length + more)
+                token += tl.load(further + b * more + at - length, mask=rest, other=0)
             tl.store(input_ids + b * tokens + i, token)
         if tl.program_id(1) == 0:
             slot = tl.arange(0, SLOTS)
             value = tl.load(relative + slot, mask=slot < CLOCKS, other=0)
-            tl.store(clock + slot, value + position, mask=slot < CLOCKS)
+            tl.store(clock + slot, value + position + later, mask=slot < CLOCKS)
             slot = tl.arange(0, PLACE_SLOTS)
             if places is not None:
-                tl.store(places + slot, (row + slot).to(tl.int64), mask=slot < PLACES)
+                tl.store(places + slot, row + later + slot, mask=slot < PLACES)
             if places_2 is not None:
-                tl.store(places_2 + slot, (row_2 + slot).to(tl.int64), mask=slot < PLACES)
+                tl.store(places_2 + slot, row_2 + later + slot, mask=slot < PLACES)
 
 
 @triton.jit
@@ -93,6 +100,53 @@ def _write_mask(mask, line, length, starts, b, window, size, block, HIDDEN: tl.c
     else:
         value = tl.where(seen, 0.0, HIDDEN).to(mask.dtype.element_ty)
     tl.store(mask + line * size + column, value, mask=column < size)
+
+
+@triton.jit(do_not_specialize=["length"])
+def look_up_kernel(
+    ids,  # [S] int64
+    step_ids,  # [N] int64
+    selected,  # [N] int64
+    header,  # [2] int64
+    length,  # S
+    tokens,  # N
+    NGRAM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the accepted drafts, and find the first of the longest earlier n-grams that end the continued sequence.
+
+    The length of a match and the position of its last token are packed into one integer. A maximum selects the longest
+    match and, among equal ones, the first.
+    """
+    slot = tl.arange(0, SLOTS)
+    draft = tl.load(step_ids + slot + 1, mask=slot < tokens - 1, other=0)
+    chosen = tl.load(selected + slot, mask=slot < tokens - 1, other=0)
+    accepted = tl.min(tl.where((slot >= tokens - 1) | (draft != chosen), slot, tokens), 0)
+    accepted = tl.minimum(accepted, tokens - 1)
+    last = length + accepted  # the position of the last token
+    best = tl.zeros([BLOCK], tl.int64)
+    for start in tl.range(0, last, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        same = at < last
+        count = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(NGRAM):
+            here = _token(ids, selected, at - back, same & (at >= back), length)
+            there = _token(ids, selected, last - back, last >= back, length)
+            same = same & (at >= back) & (here == there)
+            count += same.to(tl.int64)
+        best = tl.maximum(best, tl.where(count > 0, (count << 40) + (1 << 40) - 1 - at, 0))
+    found = tl.max(best, 0)
+    end = (1 << 40) - (found & ((1 << 40) - 1))
+    tl.store(header, last.to(tl.int64))
+    tl.store(header + 1, tl.where(found > 0, end, last + 1))
+
+
+@triton.jit
+def _token(ids, selected, at, there, length):
+    """The tokens at these positions of a sequence of `length` ids and the selected tokens."""
+    first = tl.load(ids + at, mask=there & (at < length), other=0)
+    return first + tl.load(selected + at - length, mask=there & (at >= length), other=0)
 
 
 @triton.jit
@@ -216,15 +270,23 @@ def _next(tokens, unfinished, pad, there):
 
 
 def _begin_build(
-    mask: str, *, masks: int = 1, tokens: int = 1, starts: bool = False, window: bool = False, sources: int = 0
+    mask: str,
+    *,
+    masks: int = 1,
+    tokens: int = 1,
+    starts: bool = False,
+    window: bool = False,
+    sources: int = 0,
+    header: bool = False,
 ) -> Build:
     """masks: the number of masks and of tensors with rows. The second one, or the only one, has the window."""
     given = ["clock", "relative", "mask", "mask_2"][: 2 + masks] + ["places", "places_2"][:masks]
     given += ["starts", "starts_2"][:masks] if starts else []
     given += ["input_ids", "ids", "further"][: 1 + sources] if sources else []
+    given += ["header"] if header else []
     windows = ["window_2" if masks == 2 else "window"] if window else []
     pointers = {name: f"*{mask}" if name.startswith("mask") else "*i64" for name in given}
-    every = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further"]
+    every = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further", "header"]
     numbers = ["position", "row", "row_2", "first", "drafts", "length", "more", "size", "size_2"]
     fixed: dict[str, object] = {name: None for name in (*every, "window", "window_2") if name not in (*given, *windows)}
     clocks = (2 + masks) * tokens
@@ -243,6 +305,21 @@ def _begin_build(
         },
         threads=256,
         divisible=("size", "size_2"),
+    )
+
+
+def _look_up_build(tokens: int, ngram: int) -> Build:
+    names = ("ids", "step_ids", "selected", "header")
+    return Build(
+        look_up_kernel,
+        {**dict.fromkeys(names, "*i64"), "length": "i32", **({"tokens": "i32"} if tokens > 1 else {})},
+        {
+            **({} if tokens > 1 else {"tokens": 1}),
+            "NGRAM": ngram,
+            "SLOTS": triton.next_power_of_2(tokens),
+            "BLOCK": 1024,
+        },
+        threads=256,
     )
 
 
@@ -286,8 +363,12 @@ def _append_build(rows: int, ends: int, *, padded: bool = True) -> Build:
 BUILDS = (
     _begin_build("u8"),
     _begin_build("u8", tokens=6, sources=2, starts=True),
+    _begin_build("u8", tokens=6, sources=2, header=True),
     _begin_build("bf16", masks=2, window=True),
     _begin_build("fp16", masks=2, tokens=6, window=True, starts=True, sources=1),
+    _look_up_build(1, 2),
+    _look_up_build(11, 2),
+    _look_up_build(6, 3),
     _logits_build(128),
     _logits_build(16, dtype="fp16"),
     _logits_build(64, dtype="fp32"),

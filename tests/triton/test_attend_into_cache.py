@@ -11,12 +11,13 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
-from hf_rocm.ops import attend_into_cache, probe_cases
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.attend_into_cache import _triton_refuses
 from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
-from hf_rocm.ops.triton import decode
+from hf_rocm.ops.triton import attend_into_cache, decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import check_more_keys, compiled_once, random, roomy, routed
+from tests.triton.routed import check_more_keys, compiled_once, here, random, roomy, routed
 from tests.triton.test_rope import angles
 
 CPU = torch.device("cpu")
@@ -85,7 +86,11 @@ def check(
         "once": once,
     }
     results = {}
-    for name, convert in (("kernel", torch.Tensor.clone), ("eager", torch.Tensor.clone), ("exact", torch.Tensor.double)):
+    for name, convert in (
+        ("kernel", torch.Tensor.clone),
+        ("eager", torch.Tensor.clone),
+        ("exact", torch.Tensor.double),
+    ):
         norms = None
         if weights is not None:
             norms = tuple(
@@ -97,9 +102,7 @@ def check(
                 cache.masked_fill_(~read[:, None, :, None], torch.nan)
         sink = convert(random(shape[1], dtype=dtype, seed=3)) if sinks else None
         call = routed if name == "kernel" else eager_tier
-        output = call(
-            OPERATION, *(convert(x) for x in given), keys=own, values=its, sinks=sink, norms=norms, **how
-        )
+        output = call(OPERATION, *(convert(x) for x in given), keys=own, values=its, sinks=sink, norms=norms, **how)
         results[name] = output, own[:, :, last], its[:, :, last]
         if name == "kernel":
             untouched = places != last
@@ -314,20 +317,16 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
     ids=str,
 )
 def test_unsupported_calls_are_refused(change, word):
-    from tests.triton.routed import here
-
-    assert word in attend_into_cache.triton.refuses(PLAIN._replace(**change), here())
+    assert word in attend_into_cache.refuses(PLAIN._replace(**change), here())
 
 
 def test_parts_that_the_user_chose_refuse_the_kernel():
-    from tests.triton.routed import here
-
-    for tier, spec in (("rope=torch", PLAIN), ("rms_norm=eager", PLAIN._replace(norm_dtype=BF16))):
+    for tier, spec in (("rope=torch", PLAIN), ("rms_norm=eager", PLAIN._replace(norm_dtype=SERVED[0]))):
         with options.override(tier=tier):
-            assert "tier was requested" in attend_into_cache._triton_refuses(spec, here())
+            assert "tier was requested" in _triton_refuses(spec, here())
     required = {**options.current().aiter, "rope": options.Switch.REQUIRED}
     with options.override(aiter=required):
-        assert "aiter was required" in attend_into_cache._triton_refuses(PLAIN, here())
+        assert "aiter was required" in _triton_refuses(PLAIN, here())
 
 
 def test_norms_of_two_kinds_are_refused():

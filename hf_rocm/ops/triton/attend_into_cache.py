@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import decode, rope
-from hf_rocm.ops.triton.launch import dense
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -48,31 +47,6 @@ def attend_into_cache(
     return output, keys, values
 
 
-class NewKey(NamedTuple):
-    """A key and a value that the kernel rotates and writes, with the positions and norms of a step."""
-
-    key: Tensor
-    value: Tensor
-    cos: Tensor
-    sin: Tensor
-    place: Tensor
-    norms: rope.Norms
-    once: bool
-
-    @property
-    def rotation(self) -> tuple[int, bool, bool]:
-        """The kernel's arguments ROTATED, ONE_PLUS and ONCE."""
-        return self.cos.shape[-1] * (2 if self.once else 1), self.norms.one_plus, self.once
-
-    @property
-    def arguments(self) -> tuple[tuple[Tensor | None, ...], tuple[float, float], tuple[int, ...]]:
-        """The tensors, the epsilons and the strides that the kernel takes."""
-        key, value, cos, sin = dense(self.key), dense(self.value), self.cos.contiguous(), self.sin.contiguous()
-        weights = tuple(None if weight is None else weight.contiguous() for weight in self.norms[:2])
-        strides = (*key.stride()[:2], *value.stride()[:2], 0 if cos.shape[0] == 1 else cos.stride(0))
-        return (key, value, cos, sin, self.place, *weights), (self.norms.query_eps, self.norms.key_eps), strides
-
-
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -96,7 +70,7 @@ def _forward(
     window: int | None,
 ) -> Tensor:
     norms = rope.Norms(query_norm, key_norm, query_eps, key_eps, one_plus)
-    new = NewKey(key, value, cos, sin, position, norms, once)
+    new = decode.NewKey(key, value, cos, sin, position, norms, once)
     return decode.forward(query, keys, values, lengths, starts, None, sinks, None, scale, softcap, window, True, new)
 
 

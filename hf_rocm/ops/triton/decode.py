@@ -16,6 +16,7 @@ from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
+from hf_rocm.ops.triton.rope import Norms
 from hf_rocm.ops.triton.tiles import plan
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         PagedSpec,
         PagedTerms,
     )
-    from hf_rocm.ops.triton.attend_into_cache import NewKey
 
 LARGEST_HEAD = 256
 
@@ -212,6 +212,31 @@ def forward(
             num_warps=4,
         )
     return output
+
+
+class NewKey(NamedTuple):
+    """A key and a value that the kernel rotates and writes, with the positions and norms of a step."""
+
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    place: Tensor
+    norms: Norms
+    once: bool
+
+    @property
+    def rotation(self) -> tuple[int, bool, bool]:
+        """The kernel's arguments ROTATED, ONE_PLUS and ONCE."""
+        return self.cos.shape[-1] * (2 if self.once else 1), self.norms.one_plus, self.once
+
+    @property
+    def arguments(self) -> tuple[tuple[Tensor | None, ...], tuple[float, float], tuple[int, ...]]:
+        """The tensors, the epsilons and the strides that the kernel takes."""
+        key, value, cos, sin = dense(self.key), dense(self.value), self.cos.contiguous(), self.sin.contiguous()
+        weights = tuple(None if weight is None else weight.contiguous() for weight in self.norms[:2])
+        strides = (*key.stride()[:2], *value.stride()[:2], 0 if cos.shape[0] == 1 else cos.stride(0))
+        return (key, value, cos, sin, self.place, *weights), (self.norms.query_eps, self.norms.key_eps), strides
 
 
 _NO_ROTATION = None, False, False

@@ -126,9 +126,7 @@ def decode_kernel(
     else:
         cos += b * angle_b
         sin += b * angle_b
-        q = rotated_rows(
-            query, real[:, None], cos, sin, query_weight, query_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D
-        )
+        q = rotated_rows(query, real[:, None], cos, sin, query_weight, query_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D)
     key += kv_head.to(tl.int64) * key_h
     value += kv_head.to(tl.int64) * value_h
     if table is None:
@@ -143,25 +141,29 @@ def decode_kernel(
         if ALONE or split == splits - 1:
             row = tl.load(place).to(tl.int64)
             right = (row >= 0) & (row == end - 1)
-            its = new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + tl.zeros([1, 1], tl.int32)
-            always = tl.full([1, 1], True, tl.int1)
-            k = rotated_rows(its, always, cos, sin, key_weight, key_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D)
-            its = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h + value_column
-            v = tl.load(its, mask=value_inside, other=0.0)
             writes = right & (tl.program_id(1) % pieces == 0)
-            tl.store(key + row * key_s + column[None, :], k, mask=inside[None, :] & writes)
-            tl.store(value + row * value_s + value_column, v, mask=value_inside & writes)
-            scores = _scaled(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), scale, softcap)
+            at_key = new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + tl.zeros([1, 1], tl.int32)
+            always = tl.full([1, 1], True, tl.int1)
+            last_key = rotated_rows(
+                at_key, always, cos, sin, key_weight, key_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D
+            )
+            tl.store(key + row * key_s + column[None, :], last_key, mask=inside[None, :] & writes)
+            at_value = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h
+            last_value = tl.load(at_value + value_column, mask=value_inside, other=0.0)
+            tl.store(value + row * value_s + value_column, last_value, mask=value_inside & writes)
+            # a matrix product, like for all other keys: the compiler would keep the terms of a sum in registers
+            same = tl.broadcast_to(tl.trans(last_key), (BLOCK_D, 16))
+            score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
             counts = (first < end) | ~right  # padding does not count, but a wrong row must be visible
-            peak = tl.where(counts, scores, -float("inf"))
+            shown = tl.where(right, last_value.to(tl.float32), float("nan"))
+            peak = tl.where(counts, score, -float("inf"))
             total = tl.where(counts, total + 1.0, total)
-            v = tl.where(right, v.to(tl.float32), float("nan"))
-            sums = tl.where(counts, sums + v[None, :], sums)
+            sums = tl.where(counts, sums + shown[None, :], sums)
     for block in tl.range(own, cached, splits * BLOCK):
         at = block + n
         wanted = at < cached
         seen = at[None, :] <= position[:, None] if CAUSAL else wanted[None, :]
-        if window is not None:
+        if window is not None and new_key is None:  # for one query, `first` is exact
             seen = seen & (at[None, :] > position[:, None] - window)
         if mask is not None:
             its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k

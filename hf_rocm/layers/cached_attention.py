@@ -32,6 +32,7 @@ def attend(
     scale: float,
     norms: tuple[str, ...] = (),
     once: bool = False,
+    partial: bool = False,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -45,8 +46,8 @@ def attend(
     or None in a layer without rotary positions. cache: the model's cache, or None. mask, arguments: the attention mask
     and the other keyword arguments of the call. scale, softcap, sinks: see `ops.attention`. norms: the children that
     normalise queries and keys over the head dim; children that the module lacks are skipped. once: cos and sin contain
-    each angle once, [B | 1, S, R / 2], as the model's function takes them. window: the layer's sliding window.
-    Returns (output [B, S, H · D_v], weights); weights is None, as from SDPA.
+    each angle once, [B | 1, S, R / 2], as the model's function takes them. partial: see `rotate`. window: the layer's
+    sliding window. Returns (output [B, S, H · D_v], weights); weights is None, as from SDPA.
     """
     query, key, value = heads
     if query.shape[2] == 1 and mask is not None and cache is not None and position_embeddings is not None:
@@ -54,8 +55,9 @@ def attend(
         step = _in_one_kernel(module, *tensors, cache, mask, arguments, norms, once, scale, softcap, sinks)
         if step is not None:
             return step.flatten(2), None
+    how: dict[str, Any] = {"norms": norms, "once": once, "partial": partial}
     query, key, value = rotate_and_update_cache(
-        module, stock, query, key, value, position_embeddings, cache, arguments, norms=norms, once=once
+        module, stock, query, key, value, position_embeddings, cache, arguments, **how
     )
     key, value, seen = visible_keys(
         module, query, key, value, mask, arguments, window=window, softcap=softcap, sinks=sinks
@@ -139,6 +141,7 @@ def rotate_and_update_cache(
     *,
     norms: tuple[str, ...] = (),
     once: bool = False,
+    partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known in advance.
 
@@ -171,7 +174,7 @@ def rotate_and_update_cache(
     if once:
         query, key = stock(query, key, *position_embeddings)
     else:
-        query, key = rotate(stock, query, key, position_embeddings)
+        query, key = rotate(stock, query, key, position_embeddings, partial=partial)
     return query, *update_cache(module, key, value, cache, arguments, position_embeddings)
 
 

@@ -21,8 +21,8 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names, norms = ("q_proj", "k_proj", "v_proj"), ("q_layernorm", "k_layernorm")
-        heads = layers.heads(self, hidden_states, *names, norms=norms)  # [B, H | Hkv, S, D]
-        terms = {"scale": self.scaling}
+        heads = layers.heads(self, hidden_states, *names)  # [B, H | Hkv, S, D]
+        terms = {"scale": self.scaling, "norms": norms}
         output, weights = layers.attend(
             self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )

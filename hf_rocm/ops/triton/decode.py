@@ -187,6 +187,7 @@ def forward(
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
+        contract=new is None,  # as for `rope_kernel`: products are rounded before they are added
         forms=(
             form(query),
             form(key),

@@ -339,6 +339,7 @@ def _attend(
             num_warps=how.warps,
             num_stages=how.stages,
             divisible=(*numbers, *of_new),
+            options={} if rotated is None else {"enable_fp_fusion": False},
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without matrix instructions
             architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )

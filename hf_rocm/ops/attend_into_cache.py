@@ -187,7 +187,7 @@ def _triton_refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
 def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
     """Few and many keys. Values of rows that must not be read are large, but not so large that they hide errors."""
     draw = Draw(spec.dtype, spec.device)
-    weights = (None, None)
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.norm_dtype is not None:
         weights = draw(spec.head_dim).to(spec.norm_dtype), draw(spec.head_dim).to(spec.norm_dtype)
     for length in (1, LENGTH, LONG - 1):

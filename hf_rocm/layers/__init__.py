@@ -8,12 +8,10 @@ from hf_rocm.layers.attention import (
     heads,
     project,
     project_out,
-    rotate,
-    rotate_and_update_cache,
     split_heads,
-    update_cache,
     visible_keys,
 )
+from hf_rocm.layers.cached_attention import attend, rotate, update_cache
 from hf_rocm.layers.cross import encoder_decoder, pack_outputs
 from hf_rocm.layers.decoder import PreNormLayer
 from hf_rocm.layers.delta import delta_tokens, gated_delta
@@ -48,6 +46,7 @@ __all__ = [
     "StackedExperts",
     "TopKRouter",
     "activated",
+    "attend",
     "before",
     "delta_tokens",
     "dropout_reason",
@@ -65,7 +64,6 @@ __all__ = [
     "project",
     "project_out",
     "rotate",
-    "rotate_and_update_cache",
     "rounded_root",
     "softmax_top",
     "split_heads",

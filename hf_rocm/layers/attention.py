@@ -9,24 +9,20 @@ be distinguished from a user's choice, so `eager` is served for them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, compiler, nn
 
-from hf_rocm import ops
 from hf_rocm.layers import grouped_linear
-from hf_rocm.layers.decoder import norm_pair
 from hf_rocm.layers.fallback_reasons import STAYED, note
 from hf_rocm.layers.norm import PrenormResidual, dropout_reason
 from hf_rocm.layers.pages import CACHE, Pages, is_flash
-from hf_rocm.layers.slots import slot
 from hf_rocm.ops import decode
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.mask_patterns import CacheRows, Padded, recognise
 from hf_rocm.ops.registry import kernel_serves
-from hf_rocm.ops.rope_into_cache import one_kernel
 from hf_rocm.ops.specs.attention import FEW_QUERIES, DecodeSpec
 from hf_rocm.overlay.bind import bindings_by_class
 from hf_rocm.overlay.replacements import Watch, constant_in_traces
@@ -171,10 +167,10 @@ def heads(
     parts = grouped_linear.project(module, x, norm=norm, head_dim=size)
     if parts is None:
         parts = split_heads(_separately(module, x, names, fused), size)
-    return _normed(module, parts, norms)
+    return normed_heads(module, parts, norms)
 
 
-def _normed(module: Any, parts: tuple[Tensor, ...], norms: tuple[str, ...]) -> tuple[Tensor, ...]:
+def normed_heads(module: Any, parts: tuple[Tensor, ...], norms: tuple[str, ...]) -> tuple[Tensor, ...]:
     """Call the norms of the first parts [B, heads, S, D]; children that the module lacks are skipped."""
     if not norms:
         return parts
@@ -217,110 +213,6 @@ def project_out(module: Any, output: Tensor, name: str = "o_proj", *, fused: Pre
     return result
 
 
-def rotate(
-    stock: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    *,
-    partial: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Apply rotary position embeddings, for models whose function rotates halves in the tensors' own dtype.
-
-    stock: the model's own function, used if the tensors' dtype differs from that of cos and sin. query: [B, H, S, D].
-    key: [B, Hkv, S, D]. position_embeddings: cos and sin, [B | 1, S, R], R ≤ D. partial: the model's function takes
-    only the R rotated dims. Returns (query, key).
-    """
-    cos, sin = position_embeddings
-    if cos.dtype == query.dtype:
-        return ops.rope(query, key, cos, sin)
-    width = cos.shape[-1] if partial else query.shape[-1]
-    rotated: tuple[Tensor, Tensor] = stock(query[..., :width], key[..., :width], cos, sin)
-    if not partial:
-        return rotated
-    return torch.cat((rotated[0], query[..., width:]), dim=-1), torch.cat((rotated[1], key[..., width:]), dim=-1)
-
-
-def rotate_and_update_cache(
-    module: Any,
-    stock: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    cache: Any,
-    arguments: Mapping[str, Any],
-    *,
-    norms: tuple[str, ...] = (),
-    once: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known in advance.
-
-    The arguments are those of the two functions. norms: as in `heads`, for queries and keys. once: cos and sin contain
-    each angle once, [B | 1, S, R / 2], as the model's function takes them. Returns (query, all keys, all values).
-    """
-    cos = position_embeddings[0]
-    traced = compiling() or compiler._is_compiling_flag
-    if cos.dtype == query.dtype and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
-        rows = slot(cache, module.layer_idx, key, value, arguments)
-        if rows is not None:
-            terms = norm_pair(module, norms, query)
-            serves = terms is not False and one_kernel(query, key, value, cos, rows.position, once=once, norms=terms)
-            if norms and not serves:
-                query, key = _normed(module, (query, key), norms)
-                norms, terms = (), None
-                # a stock norm may promote the dtype
-                serves = key.dtype == value.dtype and one_kernel(query, key, value, cos, rows.position, once=once)
-            if serves and terms is not False:
-                keys, values, position, written = rows
-                into: dict[str, Any] = {"keys": keys, "values": values, "position": position}
-                query = ops.rope_into_cache(query, key, value, *position_embeddings, **into, once=once, norms=terms)
-                if written is not None:
-                    written()
-                return query, keys, values
-    query, key = _normed(module, (query, key), norms)
-    if once:
-        query, key = stock(query, key, *position_embeddings)
-    else:
-        query, key = rotate(stock, query, key, position_embeddings)
-    return query, *update_cache(module, key, value, cache, arguments, position_embeddings)
-
-
-def _may_have_slot(cache: Any, index: int) -> bool:
-    """Return whether `slot` may return rows of this cache. Checks only types, so that it is fast."""
-    if hasattr(type(cache), "_hf_rocm_slot"):
-        return True
-    layers = getattr(cache, "layers", ())
-    return index < len(layers) and type(layers[index]).__name__ == "StaticLayer"
-
-
-def update_cache(
-    module: Any,
-    key: Tensor,
-    value: Tensor,
-    cache: Any,
-    arguments: Mapping[str, Any],
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Append this call's keys and values to the cache, if there is one. Returns all keys and values.
-
-    key: [B, Hkv, S, D]. value: [B, Hkv, S, D_v]. arguments: the call's keyword arguments. Up to transformers 5.3 they
-    include `cache_position`, which is passed to the cache with cos and sin, as in the stock layers.
-    """
-    if cache is None:
-        return key, value
-    position = arguments.get("cache_position")
-    cached: tuple[Tensor, Tensor]
-    if position is None:
-        cached = cache.update(key, value, module.layer_idx)
-    else:
-        details = {"cache_position": position}
-        if position_embeddings is not None:
-            details["cos"], details["sin"] = position_embeddings
-        cached = cache.update(key, value, module.layer_idx, details)
-    return cached
-
-
 def visible_keys(
     module: nn.Module,
     query: Tensor,
@@ -345,7 +237,7 @@ def visible_keys(
         return key, value, {"causal": False, "mask": None, "padded": Pages(module, arguments, window)}
     if mask is not None:
         terms = {"softcap": softcap is not None, "sinks": sinks is not None}
-        rows: CacheRows | None = getattr(mask, _ROWS, None)
+        rows = attached_rows(mask)
         padded: Padded | None
         if rows is None or mask.shape[2:] != (query.shape[2], key.shape[2]):
             padded = recognise(mask, query, key, value, window=window, **terms)
@@ -374,6 +266,12 @@ def attach(mask: Tensor, rows: CacheRows) -> Tensor:
     """
     setattr(mask, _ROWS, rows)
     return mask
+
+
+def attached_rows(mask: Tensor) -> CacheRows | None:
+    """Return the lengths and starts that `attach` has attached to this mask, or None."""
+    rows: CacheRows | None = getattr(mask, _ROWS, None)
+    return rows
 
 
 def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *, softcap: bool, sinks: bool) -> bool:

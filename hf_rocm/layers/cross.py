@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_rocm.layers.attention import heads, split_heads, update_cache
+from hf_rocm.layers.attention import heads, split_heads
+from hf_rocm.layers.cached_attention import update_cache
 from hf_rocm.layers.release import before
 
 _WITH_CACHE = before("4.54")  # before 4.54 these layers returned the cache as a third value

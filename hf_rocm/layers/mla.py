@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm.layers.attention import project, split_heads, update_cache
+from hf_rocm.layers.attention import project, split_heads
+from hf_rocm.layers.cached_attention import update_cache
 from hf_rocm.layers.norm import PrenormResidual
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

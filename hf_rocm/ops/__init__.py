@@ -5,6 +5,7 @@ Shapes use one alphabet: B batch, S length, H query heads, Hkv key/value heads, 
 
 from hf_rocm.ops.act import act
 from hf_rocm.ops.append_tokens import append_tokens
+from hf_rocm.ops.attend_into_cache import attend_into_cache
 from hf_rocm.ops.attention import attention
 from hf_rocm.ops.begin_step import begin_step
 from hf_rocm.ops.decode import decode_attention
@@ -37,6 +38,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "append_tokens",
+    "attend_into_cache",
     "attention",
     "begin_step",
     "choose_experts",

@@ -20,7 +20,7 @@ from hf_rocm.ops.attention import torch_attention
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
-from hf_rocm.ops.specs.attention import FEW_QUERIES, AttentionTerms, DecodeSpec, DecodeTerms
+from hf_rocm.ops.specs.attention import FEW_QUERIES, AttendIntoCacheSpec, AttentionTerms, DecodeSpec, DecodeTerms
 from hf_rocm.ops.triton import decode as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 
@@ -126,10 +126,11 @@ def _masked(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[
     return decode
 
 
+torch_decode = _masked(torch_attention)
 eager_decode = _masked(attention_eager.attention)  # the oracle
 
 
-def _torch_refuses(spec: DecodeSpec, device: Device) -> str | None:
+def torch_refuses(spec: DecodeSpec | AttendIntoCacheSpec, device: Device) -> str | None:
     if spec.softcap:
         return "SDPA has no softcap"
     return "SDPA has no sinks" if spec.sinks else None
@@ -180,5 +181,5 @@ _operation.register(
         checked_triton("decode_attention", "decode_kernel"),
     )
 )
-_operation.register(Implementation("torch", "SDPA, masked", _torch_refuses, _masked(torch_attention)))
+_operation.register(Implementation("torch", "SDPA, masked", torch_refuses, torch_decode))
 _operation.register(Implementation("eager", "softmax, masked", refuses_nothing, eager_decode))

@@ -18,6 +18,7 @@ from hf_rocm.ops.aiter import rope as aiter_rope
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import LENGTH, Draw
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
+from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
 from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec, RopeIntoCacheSpec, RopeSpec
 from hf_rocm.ops.triton import activation as triton_activation
 from hf_rocm.ops.triton import detect as triton_detect
@@ -242,10 +243,12 @@ def _rope_cases(spec: RopeSpec) -> Iterator[Case]:
     yield Case((query, key, *angles(spec, draw, 2, LENGTH)), (spec.interleaved,))
 
 
-def angles(spec: RopeSpec | RopeIntoCacheSpec, draw: Draw, b: int, s: int) -> tuple[Tensor, Tensor]:
+def angles(
+    spec: RopeSpec | RopeIntoCacheSpec | AttendIntoCacheSpec, draw: Draw, b: int, s: int
+) -> tuple[Tensor, Tensor]:
     """(cos, sin) [B | 1, S, R] of a case."""
     half = draw(1 if spec.shared else b, s, spec.rotated // 2).double()
-    both = half.repeat_interleave(2, -1) if spec.interleaved else torch.cat((half, half), -1)
+    both = half.repeat_interleave(2, -1) if getattr(spec, "interleaved", False) else torch.cat((half, half), -1)
     return both.cos().to(spec.angle_dtype), both.sin().to(spec.angle_dtype)
 
 

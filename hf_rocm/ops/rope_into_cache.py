@@ -80,16 +80,17 @@ def one_kernel(
     norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
     """Whether one kernel computes `rope_into_cache`. It is then faster than several calls."""
-    current = options.current()
-    if current.aiter["rope"] is Switch.REQUIRED:
+    if options.current().aiter["rope"] is Switch.REQUIRED:
         return False
-    if norms is not None and (current.aiter["rms_norm"] is Switch.REQUIRED or not _norm_may_join()):
+    if norms is not None and not _norm_may_join():
         return False
     return kernel_serves(_operation, _specification(query, key, value, cos, position, interleaved, once, norms))
 
 
 def _norm_may_join() -> bool:
     """Whether the options and the registered implementations of the norm allow a fused kernel."""
+    if options.current().aiter["rms_norm"] is Switch.REQUIRED:
+        return False
     if options.current().tier("rms_norm") not in (None, "triton"):
         return False
     return not any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations)
@@ -135,7 +136,7 @@ def _specification(
     )
 
 
-def _then_write(
+def then_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return a function that applies this norm and rotation, then writes as transformers' static cache does.
@@ -213,8 +214,8 @@ _operation.register(
     )
 )
 _operation.register(
-    Implementation("torch", "rope, index_copy_", refuses_nothing, _then_write(torch_rms_norm, torch_rope))
+    Implementation("torch", "rope, index_copy_", refuses_nothing, then_write(torch_rms_norm, torch_rope))
 )
 _operation.register(
-    Implementation("eager", "formula, index_copy_", refuses_nothing, _then_write(eager_rms_norm, eager_rope))
+    Implementation("eager", "formula, index_copy_", refuses_nothing, then_write(eager_rms_norm, eager_rope))
 )

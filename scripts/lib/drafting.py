@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lib import attention_lines
 from lib.attention_shape import Attention, Unknown, attention_shape
 
 HEAD = '''\
@@ -267,7 +268,6 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
     fuses = _fuses(shape)
     given = ", fused=fused" if fused and fuses else ""
     x, cache = names[0], "past_key_values" if shape.cache else "None"
-    positions = ", position_embeddings" if shape.rope else ""
     beyond = ", beyond_sdpa=True" if {"softcap", "sinks"} & set(shape.terms) else ""
     dropout = f", dropout={shape.dropout}" if shape.dropout else ""
     pages = ", pages=True" if shape.cache else ""
@@ -278,33 +278,19 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
         f"    return stock(self, {', '.join(names)}, **kwargs)",
     ]
     halves = shape.rope is not None and _rotates_halves(shape.rope, functions)
-    together = halves and shape.cache and not shape.rope_if
-    norms = _norms(shape) if together else ""
-    body += _projections(shape, x, ("" if together else _norms(shape)), given)
+    together = halves and shape.cache
+    norms = attention_lines.norms(shape)
+    parts = attention_lines.projections(shape, x, "" if together else norms, given)
     if together:
-        body += [
-            "query, key, value = layers.rotate_and_update_cache(",
-            f"    self, {shape.rope}, query, key, value{positions}, {cache}, kwargs{norms}",
-            ")",
-        ]
-    elif shape.rope:
-        prepared, stock = f"layers.rotate({shape.rope}, query, key, ", f"{shape.rope}(query, key, *"
-        rotated = f"query, key = {prepared if halves else stock}position_embeddings)"
-        body += [f"if {shape.rope_if}:", f"    {rotated}"] if shape.rope_if else [rotated]
-    if shape.cache and not together:
-        body.append(f"key, value = layers.update_cache(self, key, value, {cache}, kwargs{positions})")
-    window = shape.terms.get("window", "")
-    direct = {"window": window} if set(shape.terms) == {"window"} and len(window) <= len("self.sliding_window") else {}
-    body += [f"{name} = {text}" for name, text in shape.terms.items() if name not in direct]
-    terms = "".join(f", {name}={direct.get(name, name)}" for name in shape.terms)
-    body.append(f"key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs{terms})")
-    terms = "".join(f", {name}={name}" for name in shape.terms if name != "window")
-    body.append(f"output, weights = ops.attention(query, key, value, scale={shape.scale}{terms}, **seen)")
-    output = f"self.{shape.output}(output.flatten(2))"
+        body += attention_lines.together(shape, parts, cache, norms)
+    else:
+        body += [*parts, *attention_lines.apart(shape, cache, halves)]
+    heads = "output" if together else "output.flatten(2)"
+    output = f"self.{shape.output}({heads})"
     if shape.output_dropout:
         output = f"dropout({output}, {shape.output_dropout}, self.training)"
     elif shape.output == "o_proj":
-        output = f"layers.project_out(self, output.flatten(2){given})"
+        output = f"layers.project_out(self, {heads}{given})"
     body.append(f"return {output}, weights")
     parameters += ["fused=None"] if given else []
     return _function(shape.cls, f"self, stock, {', '.join(parameters)}, **kwargs", body, fuses=fuses)
@@ -313,51 +299,6 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
 def _fuses(shape: Attention) -> tuple[str, ...]:
     linears = tuple(part.linear for part in shape.parts)
     return linears if len(set(linears)) == 3 else ()
-
-
-def _norms(shape: Attention) -> str:
-    """The text of the argument with the norms over the head dim, if there are any."""
-    query, key, _ = shape.parts
-    names = f'("{query.head_norm}", "{key.head_norm}")'
-    return f", norms={names}" if query.head_norm or key.head_norm else ""
-
-
-def _projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
-    query, key, value = shape.parts
-    head_dim = query.head_dim or "self.head_dim"
-    linears = [part.linear for part in shape.parts]
-    if len({part.head_dim for part in shape.parts}) != 1 or value.head_norm or value.flat_norm:
-        raise Unknown("heads of more than one width, or a norm of the values")
-    if len(set(linears)) == 3 and not (query.flat_norm or key.flat_norm):
-        width = "" if head_dim == "self.head_dim" else f", head_dim={head_dim}"
-        quoted = ", ".join(f'"{name}"' for name in linears)
-        call = f"layers.heads(self, {x}, {quoted}{norms}{width}{fused})".replace("'", '"')
-        line = f"query, key, value = {call}"
-        return [f"{line}  # [B, H | Hkv, S, D]" if len(line) < _WIDTH - 32 else line]
-    if len(set(linears)) == 3:
-        quoted = ", ".join(f'"{name}"' for name in linears)
-        normed = [
-            f"self.{norm}({name})" if norm else name
-            for name, norm in (("query", query.flat_norm), ("key", key.flat_norm))
-        ]
-        return [
-            f"query, key, value = layers.project(self, {x}, {quoted}{fused})  # [B, S, heads · D]",
-            f"query, key, value = layers.split_heads(({', '.join(normed)}, value), {head_dim})",
-        ]
-    if len(set(linears)) > 1 or query.head_norm or query.flat_norm:
-        raise Unknown("a joined projection with norms")
-    if query.chunk is not None:
-        return [
-            f"(joined,) = layers.split_heads((self.{query.linear}({x}),), {head_dim})",
-            "query, key, value = joined.chunk(3, dim=-1)  # [B, H, S, D]",
-        ]
-    if not (query.bounds and key.bounds and value.bounds) or key.bounds != (query.bounds[1], value.bounds[0]):
-        raise Unknown("a joined projection whose parts are not adjacent")
-    return [
-        f"bounds = ({key.bounds[0]}, {key.bounds[1]})",
-        f"parts = self.{query.linear}({x}).tensor_split(bounds, dim=-1)",
-        f"query, key, value = layers.split_heads(parts, {head_dim})  # [B, H | Hkv, S, D]",
-    ]
 
 
 def _rotates_halves(name: str, functions: dict[str, ast.FunctionDef]) -> bool:

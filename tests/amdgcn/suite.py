@@ -24,6 +24,7 @@ ELSEWHERE: Mapping[str, str] = {
     "test_builds": "compiles without executing anything",
     "test_detect": "tests processes without a GPU",
     "test_launch": "tests the host with example kernels",
+    "test_attend_models": "emulates recordings with the interpreter",
     "test_decode_models": "fp32 models, for which a GPU uses PyTorch's attention while decoding",
 }
 
@@ -47,6 +48,7 @@ SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": N
 # a bracket, a case whose name starts with the text. Other modules run only in larger shares.
 FEW = {
     "test_activation": "test_act_and_mul",
+    "test_attend_into_cache": "test_queries_and_keys_are_rotated_like_in_the_two_operations",
     "test_decode": "test_single_queries",
     "test_delta": "test_gated_delta_step",
     "test_delta_prefill": "test_gated_delta_prefill[one token",
@@ -58,6 +60,7 @@ FEW = {
     "test_flash": "test_packed_sequences",
     "test_linear": "test_every_number_of_rows_is_as_accurate_as_eager",
     "test_norm": "test_rms_norm",
+    "test_paged": "test_a_new_key_replaces_an_older_one",
     "test_rope": "test_rope",
     "test_rounding": "test_a_view_and_no_rows_are_supported",
     "test_routing": "test_choose_experts",

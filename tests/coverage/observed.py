@@ -36,7 +36,7 @@ FEATURES = (
     "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "recorded",
 )  # fmt: skip
 YES, JOINED, NONE = "yes", "joined in the checkpoint", "the model has none"
-ATTENTION = {"attention", "decode_attention", "varlen_attention"}
+ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 GATES = re.compile(r"gate_proj|gate_up_proj|wi_0|w1|Wi|gate_linear|fc_gate")
 Row = dict[str, Any]
 

@@ -54,7 +54,7 @@ def test_every_entry_was_observed(recorded, seen):
 
 def test_a_mark_requires_an_operation_of_hf_rocm(recorded):
     needed = {
-        "attention": {"attention", "decode_attention", "varlen_attention"},
+        "attention": {"attend_into_cache", "attention", "decode_attention", "varlen_attention"},
         "norm": {"rms_norm"},
         "add+norm": {"add_rms_norm", "add_layer_norm", "fused_linear"},
         "rope": {"rope"},

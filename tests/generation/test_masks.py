@@ -157,7 +157,7 @@ def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
         return visible_keys(module, query, key, value, mask, arguments, **further)
 
     monkeypatch.setattr(layers, "_kernel_takes", compare)
-    monkeypatch.setattr("hf_rocm.layers.visible_keys", remembering)
+    monkeypatch.setattr("hf_rocm.layers.cached_attention.visible_keys", remembering)
     in_place, _ = pair("gemma2", graphs=False)
     generate(in_place, prompt(padded=3), new=16, cache_implementation="static")
     assert len(seen) == 15 * in_place.config.num_hidden_layers

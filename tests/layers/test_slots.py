@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_rocm import layers, ops, options
+from hf_rocm.layers.cached_attention import rotate_and_update_cache
 from hf_rocm.layers.slots import slot
 
 B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
@@ -50,14 +51,13 @@ def test_the_rows_are_those_that_update_writes():
         query, key, value, angles = call(seed, length)
         arguments = {"cache_position": torch.arange(first, first + length)}
         with options.override(tier="torch"):
-            expected = layers.rotate_and_update_cache(
+            expected = rotate_and_update_cache(
                 Module(), apply_rotary_pos_emb, query, key, value, angles, stock, arguments
             )
             result = slot(actual, 0, key, value, arguments)
             if not seed:
                 assert result is None  # nothing is allocated yet
-                rotate = layers.rotate_and_update_cache
-                rotate(Module(), apply_rotary_pos_emb, query, key, value, angles, actual, arguments)
+                rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, actual, arguments)
                 continue
             rotated = ops.rope_into_cache(
                 query, key, value, *angles, keys=result.keys, values=result.values, position=result.position
@@ -88,7 +88,7 @@ def test_another_dtype_batch_head_dim_or_layer_has_no_slot():
 def test_a_cache_without_fixed_rows_has_no_slot(cache):
     query, key, value, angles = call(0, 3)
     with options.override(tier="torch"), ops.recording() as routes:
-        results = layers.rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
+        results = rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, cache, {})
     assert [route.operation for route in routes] == ["rope"]
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 

@@ -21,6 +21,7 @@ BUILDERS = {  # operation → the function that builds its specification
     "add_layer_norm": "layer_norm.add_layer_norm",
     "add_rms_norm": "pointwise.add_rms_norm",
     "append_tokens": "append_tokens._specification",
+    "attend_into_cache": "attend_into_cache._specification",
     "attention": "attention._specification",
     "begin_step": "begin_step._specification",
     "choose_experts": "routing.specification",

@@ -34,7 +34,7 @@ pytestmark = needs_batching
 
 # with tied weights, gemma3 repeats the prompt's last token whatever its attention returns
 KINDS = {"llama": {}, "qwen3": {}, "gemma3": {"tie_word_embeddings": False}, "mixtral": {}}
-ATTENTION = {"attention", "decode_attention", "varlen_attention"}
+ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 
 
 @pytest.fixture

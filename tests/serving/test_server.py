@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 
-ATTENTION = {"attention", "decode_attention", "varlen_attention"}
+ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 PROMPTS = ("the value of", "a class is", "if")
 NEW = 8
 

@@ -10,8 +10,9 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hf_rocm import layers, ops, options
+from hf_rocm import ops, options
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.layers.cached_attention import rotate_and_update_cache
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate
 from tests.triton.routed import random
@@ -32,7 +33,7 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
     """Call a layer's rope and cache update once. Returns the results and the operations that ran."""
     query, key, value = (head + seed for head in heads(batch, length, dtype, h=H, kv=KV, d=D))
     with options.override(tier=tier), ops.recording() as routes:
-        results = layers.rotate_and_update_cache(
+        results = rotate_and_update_cache(
             Module(), apply_rotary_pos_emb, query, key, value, angles(1, length, D, dtype), cache, {}
         )
     return results, [route.operation for route in routes]
@@ -90,7 +91,7 @@ class Attention(torch.nn.Module):
 def normalised_call(module, cache, *, tier="triton", **terms):
     query, key, value = heads(1, 1, torch.bfloat16, h=H, kv=KV, d=D)
     with torch.no_grad(), options.override(tier=tier), ops.recording() as routes:
-        results = layers.rotate_and_update_cache(
+        results = rotate_and_update_cache(
             module, apply_rotary_pos_emb, query, key, value, angles(1, 1, D, torch.bfloat16), cache, {}, **terms
         )
     return results, [route.operation for route in routes]
@@ -170,7 +171,7 @@ def test_angles_may_cover_half_of_the_head_dim(cache):
     for tier in ("triton", "torch"):
         own = cache()
         with torch.no_grad(), options.override(tier=tier), ops.recording() as routes:
-            results[tier] = layers.rotate_and_update_cache(
+            results[tier] = rotate_and_update_cache(
                 Module(), gpt_oss.apply_rotary_pos_emb, query, key, value, once, own, {}, once=True
             )
         operations = [route.operation for route in routes]

@@ -107,6 +107,28 @@ class DecodeTerms(TypedDict):
     ends: Tensor | None
 
 
+class AttendIntoCacheSpec(NamedTuple):
+    """The specification of `attend_into_cache`."""
+
+    dtype: torch.dtype
+    angle_dtype: torch.dtype
+    device: torch.device
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    rotated: int
+    shared: bool  # one row of angles for the whole batch
+    once: bool  # cos and sin contain each angle once
+    norm_dtype: torch.dtype | None  # the dtype of the norms' weights
+    one_plus: bool
+    softcap: bool
+    sinks: bool
+    starts: bool
+    window: int | None
+    grad: bool
+
+
 class PagedSpec(NamedTuple):
     """The specification of `paged_attention`."""
 

@@ -16,6 +16,7 @@ from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
+from hf_rocm.ops.triton.rope import Norms
 from hf_rocm.ops.triton.tiles import plan
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from hf_rocm.device import Device
     from hf_rocm.ops.specs.attention import (
+        AttendIntoCacheSpec,
         AttentionSpec,
         AttentionTerms,
         DecodeSpec,
@@ -41,7 +43,7 @@ def refuses(spec: DecodeSpec, device: Device) -> str | None:
         return reason
     if not spec.few_queries:
         return "our decode kernel takes at most 16 queries for each row"
-    return _limits(spec, device)
+    return limits(spec, device)
 
 
 def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -53,7 +55,7 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "our decode kernel doesn't return attention weights"
     if not (spec.one_query or spec.few_queries):
         return "our decode kernel takes at most 16 queries, and needs more keys than queries"
-    return _limits(spec, device) or _gain(spec, device)
+    return limits(spec, device) or _gain(spec, device)
 
 
 def decode_attention(
@@ -77,7 +79,7 @@ def paged_refuses(spec: PagedSpec, device: Device) -> str | None:
         return reason
     if not spec.few_queries:
         return "our decode kernel takes at most 16 queries for each row"
-    return _limits(spec, device)
+    return limits(spec, device)
 
 
 def paged_attention(
@@ -109,7 +111,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
     return _traced(query, key, value, None, None, mask, sinks, None, scale, softcap, window, causal), None
 
 
-def _limits(spec: DecodeSpec | AttentionSpec | PagedSpec, device: Device) -> str | None:
+def limits(spec: DecodeSpec | AttentionSpec | PagedSpec | AttendIntoCacheSpec, device: Device) -> str | None:
+    """Why the kernel doesn't serve these heads, or None."""
     if spec.grad:
         return "our decode kernel has no gradient"
     if spec.dtype not in DTYPES:
@@ -133,7 +136,7 @@ def _gain(spec: AttentionSpec, device: Device) -> str | None:
     return "on NVIDIA GPUs, PyTorch's kernel also splits the keys for a single query without a mask or window"
 
 
-def _forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,7 +149,9 @@ def _forward(
     softcap: float | None,
     window: int | None,
     causal: bool,
+    new: NewKey | None = None,
 ) -> Tensor:
+    """Launch the kernels. mask: see `attention`. table: see `paged_attention`. new: see `attend_into_cache`."""
     from hf_rocm.ops.triton.kernels.decode import decode_kernel, gather_kernel
 
     b, heads, queries, dim = query.shape
@@ -162,29 +167,34 @@ def _forward(
         starts = starts.contiguous()
     causal = causal and queries > 1
     sizes = (b, heads, kv_heads, queries, keys, dim, value_dim)
-    work = _work(sizes, query.dtype, query.device, None if mask is None else mask.dtype, window is None, causal, page)
+    rotation = _NO_ROTATION if new is None else new.rotation
+    restricted = None if mask is None else mask.dtype, window is None
+    work = _work(sizes, query.dtype, query.device, *restricted, causal, page, rotation)
     parts = output
     if work.room:
         parts = torch.empty(work.room, dtype=torch.float32, device=query.device)
     further = (lengths, starts, mask, None if work.room else sinks, table)
+    tensors, epsilons, new_strides = _ABSENT if new is None else new.arguments
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     mask_strides = (None,) * 4 if mask is None else _strides_of_mask(mask)
     length_b = 0 if lengths is None or (lengths.numel() == 1 and table is None) else lengths.stride(0)
     table_b = None if table is None else table.stride(0)
-    places = (keys, queries, window, *strides, *mask_strides, length_b, table_b)
+    places = (keys, queries, window, *strides, *mask_strides, length_b, table_b, *new_strides)
     launch(
         decode_kernel,
         work.grid,
-        (query, key, value, parts, *further, scale, softcap, *places),
+        (query, key, value, parts, *further, *tensors, scale, softcap, *epsilons, *places),
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
+        contract=new is None,  # as for `rope_kernel`: products are rounded before they are added
         forms=(
             form(query),
             form(key),
             form(value),
             form(parts),
             *[tensor is not None and form(tensor) for tensor in further],
+            new is not None and tuple(map(form, (*tensors, *new_strides))),
             softcap is None,
             queries,
             form(window),
@@ -203,6 +213,35 @@ def _forward(
             num_warps=4,
         )
     return output
+
+
+class NewKey(NamedTuple):
+    """A key and a value that the kernel rotates and writes, with the positions and norms of a step."""
+
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    place: Tensor
+    norms: Norms
+    once: bool
+
+    @property
+    def rotation(self) -> tuple[int, bool, bool]:
+        """The kernel's arguments ROTATED, ONE_PLUS and ONCE."""
+        return self.cos.shape[-1] * (2 if self.once else 1), self.norms.one_plus, self.once
+
+    @property
+    def arguments(self) -> tuple[tuple[Tensor | None, ...], tuple[float, float], tuple[int, ...]]:
+        """The tensors, the epsilons and the strides that the kernel takes."""
+        key, value, cos, sin = dense(self.key), dense(self.value), self.cos.contiguous(), self.sin.contiguous()
+        weights = tuple(None if weight is None else weight.contiguous() for weight in self.norms[:2])
+        strides = (*key.stride()[:2], *value.stride()[:2], 0 if cos.shape[0] == 1 else cos.stride(0))
+        return (key, value, cos, sin, self.place, *weights), (self.norms.query_eps, self.norms.key_eps), strides
+
+
+_NO_ROTATION = None, False, False
+_ABSENT = (None,) * 7, (None,) * 2, (None,) * 5
 
 
 class _Work(NamedTuple):
@@ -229,8 +268,10 @@ def _work(
     endless: bool,
     causal: bool,
     page: int | None,
+    rotation: tuple[int | None, bool, bool],
 ) -> _Work:
-    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window."""
+    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window.
+    rotation: the constants of a new key."""
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads
     how = plan(
@@ -259,6 +300,9 @@ def _work(
             "PAGE": page,
             "HIDDEN": None if mask is None or mask == torch.bool else torch.finfo(mask).min / 2,
             "PRECISION": "ieee" if dtype == torch.float32 else None,
+            "ROTATED": rotation[0],
+            "ONE_PLUS": rotation[1],
+            "ONCE": rotation[2],
             "ROWS": how.rows,
             "BLOCK": how.keys,
             "BLOCK_D": max(16, power_of_two(dim)),
@@ -287,7 +331,7 @@ def _form_of(strides: tuple[int, ...]) -> Any:
 _traced = opaque(
     "triton_decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? starts, Tensor? mask, "
     "Tensor? sinks, Tensor? table, float scale, float? softcap, int? window, bool causal) -> Tensor",
-    _forward,
+    forward,
     attended,
 )
 
@@ -302,7 +346,7 @@ def _write(
     slots: Tensor | None,
 ) -> None:
     """Write new keys and values [B, Hkv, S_q, D] into pages [P, Hkv, PAGE, D]."""
-    from hf_rocm.ops.triton.kernels.decode import page_kernel
+    from hf_rocm.ops.triton.kernels.pages import page_kernel
 
     b, kv_heads, queries, dim = key.shape
     value_dim, page = value.shape[3], key_pages.shape[2]

@@ -14,6 +14,7 @@ from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
+    from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
     from hf_rocm.ops.specs.pointwise import RopeIntoCacheSpec, RopeSpec
 
 WIDEST = 1024
@@ -32,8 +33,8 @@ class Norms(NamedTuple):
 NO_NORMS = Norms()
 
 
-def refuses(spec: RopeSpec | RopeIntoCacheSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `rope` or `rope_into_cache`, or None."""
+def refuses(spec: RopeSpec | RopeIntoCacheSpec | AttendIntoCacheSpec, device: Device) -> str | None:
+    """Why the kernel can't rotate and normalise these heads, or None."""
     if spec.grad:
         return "our RoPE kernel has no gradient"
     if spec.dtype not in DTYPES:

@@ -21,7 +21,7 @@ from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, inte
 OUTPUT = "output"  # the output of the whole layer
 ENTERS = "in "  # the prefix for the input of a linear layer: the result of attention or of the activation
 ROTATED = ("rotated query", "rotated key")
-ATTENTION = {"attention", "varlen_attention", "decode_attention"}
+ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 
 
 class Recorder:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
+from hf_rocm.ops.triton.kernels.rotation import rotated_rows
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,8 +31,17 @@ def decode_kernel(
     mask,  # [B | 1, H | 1, S_q | 1, ≥ S] or None
     sinks,  # [H] or None; used here only if ALONE
     table,  # [B, S / PAGE], the pages of each row; or None
+    new_key,  # [B, Hkv, 1, D], the last key before its norm and rotation, with S_q = 1; None if it is in the cache
+    new_value,  # [B, Hkv, 1, D_v]
+    cos,  # [B | 1, 1, R], or half of it if ONCE
+    sin,
+    place,  # [1], the row of the new key, at which it is written: `end - 1`, otherwise the result is NaN
+    query_weight,  # [D] of the norm of queries, or None
+    key_weight,
     scale,
     softcap,  # or None
+    query_eps,
+    key_eps,
     keys,  # S
     queries,  # S_q
     window,  # or None
@@ -50,6 +60,11 @@ def decode_kernel(
     mask_k,
     length_b,  # 0: one length for all
     table_b,  # None without a table
+    new_key_b,  # None without a new key
+    new_key_h,
+    new_value_b,
+    new_value_h,
+    angle_b,  # 0: one row of angles for all
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -59,6 +74,9 @@ def decode_kernel(
     PAGE: tl.constexpr,  # keys of a page, or None
     HIDDEN: tl.constexpr,  # an additive mask hides a key by a value up to this one; None: the mask is bool or absent
     PRECISION: tl.constexpr,
+    ROTATED: tl.constexpr,  # the number of dims that are rotated; None without a new key
+    ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
+    ONCE: tl.constexpr,  # cos and sin contain each angle once
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,7 +92,7 @@ def decode_kernel(
     real = member < GROUP * queries
     i = member % queries
     h = kv_head * GROUP + member // queries
-    place = ((b * queries + i) * HEADS + h) * splits + split
+    part = ((b * queries + i) * HEADS + h) * splits + split
     parts = tl.num_programs(2).to(tl.int64) * queries * HEADS * splits
     peaks = output + parts * VALUE_DIM
 
@@ -89,9 +107,13 @@ def decode_kernel(
     if window is not None:
         first = tl.maximum(first, end - queries - window + 1)
     own = first + split * BLOCK
+    cached = end if new_key is None else end - 1  # a new key is not read from the cache
     if not ALONE:
-        if own >= end:
-            tl.store(peaks + place, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
+        idle = own >= cached
+        if new_key is not None:
+            idle = idle & (split < splits - 1)  # the last split has the new key
+        if idle:
+            tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
             return
 
     column = tl.arange(0, BLOCK_D)
@@ -99,7 +121,12 @@ def decode_kernel(
     inside = column < DIM
     value_inside = value_column < VALUE_DIM
     query += b * query_b + h[:, None].to(tl.int64) * query_h + i[:, None] * query_s
-    q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    if new_key is None:
+        q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    else:
+        cos += b * angle_b
+        sin += b * angle_b
+        q = rotated_rows(query, real[:, None], cos, sin, query_weight, query_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D)
     key += kv_head.to(tl.int64) * key_h
     value += kv_head.to(tl.int64) * value_h
     if table is None:
@@ -110,11 +137,33 @@ def decode_kernel(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    for block in tl.range(own, end, splits * BLOCK):
+    if new_key is not None:
+        if ALONE or split == splits - 1:
+            row = tl.load(place).to(tl.int64)
+            right = (row >= 0) & (row == end - 1)
+            writes = right & (tl.program_id(1) % pieces == 0)
+            at_key = new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + tl.zeros([1, 1], tl.int32)
+            always = tl.full([1, 1], True, tl.int1)
+            last_key = rotated_rows(
+                at_key, always, cos, sin, key_weight, key_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D
+            )
+            tl.store(key + row * key_s + column[None, :], last_key, mask=inside[None, :] & writes)
+            at_value = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h
+            last_value = tl.load(at_value + value_column, mask=value_inside, other=0.0)
+            tl.store(value + row * value_s + value_column, last_value, mask=value_inside & writes)
+            # a matrix product, like for all other keys: the compiler would keep the terms of a sum in registers
+            same = tl.broadcast_to(tl.trans(last_key), (BLOCK_D, 16))
+            score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
+            counts = (first < end) | ~right  # padding does not count, but a wrong row must be visible
+            shown = tl.where(right, last_value.to(tl.float32), float("nan"))
+            peak = tl.where(counts, score, -float("inf"))
+            total = tl.where(counts, total + 1.0, total)
+            sums = tl.where(counts, sums + shown[None, :], sums)
+    for block in tl.range(own, cached, splits * BLOCK):
         at = block + n
-        wanted = at < end
+        wanted = at < cached
         seen = at[None, :] <= position[:, None] if CAUSAL else wanted[None, :]
-        if window is not None:
+        if window is not None and new_key is None:  # for one query, `first` is exact
             seen = seen & (at[None, :] > position[:, None] - window)
         if mask is not None:
             its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
@@ -132,12 +181,7 @@ def decode_kernel(
             page = tl.load(table + b * table_b + at // PAGE, mask=wanted, other=0).to(tl.int64)
             its = key + (page * key_b + at % PAGE * key_s)[None, :] + column[:, None]
         k = tl.load(its, mask=across, other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION)
-        if softcap is not None:
-            # tanh from functions that every backend has, exact at both ends
-            scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
-        else:
-            scores = scores * (scale * LOG2E)
+        scores = _scaled(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
         if mask is not None and HIDDEN is not None:
             scores += bias * LOG2E
         scores = tl.where(seen, scores, -float("inf"))
@@ -156,7 +200,7 @@ def decode_kernel(
         v = tl.load(its, mask=down, other=0.0)
         sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
 
-    its = output + place[:, None] * VALUE_DIM + value_column[None, :]
+    its = output + part[:, None] * VALUE_DIM + value_column[None, :]
     kept = real[:, None] & value_inside[None, :]
     if ALONE:
         if sinks is not None:
@@ -168,8 +212,17 @@ def decode_kernel(
         tl.store(its, result.to(output.dtype.element_ty), mask=kept)
     else:
         tl.store(its, sums, mask=kept)
-        tl.store(peaks + place, peak, mask=real)
-        tl.store(peaks + parts + place, total, mask=real)
+        tl.store(peaks + part, peak, mask=real)
+        tl.store(peaks + parts + part, total, mask=real)
+
+
+@triton.jit
+def _scaled(scores, scale, softcap):
+    """Scale scores for exp2."""
+    if softcap is not None:
+        # tanh from functions that every backend has, exact at both ends
+        return softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
+    return scores * (scale * LOG2E)
 
 
 @triton.jit
@@ -209,58 +262,6 @@ def gather_kernel(
     tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def page_kernel(
-    key,  # [B, Hkv, S_q, D]
-    value,  # [B, Hkv, S_q, D_v]
-    key_pages,  # [P, Hkv, PAGE, D]
-    value_pages,  # [P, Hkv, PAGE, D_v]
-    table,  # [B, pages of a row]
-    lengths,  # [B]
-    slots,  # [B], the positions of the new keys; or None: the last ones
-    queries,  # S_q; 1 with slots
-    key_b,
-    key_h,
-    key_s,
-    value_b,
-    value_h,
-    value_s,
-    key_page_b,
-    key_page_h,
-    key_page_s,
-    value_page_b,
-    value_page_h,
-    value_page_s,
-    table_b,
-    slot_b,  # None without slots
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write one head of a new key and a new value into their page. Tokens without a position or a page are skipped."""
-    b = (tl.program_id(0) // queries).to(tl.int64)
-    i = tl.program_id(0) % queries
-    h = tl.program_id(1).to(tl.int64)
-    position = tl.load(lengths + b).to(tl.int32) - queries + i
-    if position < 0:
-        return
-    if slots is not None:
-        position = tl.load(slots + b * slot_b).to(tl.int32)
-    page = tl.load(table + b * table_b + position // PAGE).to(tl.int64)
-    if page < 0:
-        return
-    column = tl.arange(0, BLOCK_D)
-    its = tl.load(key + b * key_b + h * key_h + i * key_s + column, mask=column < DIM)
-    row = key_pages + page * key_page_b + h * key_page_h + position % PAGE * key_page_s
-    tl.store(row + column, its, mask=column < DIM)
-    column = tl.arange(0, BLOCK_V)
-    its = tl.load(value + b * value_b + h * value_h + i * value_s + column, mask=column < VALUE_DIM)
-    row = value_pages + page * value_page_b + h * value_page_h + position % PAGE * value_page_s
-    tl.store(row + column, its, mask=column < VALUE_DIM)
-
-
 CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
 RDNA = tuple(gfx for gfx in ARCHITECTURES if not gfx.startswith("gfx9"))
 
@@ -278,16 +279,24 @@ def _attend(
     mask: str | None = None,
     starts: bool = True,
     page: int | None = None,
+    rotated: int | None = None,
+    norms: bool = False,
+    one_plus: bool = False,
+    once: bool = False,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """Builds for CDNA and RDNA, whose blocks differ. besides: architectures to omit, which refuse these calls."""
+    """Builds for CDNA and RDNA, whose blocks differ. rotated: the number of dims that are rotated, with a new key.
+    besides: architectures to omit, which refuse these calls."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
+    tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")
+    of_new = ("new_key_b", "new_key_h", "new_value_b", "new_value_h", "angle_b")
     value_dim = value_dim or dim
-    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks")}
+    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks", *tensors_of_new, *weights)}
     types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}
-    types |= dict.fromkeys(("keys", "queries", "window", "length_b", "table_b", *numbers, *of_mask), "i32")
-    types |= {"softcap": "fp32", "mask": f"*{mask}", "table": "*i32"}
+    types |= dict.fromkeys(("keys", "queries", "window", "length_b", "table_b", *numbers, *of_mask, *of_new), "i32")
+    types |= {"softcap": "fp32", "mask": f"*{mask}", "table": "*i32", "place": "*i64"}
+    types |= dict.fromkeys(("query_eps", "key_eps"), "fp32")
     absent = {
         "queries": queries == 1,
         "window": not window,
@@ -297,6 +306,8 @@ def _attend(
         "table": page is None,
         "table_b": page is None,
         **dict.fromkeys(("mask", *of_mask), mask is None),
+        **dict.fromkeys((*tensors_of_new, "place", *of_new, "query_eps", "key_eps"), rotated is None),
+        **dict.fromkeys(weights, not norms),
     }
     fixed: dict[str, Any] = {name: 1 if name == "queries" else None for name, gone in absent.items() if gone}
     for architectures in (CDNA, RDNA):
@@ -317,6 +328,9 @@ def _attend(
                 "PAGE": page,
                 "HIDDEN": None if mask in (None, "i1") else -1e38,
                 "PRECISION": "ieee" if dtype == "fp32" else None,
+                "ROTATED": rotated,
+                "ONE_PLUS": one_plus,
+                "ONCE": once,
                 "ROWS": how.rows,
                 "BLOCK": how.keys,
                 "BLOCK_D": triton.next_power_of_2(dim),
@@ -324,38 +338,11 @@ def _attend(
             },
             num_warps=how.warps,
             num_stages=how.stages,
-            divisible=numbers,
+            divisible=(*numbers, *of_new),
+            options={} if rotated is None else {"enable_fp_fusion": False},
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without matrix instructions
             architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )
-
-
-def _page(dim: int, page: int, dtype: str = "bf16", *, slots: bool = False) -> Build:
-    given = {"slots": "*i32", "slot_b": "i32"}
-    tensors = dict.fromkeys(("key", "value", "key_pages", "value_pages"), f"*{dtype}")
-    pair = [f"{name}_{axis}" for name in ("key", "value", "key_page", "value_page") for axis in "bhs"]
-    return Build(
-        page_kernel,
-        {
-            **tensors,
-            "table": "*i32",
-            "lengths": "*i32",
-            "queries": "i32",
-            "table_b": "i32",
-            **dict.fromkeys(pair, "i32"),
-            **(given if slots else {}),
-        },
-        {
-            **({} if slots else dict.fromkeys(given)),
-            "DIM": dim,
-            "VALUE_DIM": dim,
-            "PAGE": page,
-            "BLOCK_D": triton.next_power_of_2(dim),
-            "BLOCK_V": dim,
-        },
-        num_warps=1,
-        divisible=tuple(pair),
-    )
 
 
 def _gather(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
@@ -379,8 +366,12 @@ BUILDS = (
     *_attend(128, 4, dtype="fp32"),
     *_attend(128, 4, page=256, starts=False),
     *_attend(64, 8, page=256, starts=False, alone=True),
-    _page(128, 256),
-    _page(64, 256, slots=True),
+    *_attend(128, 4, rotated=128),  # steps of one token, with the rotation and the cache
+    *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3
+    *_attend(128, 4, rotated=128, alone=True, starts=False, norms=True),
+    *_attend(256, 2, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),  # Gemma 3
+    *_attend(64, 8, rotated=64, window=True, once=True, dtype="fp16"),  # gpt-oss
+    *_attend(80, 1, rotated=32),  # Phi
     _gather(128, 64),
     _gather(256, 128, "fp16"),
 )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.rotation import normed
 
 
 @triton.jit
@@ -65,10 +66,10 @@ def _rotate(
             squares += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
         weight_a, weight_b = _pairs(weight + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
-        a, b = _normed(a, scale, weight_a, dtype, ONE_PLUS), _normed(b, scale, weight_b, dtype, ONE_PLUS)
+        a, b = normed(a, scale, weight_a, dtype, ONE_PLUS), normed(b, scale, weight_b, dtype, ONE_PLUS)
         if ROTATED < DIM:
             of_rest = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
-            rest = _normed(rest, scale, of_rest, dtype, ONE_PLUS)
+            rest = normed(rest, scale, of_rest, dtype, ONE_PLUS)
     if ONCE:
         pair = tl.arange(0, PAIRS)[None, :]
         cos_a = tl.load(cos + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
@@ -93,16 +94,6 @@ def _rotate(
     if ROTATED < DIM:
         rest = tl.where(shown, rest, float("nan")).to(dtype)
         tl.store(to + column, rest, mask=there & (column < DIM) & writes)
-
-
-@triton.jit
-def _normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
-    """Round like `rms_norm_kernel`: before and after the weight, or once with (1 + w)."""
-    if ONE_PLUS:
-        values = values * scale * (1.0 + weight)
-    else:
-        values = (values * scale).to(dtype).to(tl.float32) * weight
-    return values.to(dtype).to(tl.float32)
 
 
 @triton.jit

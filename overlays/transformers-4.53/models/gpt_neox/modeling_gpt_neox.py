@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     @overlay.replaces(GPTNeoXAttention)
     def gpt_neox_attention(self, stock, hidden_states, attention_mask, *more, **kwargs):
@@ -22,9 +22,9 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         (joined,) = layers.split_heads((self.query_key_value(hidden_states),), 3 * self.head_size)
         query, key, value = joined.chunk(3, dim=-1)  # [B, H, S, D]
-        position_embeddings = kwargs["position_embeddings"]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.update_cache(self, key, value, kwargs.get("layer_past"), kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.dense(output.flatten(2)), weights
+        position_embeddings, cache = kwargs["position_embeddings"], kwargs.get("layer_past")
+        heads, terms = (query, key, value), {"scale": self.scaling}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, cache, attention_mask, kwargs, **terms
+        )
+        return self.dense(output), weights

@@ -16,7 +16,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     @overlay.replaces(NemotronSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def nemotron_attention(
@@ -32,10 +32,9 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             rest = (attention_mask, position_ids, past_key_values)
             return stock(self, hidden_states, position_embeddings, *rest, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        terms = {"scale": self.head_dim**-0.5}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)
+        return layers.pack_outputs(self.o_proj(output), weights, past_key_values)

@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoDecoderLayer, OlmoMLP, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(OlmoMLP, layers.GatedMLP())
     overlay.binds(OlmoDecoderLayer, layers.PreNormLayer())
@@ -26,10 +26,9 @@ if overlay is not None and overlay.wanted(__name__):
         limit = self.config.clip_qkv
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
-        query, key, value = layers.split_heads(parts, self.head_dim)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.split_heads(parts, self.head_dim)
+        terms = {"scale": self.scaling}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

@@ -14,7 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(OlmoeSparseMoeBlock, layers.SoftmaxMixture(normalise="norm_topk_prob"))
@@ -30,10 +30,9 @@ if overlay is not None and overlay.wanted(__name__):
         parts, limit = (self.q_norm(query), self.k_norm(key), value), self.config.clip_qkv
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
-        query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
+        terms = {"scale": self.head_dim**-0.5}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)
+        return layers.pack_outputs(self.o_proj(output), weights, past_key_values)

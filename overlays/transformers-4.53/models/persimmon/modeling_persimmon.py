@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     with_cache = layers.before("4.54")
 
@@ -30,9 +30,10 @@ if overlay is not None and overlay.wanted(__name__):
         if self.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         position_embeddings = kwargs["position_embeddings"]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        output = self.dense(output.flatten(2))
+        heads = query, key, value
+        terms = {"scale": self.scaling, "partial": True}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        output = self.dense(output)
         return (output, weights, past_key_values) if with_cache else (output, weights)

@@ -8,7 +8,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP, Phi3RMSNorm, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Phi3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Phi3MLP, layers.JoinedMLP())
@@ -19,11 +19,9 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         count = [self.config.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads]
         (joined,) = layers.split_heads((self.qkv_proj(hidden_states),), self.head_dim)
-        query, key, value = joined.split(count, dim=1)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = joined.split(count, dim=1)  # [B, H | Hkv, S, D]
+        terms = {"scale": self.scaling, "window": getattr(self.config, "sliding_window", None)}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        window = getattr(self.config, "sliding_window", None)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        return self.o_proj(output), weights

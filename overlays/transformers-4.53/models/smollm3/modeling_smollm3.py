@@ -14,7 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(SmolLM3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(SmolLM3MLP, layers.GatedMLP())
@@ -26,12 +26,10 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
-        if self.use_rope:
-            query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
-        key, value, seen = layers.visible_keys(
-            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        positions = position_embeddings if self.use_rope else None
+        terms = {"scale": self.scaling, "window": self.sliding_window}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, positions, past_key_values, attention_mask, kwargs, **terms
         )
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(StableLmMLP, layers.GatedMLP())
 
@@ -31,8 +31,9 @@ if overlay is not None and overlay.wanted(__name__):
         if self.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         position_embeddings = kwargs["position_embeddings"]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
-        return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)
+        heads = query, key, value
+        terms = {"scale": self.head_dim**-0.5, "partial": True}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        return layers.pack_outputs(self.o_proj(output), weights, past_key_values)

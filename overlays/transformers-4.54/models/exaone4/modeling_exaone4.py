@@ -13,7 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Exaone4RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Exaone4MLP, layers.GatedMLP())
@@ -25,11 +25,14 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names = ("q_proj", "k_proj", "v_proj")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=("q_norm", "k_norm"))  # [B, H | Hkv, S, D]
-        if self.sliding_window is None or self.is_sliding:
-            query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
-        window = self.sliding_window if self.is_sliding else None
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        heads = layers.heads(self, hidden_states, *names)  # [B, H | Hkv, S, D]
+        positions = position_embeddings if self.sliding_window is None or self.is_sliding else None
+        terms = {
+            "scale": self.scaling,
+            "norms": ("q_norm", "k_norm"),
+            "window": self.sliding_window if self.is_sliding else None,
+        }
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, positions, past_key_values, attention_mask, kwargs, **terms
+        )
+        return self.o_proj(output), weights

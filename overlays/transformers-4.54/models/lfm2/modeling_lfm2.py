@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention, Lfm2MLP, Lfm2RMSNorm, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Lfm2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Lfm2MLP, layers.GatedMLP(fuses=("w1", "w3"), activation="silu", down="w2"))
@@ -21,10 +21,9 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names, norms = ("q_proj", "k_proj", "v_proj"), ("q_layernorm", "k_layernorm")
-        query, key, value = layers.heads(self, hidden_states, *names, norms=norms)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.heads(self, hidden_states, *names)  # [B, H | Hkv, S, D]
+        terms = {"scale": self.scaling, "norms": norms}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.out_proj(output.flatten(2)), weights
+        return self.out_proj(output), weights

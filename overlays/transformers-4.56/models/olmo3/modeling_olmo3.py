@@ -8,7 +8,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.olmo3.modeling_olmo3 import Olmo3Attention, Olmo3MLP, Olmo3RMSNorm, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Olmo3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Olmo3MLP, layers.GatedMLP())
@@ -20,12 +20,9 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
-        query, key, value = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
+        terms = {"scale": self.scaling, "window": self.sliding_window}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(
-            self, query, key, value, attention_mask, kwargs, window=self.sliding_window
-        )
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        return self.o_proj(output), weights

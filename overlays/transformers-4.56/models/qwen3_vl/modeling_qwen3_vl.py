@@ -16,7 +16,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb_vision,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Qwen3VLTextRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Qwen3VLTextMLP, layers.GatedMLP())
@@ -29,13 +29,12 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         names, norms = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-        query, key, value = layers.heads(self, hidden_states, *names, fused=fused)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, norms=norms
+        heads = layers.heads(self, hidden_states, *names, fused=fused)
+        terms = {"scale": self.scaling, "norms": norms}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights
 
     @overlay.replaces(Qwen3VLVisionAttention)
     def qwen3_vl_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):

@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(VaultGemmaRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
     overlay.binds(VaultGemmaMLP, layers.GatedMLP())
@@ -39,13 +39,9 @@ if overlay is not None and overlay.wanted(__name__):
             self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True, pages=True
         ):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        terms = {"scale": self.scaling, "window": self.sliding_window, "softcap": self.attn_logit_softcapping}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        window, softcap = self.sliding_window, self.attn_logit_softcapping
-        key, value, seen = layers.visible_keys(
-            self, query, key, value, attention_mask, kwargs, window=window, softcap=softcap
-        )
-        output, weights = ops.attention(query, key, value, scale=self.scaling, softcap=softcap, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

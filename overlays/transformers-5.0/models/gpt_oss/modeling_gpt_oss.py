@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(GptOssRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(GptOssTopKRouter, layers.TopKRouter(chosen_only=True))
@@ -35,13 +35,9 @@ if overlay is not None and overlay.wanted(__name__):
             self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True, pages=True
         ):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs, once=True
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        terms = {"scale": self.scaling, "once": True, "window": self.sliding_window, "sinks": self.sinks}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        window, sinks = self.sliding_window, self.sinks
-        key, value, seen = layers.visible_keys(
-            self, query, key, value, attention_mask, kwargs, window=window, sinks=sinks
-        )
-        output, weights = ops.attention(query, key, value, scale=self.scaling, sinks=sinks, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

@@ -14,7 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(MiniMaxM2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(MiniMaxM2Experts, layers.StackedExperts())
@@ -27,10 +27,9 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)  # [B, S, heads · D]
-        query, key, value = layers.split_heads((self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2]), self.head_dim)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.split_heads((self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2]), self.head_dim)
+        terms = {"scale": self.scaling}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

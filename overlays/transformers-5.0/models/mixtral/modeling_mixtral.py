@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(MixtralExperts, layers.StackedExperts())
@@ -29,10 +29,9 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, pages=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        window = getattr(self.config, "sliding_window", None)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj", fused=fused)
+        terms = {"scale": self.scaling, "window": getattr(self.config, "sliding_window", None)}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        return layers.project_out(self, output, fused=fused), weights

@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(OlmoeExperts, layers.StackedExperts())
@@ -33,11 +33,9 @@ if overlay is not None and overlay.wanted(__name__):
         parts, limit = (self.q_norm(query), self.k_norm(key), value), self.config.clip_qkv
         if limit is not None:
             parts = tuple(part.clamp(-limit, limit) for part in parts)
-        query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
+        terms = {"scale": self.scaling, "window": getattr(self.config, "sliding_window", None)}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        window = getattr(self.config, "sliding_window", None)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return layers.project_out(self, output.flatten(2), fused=fused), weights
+        return layers.project_out(self, output, fused=fused), weights

@@ -11,7 +11,7 @@ except ImportError:  # hf-rocm was removed: keep the stock forwards
 if overlay is not None and overlay.wanted(__name__):
     from transformers.models.stablelm.modeling_stablelm import StableLmAttention, StableLmMLP, apply_rotary_pos_emb
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(StableLmMLP, layers.GatedMLP())
 
@@ -25,8 +25,9 @@ if overlay is not None and overlay.wanted(__name__):
         if self.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         position_embeddings = kwargs["position_embeddings"]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        heads = query, key, value
+        terms = {"scale": self.scaling, "partial": True}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        return self.o_proj(output), weights

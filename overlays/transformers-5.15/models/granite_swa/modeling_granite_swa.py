@@ -13,7 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(GraniteSWARMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(GraniteSWAMLP, layers.GatedMLP())
@@ -24,13 +24,9 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout, beyond_sdpa=True):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
-        if position_embeddings is not None:
-            query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
-        window = self.sliding_window
-        key, value, seen = layers.visible_keys(
-            self, query, key, value, attention_mask, kwargs, window=window, sinks=self.sinks
+        heads = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
+        terms = {"scale": self.scaling, "window": self.sliding_window, "sinks": self.sinks}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        output, weights = ops.attention(query, key, value, scale=self.scaling, sinks=self.sinks, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        return self.o_proj(output), weights

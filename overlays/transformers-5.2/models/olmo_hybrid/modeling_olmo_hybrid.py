@@ -16,7 +16,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(OlmoHybridRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(OlmoHybridMLP, layers.GatedMLP())
@@ -28,13 +28,9 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         query, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
-        query, key, value = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
-        if position_embeddings is None:  # no rotary positions
-            key, value = layers.update_cache(self, key, value, past_key_values, kwargs)
-        else:
-            query, key, value = layers.rotate_and_update_cache(
-                self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
-            )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2)), weights
+        heads = layers.split_heads((self.q_norm(query), self.k_norm(key), value), self.head_dim)
+        terms = {"scale": self.scaling}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        return self.o_proj(output), weights

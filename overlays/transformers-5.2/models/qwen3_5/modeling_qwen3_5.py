@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Qwen3_5RMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
     overlay.binds(Qwen3_5MLP, layers.GatedMLP())
@@ -31,13 +31,13 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
         joined, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")
         query, gate = joined.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)  # [B, S, H, D]
-        query = self.q_norm(query).transpose(1, 2)
         key, value = layers.split_heads((key, value), self.head_dim)  # [B, Hkv, S, D]
-        query, key = layers.rotate(apply_rotary_pos_emb, query, self.k_norm(key), position_embeddings)
-        key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj((output * gate.sigmoid()).flatten(2)), weights
+        heads = query.transpose(1, 2), key, value
+        terms = {"scale": self.scaling, "norms": ("q_norm", "k_norm")}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
+        )
+        return self.o_proj((output.view_as(gate) * gate.sigmoid()).flatten(2)), weights
 
     # layers before 5.16 store the functions that they call as attributes, and their states have a different layout
     if not layers.before("5.16"):

@@ -22,7 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
         apply_rotary_pos_emb_vision,
     )
 
-    from hf_rocm import layers, ops
+    from hf_rocm import layers
 
     overlay.binds(Qwen3_5MoeRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
     overlay.binds(Qwen3_5MoeMLP, layers.GatedMLP())
@@ -39,14 +39,12 @@ if overlay is not None and overlay.wanted(__name__):
         gated, key, value = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
         query, gate = gated.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)  # [B, S, H, D] each
         key, value = layers.split_heads((key, value), self.head_dim)
-        query = self.q_norm(query).transpose(1, 2)
-        key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
-        query, key, value = layers.rotate_and_update_cache(
-            self, apply_rotary_pos_emb, query, key, value, position_embeddings, past_key_values, kwargs
+        heads = query.transpose(1, 2), key, value
+        terms = {"scale": self.scaling, "norms": ("q_norm", "k_norm")}
+        output, weights = layers.attend(
+            self, apply_rotary_pos_emb, heads, position_embeddings, past_key_values, attention_mask, kwargs, **terms
         )
-        key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
-        output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
+        return self.o_proj((output.view_as(gate) * gate.sigmoid()).flatten(2)), weights
 
     @overlay.replaces(Qwen3_5MoeVisionAttention)
     def qwen3_5_moe_vision_attention(self, stock, hidden_states, cu_seqlens, *more, position_embeddings=None, **kwargs):

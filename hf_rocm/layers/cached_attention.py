@@ -1,0 +1,213 @@
+"""From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
+
+A step of one token over the cache of recorded steps runs all of it in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, compiler
+
+from hf_rocm import ops
+from hf_rocm.layers.attention import attached_rows, normed_heads, visible_keys
+from hf_rocm.layers.decoder import norm_pair
+from hf_rocm.layers.slots import slot
+from hf_rocm.ops.attend_into_cache import one_kernel as one_step_kernel
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.rope_into_cache import one_kernel
+
+
+def attend(
+    module: Any,
+    stock: Callable[..., Any],
+    heads: tuple[Tensor, ...],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    cache: Any,
+    mask: Tensor | None,
+    arguments: Mapping[str, Any],
+    *,
+    scale: float,
+    norms: tuple[str, ...] = (),
+    once: bool = False,
+    partial: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute everything between an attention layer's projections, for models whose function rotates halves.
+
+    These are the norms of queries and keys, the rotation, the update of the cache, and attention over all keys.
+
+    stock: the model's own rotary function, which runs if the tensors' dtype differs from that of cos and sin. heads:
+    query [B, H, S, D], key [B, Hkv, S, D] and value [B, Hkv, S, D_v]. position_embeddings: cos and sin, [B | 1, S, R],
+    or None in a layer without rotary positions. cache: the model's cache, or None. mask, arguments: the attention mask
+    and the other keyword arguments of the call. scale, softcap, sinks: see `ops.attention`. norms: the children that
+    normalise queries and keys over the head dim; children that the module lacks are skipped. once: cos and sin contain
+    each angle once, [B | 1, S, R / 2], as the model's function takes them. partial: see `rotate`. window: the layer's
+    sliding window. Returns (output [B, S, H · D_v], weights); weights is None, as from SDPA.
+    """
+    query, key, value = heads
+    if query.shape[2] == 1 and mask is not None and cache is not None and position_embeddings is not None:
+        tensors = query, key, value, position_embeddings
+        step = _in_one_kernel(module, *tensors, cache, mask, arguments, norms, once, scale, softcap, sinks)
+        if step is not None:
+            return step.flatten(2), None
+    how: dict[str, Any] = {"norms": norms, "once": once, "partial": partial}
+    query, key, value = rotate_and_update_cache(
+        module, stock, query, key, value, position_embeddings, cache, arguments, **how
+    )
+    key, value, seen = visible_keys(
+        module, query, key, value, mask, arguments, window=window, softcap=softcap, sinks=sinks
+    )
+    output, weights = ops.attention(query, key, value, scale=scale, softcap=softcap, sinks=sinks, **seen)
+    return output.flatten(2), weights
+
+
+def _in_one_kernel(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: Any,
+    mask: Tensor,
+    arguments: Mapping[str, Any],
+    norms: tuple[str, ...],
+    once: bool,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """Compute a step of one token, [B, 1, H, D_v]. Returns None if several kernels are needed."""
+    cos = position_embeddings[0]
+    if compiling() or compiler._is_compiling_flag or not cos.dtype == query.dtype == key.dtype == value.dtype:
+        return None
+    seen = attached_rows(mask)
+    if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
+        return None
+    rows = slot(cache, module.layer_idx, key, value, arguments)
+    if rows is None or rows.position.ndim == 0 or mask.shape[3] != rows.keys.shape[2]:
+        return None
+    terms = norm_pair(module, norms, query)
+    if terms is False:
+        return None
+    how: dict[str, Any] = {"starts": seen.key_starts, "window": seen.window, "softcap": softcap, "sinks": sinks}
+    if not one_step_kernel(query, key, value, cos, **how, once=once, norms=terms):
+        return None
+    keys, values, position, written = rows
+    how |= {"keys": keys, "values": values, "position": position, "scale": scale, "once": once, "norms": terms}
+    output = ops.attend_into_cache(query, key, value, *position_embeddings, seen.key_lengths, **how)
+    if written is not None:
+        written()
+    return output
+
+
+def rotate(
+    stock: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *,
+    partial: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Apply rotary position embeddings, for models whose function rotates halves in the tensors' own dtype.
+
+    stock: the model's own function, used if the tensors' dtype differs from that of cos and sin. query: [B, H, S, D].
+    key: [B, Hkv, S, D]. position_embeddings: cos and sin, [B | 1, S, R], R ≤ D. partial: the model's function takes
+    only the R rotated dims. Returns (query, key).
+    """
+    cos, sin = position_embeddings
+    if cos.dtype == query.dtype:
+        return ops.rope(query, key, cos, sin)
+    width = cos.shape[-1] if partial else query.shape[-1]
+    rotated: tuple[Tensor, Tensor] = stock(query[..., :width], key[..., :width], cos, sin)
+    if not partial:
+        return rotated
+    return torch.cat((rotated[0], query[..., width:]), dim=-1), torch.cat((rotated[1], key[..., width:]), dim=-1)
+
+
+def rotate_and_update_cache(
+    module: Any,
+    stock: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    cache: Any,
+    arguments: Mapping[str, Any],
+    *,
+    norms: tuple[str, ...] = (),
+    once: bool = False,
+    partial: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply the norms, `rotate` and `update_cache`, in one kernel where the cache's rows are known in advance.
+
+    query: [B, H, S, D]. key: [B, Hkv, S, D]. value: [B, Hkv, S, D_v]. The other arguments are those of `attend`.
+    Returns (query, all keys, all values).
+    """
+    if position_embeddings is None:
+        query, key = normed_heads(module, (query, key), norms)
+        return query, *update_cache(module, key, value, cache, arguments)
+    cos = position_embeddings[0]
+    traced = compiling() or compiler._is_compiling_flag
+    if cos.dtype == query.dtype and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
+        rows = slot(cache, module.layer_idx, key, value, arguments)
+        if rows is not None:
+            terms = norm_pair(module, norms, query)
+            serves = terms is not False and one_kernel(query, key, value, cos, rows.position, once=once, norms=terms)
+            if norms and not serves:
+                query, key = normed_heads(module, (query, key), norms)
+                norms, terms = (), None
+                # a stock norm may promote the dtype
+                serves = key.dtype == value.dtype and one_kernel(query, key, value, cos, rows.position, once=once)
+            if serves and terms is not False:
+                keys, values, position, written = rows
+                into: dict[str, Any] = {"keys": keys, "values": values, "position": position}
+                query = ops.rope_into_cache(query, key, value, *position_embeddings, **into, once=once, norms=terms)
+                if written is not None:
+                    written()
+                return query, keys, values
+    query, key = normed_heads(module, (query, key), norms)
+    if once:
+        query, key = stock(query, key, *position_embeddings)
+    else:
+        query, key = rotate(stock, query, key, position_embeddings, partial=partial)
+    return query, *update_cache(module, key, value, cache, arguments, position_embeddings)
+
+
+def _may_have_slot(cache: Any, index: int) -> bool:
+    """Return whether `slot` may return rows of this cache. Checks only types, so that it is fast."""
+    if hasattr(type(cache), "_hf_rocm_slot"):
+        return True
+    layers = getattr(cache, "layers", ())
+    return index < len(layers) and type(layers[index]).__name__ == "StaticLayer"
+
+
+def update_cache(
+    module: Any,
+    key: Tensor,
+    value: Tensor,
+    cache: Any,
+    arguments: Mapping[str, Any],
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Append this call's keys and values to the cache, if there is one. Returns all keys and values.
+
+    key: [B, Hkv, S, D]. value: [B, Hkv, S, D_v]. arguments: the call's keyword arguments. Up to transformers 5.3 they
+    include `cache_position`, which is passed to the cache with cos and sin, as in the stock layers.
+    """
+    if cache is None:
+        return key, value
+    position = arguments.get("cache_position")
+    cached: tuple[Tensor, Tensor]
+    if position is None:
+        cached = cache.update(key, value, module.layer_idx)
+    else:
+        details = {"cache_position": position}
+        if position_embeddings is not None:
+            details["cos"], details["sin"] = position_embeddings
+        cached = cache.update(key, value, module.layer_idx, details)
+    return cached

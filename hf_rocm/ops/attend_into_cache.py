@@ -1,0 +1,260 @@
+"""attend_into_cache: a layer's step of one token between its projections and its output projection, in one operation.
+
+It does what `rope_into_cache` and `decode_attention` do: norms, rotation, the write to a static cache, attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, compiler
+
+from hf_rocm import options
+from hf_rocm.device import Device
+from hf_rocm.errors import OptionError
+from hf_rocm.ops.custom_op import compiling
+from hf_rocm.ops.decode import eager_decode, torch_decode, torch_refuses
+from hf_rocm.ops.pointwise import angles, eager_rms_norm, eager_rope, torch_rms_norm, torch_rope
+from hf_rocm.ops.probe_cases import LENGTH, LONG, Draw, small_window
+from hf_rocm.ops.registry import (
+    Case,
+    Implementation,
+    Operation,
+    chosen_elsewhere,
+    kernel_serves,
+    refuses_nothing,
+)
+from hf_rocm.ops.rope_into_cache import alike, then_write
+from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
+from hf_rocm.ops.specs.pointwise import Norm
+from hf_rocm.ops.triton import attend_into_cache as triton
+from hf_rocm.ops.triton import detect as triton_detect
+from hf_rocm.options import Switch
+
+
+def attend_into_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    *,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    once: bool = False,
+    norms: tuple[Norm, Norm] | None = None,
+) -> Tensor:
+    """`rope_into_cache` of one token per row, then `decode_attention` over the cache.
+
+    query: [B, H, 1, D]; key: [B, Hkv, 1, D]; value: [B, Hkv, 1, D_v]; cos, sin: [B | 1, 1, R], or half of it with
+    `once`; halves are rotated. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to, and their last
+    stride must be 1. position: [1] int64, the row of the new key. lengths: [1] int32 or int64, the number of keys of
+    every row including the new one, which is key `min(lengths, L)`: position must be one less. If it is not, the Triton
+    tier writes nothing and returns NaN. The other arguments are those of the two operations.
+
+    No tensor is read on the host. Returns [B, 1, H, D_v]. Raises `OptionError` if the norms differ in kind.
+    """
+    if norms is not None and not alike(norms):
+        raise OptionError(
+            "attend_into_cache requires norms of the same kind", facts={"found": f"{norms[0]} and {norms[1]}"}
+        )
+    spec = _specification(query, key, value, cos, starts, window, softcap, sinks, once, norms)
+    serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
+    first, second = (_NO_NORM, _NO_NORM) if norms is None else norms
+    tensors = query, key, value, cos, sin, lengths, keys, values, position, starts, sinks, first[0], second[0]
+    out: Tensor = serve(*tensors, first[1], second[1], first[2], once, scale, softcap, window)[0]
+    return out
+
+
+_NO_NORM = (None, 0.0, False)
+
+
+def one_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    *,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    once: bool = False,
+    norms: tuple[Norm, Norm] | None = None,
+) -> bool:
+    """Whether one kernel computes `attend_into_cache`. Otherwise, call the two operations."""
+    return kernel_serves(
+        _operation, _specification(query, key, value, cos, starts, window, softcap, sinks, once, norms)
+    )
+
+
+def _specification(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    starts: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    once: bool,
+    norms: tuple[Norm, Norm] | None,
+) -> tuple[object, ...]:
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    norm_dtype, one_plus = None, False
+    if norms is not None:
+        norm_dtype, one_plus = norms[0].weight.dtype, norms[0].one_plus
+        grad = grad or (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
+    dtype, angle_dtype, device = query.dtype, cos.dtype, query.device
+    heads, head_dim = query.shape[1], query.shape[3]
+    kv_heads, value_dim = value.shape[1], value.shape[3]
+    shared, rotated = cos.shape[0] == 1, cos.shape[-1]
+    if once:
+        rotated *= 2
+    return (
+        dtype,
+        angle_dtype,
+        device,
+        heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        rotated,
+        shared,
+        once,
+        norm_dtype,
+        one_plus,
+        softcap is not None,
+        sinks is not None,
+        starts is not None,
+        window,
+        grad,
+    )
+
+
+def _one_by_one(
+    normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]], attend: Callable[..., Tensor]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return a function that writes to the caches, then computes attention over them. It also returns the caches."""
+    write = then_write(normalise, rotate)
+
+    def attend_into_cache(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        lengths: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        position: Tensor,
+        starts: Tensor | None,
+        sinks: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        query_eps: float,
+        key_eps: float,
+        one_plus: bool,
+        once: bool,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        norms = query_norm, key_norm, False, once, one_plus, query_eps, key_eps
+        query, keys, values = write(query, key, value, cos, sin, keys, values, position, *norms)
+        how = {"scale": scale, "starts": starts, "window": window, "softcap": softcap, "sinks": sinks}
+        return attend(query, keys, values, lengths, **how), keys, values
+
+    return attend_into_cache
+
+
+def _triton_refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
+    parts = ("rope", "rope_into_cache", "decode_attention", *(() if spec.norm_dtype is None else ("rms_norm",)))
+    for name in parts:
+        if options.current().aiter.get(name) is Switch.REQUIRED:
+            return f"aiter was required for {name}"
+    return triton.refuses(spec, device) or chosen_elsewhere(parts)
+
+
+def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
+    """Few and many keys. Values of rows that must not be read are large, but not so large that they hide errors."""
+    draw = Draw(spec.dtype, spec.device)
+    weights: tuple[Tensor | None, Tensor | None] = (None, None)
+    if spec.norm_dtype is not None:
+        weights = draw(spec.head_dim).to(spec.norm_dtype), draw(spec.head_dim).to(spec.norm_dtype)
+    for length in (1, LENGTH, LONG - 1):
+        query = draw(2, 1, spec.heads, spec.head_dim).transpose(1, 2)
+        key = draw(2, 1, spec.kv_heads, spec.head_dim).transpose(1, 2)
+        value = draw(2, 1, spec.kv_heads, spec.value_dim).transpose(1, 2)
+        tables = angles(spec, draw, 2, 1)
+        if spec.once:
+            tables = tables[0][..., : spec.rotated // 2], tables[1][..., : spec.rotated // 2]
+        keys = draw(2, spec.kv_heads, LONG, spec.head_dim)
+        values = draw(2, spec.kv_heads, LONG, spec.value_dim)
+        values[:, :, length - 1 :] = 30.0
+        starts = None
+        if spec.starts:
+            starts = torch.tensor([0, max(0, length - 9)], dtype=torch.int32, device=spec.device)
+            values[1, :, : max(0, length - 9)] = 30.0
+        yield Case(
+            (
+                query,
+                key,
+                value,
+                *tables,
+                torch.tensor([length], device=spec.device),
+                keys,
+                values,
+                torch.tensor([length - 1], device=spec.device),
+                starts,
+                draw(spec.heads) if spec.sinks else None,
+                *weights,
+            ),
+            (
+                1e-6,
+                1e-5,
+                spec.one_plus,
+                spec.once,
+                spec.head_dim**-0.5,
+                2.0 if spec.softcap else None,
+                spec.window,
+            ),
+        )
+
+
+_operation = Operation(
+    "attend_into_cache", AttendIntoCacheSpec, _cases, small_window, family="attention", recorded=(0, 1, 6)
+)
+_operation.register(
+    Implementation(
+        "triton",
+        "decode_kernel, new key",
+        _triton_refuses,
+        triton.attend_into_cache,
+        triton_detect.checked("attend_into_cache", "decode_kernel, new key"),
+    )
+)
+_operation.register(
+    Implementation(
+        "torch",
+        "rope, index_copy_, SDPA",
+        torch_refuses,
+        _one_by_one(torch_rms_norm, torch_rope, torch_decode),
+    )
+)
+_operation.register(
+    Implementation(
+        "eager",
+        "formula, index_copy_, softmax",
+        refuses_nothing,
+        _one_by_one(eager_rms_norm, eager_rope, eager_decode),
+    )
+)

@@ -1,0 +1,74 @@
+"""Recorded steps of whole models: every attention layer is one operation, and the tokens are stock's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from hf_rocm import ops
+from hf_rocm.layers import cached_attention
+from hf_rocm.ops.triton import decode
+from hf_rocm.overlay import bind
+from tests.generation.conftest import counted, generate, pair, prompt, recorded_on_cpu  # noqa: F401 - fixtures
+from tests.generation.emulator import Operators
+
+MODELS = {"llama": 0, "qwen3": 3, "mistral": 3, "gemma2": 0, "gemma3": 3, "gpt_oss": 3}  # padding tokens
+OPERATIONS = {"rope", "rope_into_cache", "decode_attention", "attention", "attend_into_cache"}
+
+
+@pytest.fixture(autouse=True)
+def several_splits(monkeypatch):
+    monkeypatch.setattr(decode, "units", lambda device: 8)
+    decode._work.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def launches_are_recorded(monkeypatch):
+    """Let emulated recordings contain the launches of interpreted kernels instead of the interpreter's operators."""
+    from triton.runtime.interpreter import GridExecutor
+
+    stock = GridExecutor.__call__
+
+    def call(executor, *tensors, **constants):
+        recording = _get_current_dispatch_mode()
+        if not isinstance(recording, Operators):
+            stock(executor, *tensors, **constants)
+            return
+        with _disable_current_modes():
+            stock(executor, *tensors, **constants)
+        recording.kept.append((lambda *given, **named: stock(executor, *given, **named), tensors, constants, []))
+
+    monkeypatch.setattr(GridExecutor, "__call__", call)
+
+
+def steps(routes):
+    """The operations of attention that were called with one query."""
+    return {route.operation for route in routes if route.operation in OPERATIONS and route.shapes[0][2] == 1}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_of_one_token_is_one_operation(kind, pair):  # noqa: F811
+    prepared, stock = pair(kind)
+    inputs = prompt(padded=MODELS[kind])
+    with torch.no_grad(), ops.recording() as routes:
+        actual = generate(prepared, inputs)
+    assert torch.equal(actual, generate(stock, inputs))
+    assert counted(prepared)[1] > 5
+    assert steps(routes) == {"attend_into_cache"}
+    assert {route.tier for route in routes if route.operation == "attend_into_cache"} == {"triton"}
+
+
+def test_other_steps_call_the_operations_one_by_one(pair):  # noqa: F811
+    """The tokens are the same if no kernel serves the operation, and if a norm is stock's."""
+    prepared, stock = pair("qwen3")
+    expected = generate(stock)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, ops.recording() as routes:
+        patch.setattr(cached_attention, "one_step_kernel", lambda *tensors, **terms: False)
+        assert torch.equal(generate(prepared), expected)
+    assert steps(routes) == {"rope_into_cache", "decode_attention"}
+    partly, _ = pair("qwen3")
+    bind.set_mode(partly.model.layers[0].self_attn.q_norm, bind.OFF)
+    with torch.no_grad(), ops.recording() as routes:
+        assert torch.equal(generate(partly), expected)
+    assert steps(routes) == {"attend_into_cache", "rope_into_cache", "decode_attention"}

@@ -72,7 +72,7 @@ class _Criteria(StoppingCriteriaList):
             if appended is not None and criterion is not False:
                 return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
         if criterion is False:
-            if self._tokens is not None:
+            if self._tokens is not None and not self._only_reads():
                 self._tokens.forget()  # a criterion of the user may change the tokens in place
             return self._stock(input_ids, scores, **kwargs)
         none = criterion is None or self._goes_on(criterion, input_ids)
@@ -89,6 +89,10 @@ class _Criteria(StoppingCriteriaList):
         if not _skipped().holds():
             return False
         return acting[0] if acting else None
+
+    def _only_reads(self) -> bool:
+        """Whether all criteria are unchanged ones of transformers that don't change tokens."""
+        return all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in self._stock) and _skipped().holds()
 
     def ends(self, length: int) -> Tensor | None | Literal[False]:
         """The end tokens that end a row of this length; None if no row ends, False if other criteria apply."""

@@ -10,6 +10,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from transformers.generation import stopping_criteria
 
 from hf_rocm.generation import stop_criteria
+from hf_rocm.generation.host_tokens import HostTokens
 from tests.generation.conftest import counted, generate
 
 
@@ -96,3 +97,13 @@ def test_the_warning_about_the_position_is_logged_as_in_stock(pair, caplog, monk
         texts.append(([text for text in caplog.messages if "maximum length" in text], tokens))
     assert texts[0][0] == texts[1][0] != []
     assert torch.equal(texts[0][1], texts[1][1]) and counted(prepared)[1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_criteria_that_may_change_tokens_make_them_unknown(known):
+    """The maximum length acts when it is reached, for example by tokens followed by drafts."""
+    tokens, ids = HostTokens(), torch.tensor([[4, 5, 6]])
+    tokens.of(ids)
+    further = [] if known else [MaxTimeCriteria(600.0)]
+    criteria = stop_criteria._Criteria(of(MaxLengthCriteria(3), EosTokenCriteria(torch.tensor([9])), *further), tokens)
+    assert criteria(ids, None).tolist() == [True] and tokens.knows(ids) is known

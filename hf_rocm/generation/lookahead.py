@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +31,6 @@ from hf_rocm.generation.residents import Source
 from hf_rocm.generation.streams import HostCopy
 from hf_rocm.generation.token_choice import Runs
 from hf_rocm.ops.look_up_drafts import look_up_drafts, one_kernel
-
-# The number of steps in a row with the same number of tokens after which a step is queued unseen. A step that is not
-# used costs about as much as eight steps save.
-ALIKE = 6
 
 
 class Search(NamedTuple):
@@ -119,6 +116,8 @@ class Lookahead:
         self.launched: Launched | None = None
         self.logits: Tensor | None = None
         self._alike = 0, 0  # the number of tokens of the last step, and of steps before it with the same number
+        self._arrived = self._interval = 0.0  # when tokens arrived on the host, and the time between two arrivals, in s
+        self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens the host doesn't know yet
         self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected, and read
@@ -182,9 +181,7 @@ class Lookahead:
         before, search, count = self._tokens.on_device, self._search, selected.shape[1]
         last, times = self._alike
         self._alike = count, times + 1 if count == last else 0
-        if before is None or search is None or self._alike[1] < ALIKE:
-            return
-        if before.shape[1] + 2 * count >= search.limit:  # the limit may reduce the number of drafts
+        if before is None or search is None or not self._pays(self._alike[1]) or before.shape[1] + 1 >= search.limit:
             return
         if self._header is None:
             self._header = torch.zeros(2, dtype=torch.int64, device=before.device)
@@ -195,6 +192,14 @@ class Lookahead:
         self._queued = runner.launch(None, count, Source(before, selected, 0, 0, self._header))
         self.logits = None if self._queued is None else logits
 
+    def _pays(self, times: int) -> bool:
+        """Whether to queue a step after `times` + 1 steps in a row with the same number of tokens.
+
+        A queued step that is used saves the gap before it, and one that is not used costs a whole step. After this
+        number of steps, the probability that the next one differs is about 1 / (times + 2).
+        """
+        return (times + 1) * self._gap > self._interval
+
     def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, runner: Runs) -> None:
         """Launch the next step, unless it is queued already.
 
@@ -202,6 +207,8 @@ class Lookahead:
         the device. logits: a copy of these logits, [1, N, V]. runner: the call's runner. Raises `GraphError` if a
         queued step has read other tokens than the host has found.
         """
+        now = perf_counter()
+        self._arrived, self._interval = now, now - self._arrived
         (queued, self._queued), (unseen, self._unseen) = (self._queued, None), (self._unseen, None)
         if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
             raise GraphError("a step that was queued early has read other tokens than those of the sequence")
@@ -217,6 +224,7 @@ class Lookahead:
             self._unseen = ids, copy
         else:
             queued = runner.launch(position, len(ids), source)
+            self._gap = perf_counter() - now
         if queued is not None:
             self.launched = Launched(*queued, position, ids, accepted)
             self.logits = logits

@@ -40,7 +40,7 @@ def launched(monkeypatch):
 @pytest.fixture
 def queued(monkeypatch):
     """The steps that were queued before their tokens were on the host, and used: as often as possible."""
-    monkeypatch.setattr(lookahead, "ALIKE", 0)
+    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
     steps = []
     confirm = lookahead.confirm
     monkeypatch.setattr(lookahead, "confirm", lambda *arguments: steps.append(arguments) or confirm(*arguments))
@@ -60,16 +60,12 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
     assert 8 < len(queued) < len(launched)
 
 
-def test_steps_are_queued_after_several_with_as_many_drafts(pair, queued, monkeypatch):
-    prepared, stock = pair()
-    monkeypatch.setattr(lookahead, "ALIKE", 8)
-    inputs = {name: tensor[:, :1].expand(-1, 30).contiguous() for name, tensor in repeating().items()}
-    for _ in range(3):
-        assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
-    few = len(queued)
-    monkeypatch.setattr(lookahead, "ALIKE", 1000)
-    assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
-    assert len(queued) == few
+def test_steps_are_queued_if_they_probably_save_time():
+    ahead = Lookahead(HostTokens(), early=True)
+    ahead._interval, ahead._gap = 1.0, 0.125
+    assert [ahead._pays(times) for times in (0, 6, 7, 8, 30)] == [False, False, False, True, True]
+    ahead._interval = 4.0
+    assert not ahead._pays(31) and ahead._pays(32)
 
 
 def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
@@ -105,7 +101,8 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 30)
-    monkeypatch.setattr(lookahead, "ALIKE", 0 if unseen else 1000)
+    if not unseen:
+        monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
     prepared, stock = pair(kind)
     if kind == "gemma3" and before("5.14"):
         pytest.skip("stock's own cache can't remove drafts beyond a sliding window")
@@ -121,7 +118,7 @@ def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, mo
 def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     """The launched step has other tokens, another number of them or a later position than the step of the loop."""
     prepared, stock = pair()
-    monkeypatch.setattr(lookahead, "ALIKE", 1000)
+    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
     pick = random.Random(0)
     expected_step = Lookahead._next
 

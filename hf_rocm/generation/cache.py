@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
 from hf_rocm.generation.step import Unrecordable
-from hf_rocm.layers.slots import Slot
+from hf_rocm.layers.cached_attention import Slot
 from hf_rocm.ops.bits import bits
 
 # Whether `crop` takes the new length, as in older releases, rather than minus the number of tokens to remove.

@@ -10,8 +10,7 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_rocm import layers, ops, options
-from hf_rocm.layers.cached_attention import rotate_and_update_cache
-from hf_rocm.layers.slots import slot
+from hf_rocm.layers.cached_attention import rotate_and_update_cache, slot
 
 B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
 RELEASE = Version(transformers.__version__)

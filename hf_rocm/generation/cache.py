@@ -98,7 +98,7 @@ class DecodeCache(Cache):
             torch.arange(row, row + len(places), out=places)
 
     def places(self, tokens: int) -> list[tuple[Tensor, int]]:
-        """The tensors to which the caller must write a step's rows, with the first row; empty if they are written."""
+        """The tensors to which the caller must write a step's rows, with the first row; empty if already written."""
         if self._placed == (self.length, tokens):
             return []
         if self.recording:

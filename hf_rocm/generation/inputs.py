@@ -168,7 +168,7 @@ def begin(cache: DecodeCache, position: int | None, tokens: int, source: Source)
 
 
 def confirm(cache: DecodeCache, position: int, tokens: int) -> None:
-    """Continue with a step that `begin` has set; see `Step.confirm`."""
+    """Set the position of a step whose inputs `begin` has set without it; see `Step.confirm`."""
     step = _step_of(cache)
     assert step is not None
     step.confirm(cache, position, tokens)

@@ -6,9 +6,9 @@ continues, and the loop runs while the device computes. When the loop has prepar
 compared with those of the launched one. If they differ, or if the step must run in another way, it is launched again:
 a step writes only to its outputs and to the cache rows of its own tokens, so the first launch has no effect.
 
-If several steps in a row had the same number of drafts, the next one is queued even before the tokens of the last step
-are on the host: the device itself finds the accepted tokens and the drafts (`ops.look_up_drafts`). If the number of
-drafts is another one, the queued step is not used.
+After enough steps in a row with the same number of drafts, the next one is queued even before the tokens of the last
+step are on the host: the accepted tokens and the drafts are determined on the device (`ops.look_up_drafts`). If the
+number of drafts then differs, the queued step is not used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Search(NamedTuple):
     ends: frozenset[int]
 
     def drafts(self, tokens: np.ndarray[Any, Any]) -> slice:
-        """Return which of these tokens, [S], are the drafts; an empty slice if there are none.
+        """Return the slice of these tokens, [S], that contains the drafts; it is empty if there are none.
 
         They are the drafts of transformers' `PromptLookupCandidateGenerator`.
         """
@@ -115,12 +115,12 @@ class Lookahead:
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
         self.launched: Launched | None = None
         self.logits: Tensor | None = None
-        self._alike = 0, 0  # the number of tokens of the last step, and of steps before it with the same number
+        self._alike = 0, 0  # the number of tokens of the last step, and the number of steps before it with as many
         self._arrived = self._interval = 0.0  # when tokens arrived on the host, and the time between two arrivals, in s
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
-        self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens the host doesn't know yet
-        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected, and read
+        self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
+        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected and read ones
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return the tokens [1, S] followed by the drafts that a search returns; the same tensor without drafts."""
@@ -172,11 +172,11 @@ class Lookahead:
         return self._early and self._ids is not None and self._search is not None
 
     def queue(self, selected: Tensor, step_ids: Tensor, logits: Tensor, runner: Runs) -> None:
-        """Queue the next step before the tokens of the last one are on the host, if it probably has as many tokens.
+        """Queue the next step before the tokens of the last one are on the host, if that probably saves time.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the device; step_ids: the tokens of
-        that step, [1, N]. logits: a copy of its logits, [1, N, V]. If the host then finds another number of drafts,
-        `launch` ignores the queued step.
+        that step, [1, N]. logits: a copy of its logits, [1, N, V]. The queued step has N tokens too; if the host then
+        finds a different number of drafts, `launch` ignores it.
         """
         before, search, count = self._tokens.on_device, self._search, selected.shape[1]
         last, times = self._alike
@@ -204,8 +204,8 @@ class Lookahead:
         """Launch the next step, unless it is queued already.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the host; tokens: the same tokens on
-        the device. logits: a copy of these logits, [1, N, V]. runner: the call's runner. Raises `GraphError` if a
-        queued step has read other tokens than the host has found.
+        the device. logits: a copy of these logits, [1, N, V]. runner: the call's runner. Raises `GraphError` if the
+        tokens that a queued step has read differ from those on the host.
         """
         now = perf_counter()
         self._arrived, self._interval = now, now - self._arrived
@@ -241,9 +241,10 @@ class Lookahead:
         return accepted if search.ends.isdisjoint(accepted) else None
 
     def _next(self, accepted: list[int], selected: Tensor) -> tuple[int, list[int], Source] | None:
-        """The position and the tokens of the step after these accepted tokens; None if the loop ends after them.
+        """The position and the tokens of the step after these accepted tokens, on the host and on the device.
 
-        selected: a tensor on the device that begins with the accepted tokens, [1, N].
+        Returns None if the loop ends after them, or if the earlier tokens are not known. selected: a tensor on the
+        device that begins with the accepted tokens, [1, N].
         """
         assert self._search is not None
         tokens, before = self._tokens.followed_by(accepted), self._tokens.on_device

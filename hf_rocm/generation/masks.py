@@ -69,8 +69,8 @@ class StepMask:
     """The mask of one kind of layer. tensor: the resident mask, [B, 1, S_q, L].
 
     lengths: [S_q], for every token of the step, the number of keys per row up to and including this token. starts: [B],
-    the index of every row's first key that is not padding, or None. hidden: the value for keys that are not seen in an
-    additive mask; None if the mask is bool. written: the same memory, as `begin_step` takes it.
+    the index of every row's first key that is not padding, or None. hidden: in an additive mask, the value for
+    keys that are not seen; None if the mask is bool. written: the same memory, as `begin_step` takes it.
     """
 
     def __init__(

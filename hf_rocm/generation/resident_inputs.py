@@ -150,7 +150,7 @@ class Step:
     def begin(self, cache: DecodeCache, position: int | None, tokens: int, source: Source) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
-        position: the number of tokens before the step; None if only the device knows it. The cache may contain more
+        position: the number of tokens before the step; None if it is only on the device. The cache may contain more
         tokens, which transformers removes before the step. tokens: the number of tokens of the step. source: where they
         are on the device. Returns these tokens, [1, N]; None if the inputs can't be set yet.
         """
@@ -174,7 +174,7 @@ class Step:
             return None
         residents, _ = self._placed[tokens]
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]
-        # at most all of the last step's tokens are accepted, and the cache contains them
+        # the cache's length includes all tokens of the last step, so the position is not after it
         room = cache.has_room(tokens) and residents.form.widths == tuple(layer.capacity for layer in layers)
         if not room or residents.bases != tuple(layer.base for layer in layers):
             return None
@@ -182,7 +182,7 @@ class Step:
         return residents.input_ids
 
     def confirm(self, cache: DecodeCache, position: int, tokens: int) -> None:
-        """Continue with a step that `begin` has set without its position. The arguments are those of `begin`."""
+        """Set the position of a step whose inputs `begin` has set without it. The arguments are those of `begin`."""
         length = cache.length
         self._position = position
         self.residents, _ = self._placed[tokens]
@@ -284,7 +284,7 @@ class Step:
 
 
 def _copy(tokens: Tensor, place: Tensor) -> None:
-    """Copy tokens with a kernel, because a memory copy between two kernels makes a GPU idle for several µs."""
+    """Copy tokens with a kernel, because a memory copy between two kernels leaves a GPU idle for several µs."""
     if tokens.device == place.device:
         torch.add(tokens, 0, out=place)
     else:

@@ -45,7 +45,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 # step. Every adapter and attention implementation needs separate recordings.
 _MOST = 4
 
-# Keys of the dict of recordings, beside those of the recorded steps.
+# Keys of the dict of recordings, in addition to those of the recorded steps.
 _RECORDER, _REORDERINGS = "recorder", "reorderings"
 _REPLAYED = "replayed"  # with the model's state and a number of tokens: the key of a step with resident inputs
 _VERIFIED = "verified"  # the keys of the steps that have verified drafts, also in earlier calls
@@ -139,7 +139,7 @@ class Runner:
     def _repeats(self, key: Hashable) -> bool:
         """Whether a step with this key has run before, which means that the shapes don't grow with every step.
 
-        With drafts, this may have been in an earlier call: the last step often has a number of drafts of its own.
+        With drafts, it may have run in an earlier call: the last step of a call often has a unique number of drafts.
         """
         resident_inputs = self.cache.drafts is not None and bool(self._arguments)
         keys = self.cache.recordings.setdefault(_VERIFIED, set()) if resident_inputs else self._keys

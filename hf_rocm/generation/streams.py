@@ -44,7 +44,7 @@ def tensors_in(*roots: Any) -> Iterator[Tensor]:
 class HostCopy:
     """A copy of a tensor in pinned memory, written on a second stream.
 
-    Work that the current stream gets after `send` does not wait for the copy, and the copy does not wait for this work.
+    Work queued on the current stream after `send` does not wait for the copy, and the copy does not wait for this work.
     On a GPU, a kernel that follows a copy on the same stream starts several microseconds later than one that follows
     another kernel. Call `read` before the tensor's memory is written again.
     """

@@ -1,8 +1,8 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
-A step of one token over the cache of recorded steps runs all of it in one kernel. Kernels that write keys and values
-replace `update` only in caches where it is known to write them and to do nothing else: transformers' static layers,
-checked by the digests of their definitions, and the cache of recorded decode steps.
+In a recorded step of one token, one kernel computes all of it. Kernels that write keys and values replace `update` only
+in caches where it is known to write them and to do nothing else: transformers' static layers, checked by the digests of
+their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute everything between an attention layer's projections, for models whose function rotates halves.
+    """Compute everything between an attention layer's projections, for models whose rotary function rotates halves.
 
     These are the norms of queries and keys, the rotation, the update of the cache, and attention over all keys.
 
-    stock: the model's own rotary function, which runs if the tensors' dtype differs from that of cos and sin. heads:
-    query [B, H, S, D], key [B, Hkv, S, D] and value [B, Hkv, S, D_v]. position_embeddings: cos and sin, [B | 1, S, R],
-    or None in a layer without rotary positions. cache: the model's cache, or None. mask, arguments: the attention mask
-    and the other keyword arguments of the call. scale, softcap, sinks: see `ops.attention`. norms: the children that
-    normalise queries and keys over the head dim; children that the module lacks are skipped. once: cos and sin contain
-    each angle once, [B | 1, S, R / 2], as the model's function takes them. partial: see `rotate`. window: the layer's
-    sliding window. Returns (output [B, S, H · D_v], weights); weights is None, as from SDPA.
+    stock: the model's own rotary function, which runs if the tensors' dtype differs from that of cos and sin, and with
+    `once` if no kernel writes to the cache. heads: query [B, H, S, D], key [B, Hkv, S, D] and value [B, Hkv, S, D_v].
+    position_embeddings: cos and sin, [B | 1, S, R], or None in a layer without rotary positions. cache: the model's
+    cache, or None. mask, arguments: the attention mask and the other keyword arguments of the call. scale, softcap,
+    sinks: see `ops.attention`. norms: the children that normalise queries and keys over the head dim; children that the
+    module lacks are skipped. once: cos and sin contain each angle once, [B | 1, S, R / 2], as the model's function
+    takes them. partial: see `rotate`. window: the layer's sliding window. Returns (output [B, S, H · D_v], weights);
+    weights is None, as from SDPA.
     """
     query, key, value = heads
     if query.shape[2] == 1 and mask is not None and cache is not None and position_embeddings is not None:
@@ -231,7 +232,7 @@ class Slot(NamedTuple):
 def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
     """Return the rows for key [B, Hkv, S, D] and value [B, Hkv, S, D_v] of layer `index`, or None if `update` must run.
 
-    arguments: the call's keyword arguments. Changes nothing.
+    arguments: the call's keyword arguments. Writes no keys or values.
     """
     own = getattr(type(cache), "_hf_rocm_slot", None)
     rows: Slot | None = _static(cache, index, key, arguments) if own is None else own(cache, index, key.shape[2])

@@ -56,9 +56,9 @@ def attend_into_cache(
 
     query: [B, H, 1, D]; key: [B, Hkv, 1, D]; value: [B, Hkv, 1, D_v]; cos, sin: [B | 1, 1, R], or half of it with
     `once`; halves are rotated. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to, and their last
-    stride must be 1. position: [1] int64, the row of the new key. lengths: [1] int32 or int64, the number of keys of
-    every row including the new one, which is key `min(lengths, L)`: position must be one less. If it is not, the Triton
-    tier writes nothing and returns NaN. The other arguments are those of the two operations.
+    stride must be 1. lengths: [1] int32 or int64, the number of keys of every row, including the new one. position: [1]
+    int64, the row of the new key, which must be min(lengths, L) - 1; if it is not, the Triton tier writes nothing and
+    returns NaN. The other arguments are those of the two operations.
 
     No tensor is read on the host. Returns [B, 1, H, D_v]. Raises `OptionError` if the norms differ in kind.
     """

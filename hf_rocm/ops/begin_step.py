@@ -21,7 +21,7 @@ from hf_rocm.ops.triton.launch import power_of_two
 
 
 def begin_step(call: BeginStepCall) -> None:
-    """Write to the tensors of a step what follows from its position; see `BeginStepCall`."""
+    """Write the tensors that a step reads and that depend on its position; see `BeginStepCall`."""
     try:
         serve = _operation.calls[_specification(call)]
     except TierUnavailable:

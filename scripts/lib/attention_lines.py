@@ -8,7 +8,7 @@ WIDTH = 120
 
 
 def norms(shape: Attention) -> str:
-    """The names of the norms over the head dim, as a tuple's text, if there are any."""
+    """The names of the norms over the head dim, as the source of a tuple; empty if there are none."""
     query, key, _ = shape.parts
     return f'("{query.head_norm}", "{key.head_norm}")' if query.head_norm or key.head_norm else ""
 

@@ -13,7 +13,7 @@ PAGE = Path("docs/performance.md")
 SCALING = Path("docs/multi-gpu.md")
 RECORDS = Path("docs/performance")
 CHART = "decode"
-README_CHART = "decode-1"  # its first panel
+README_CHART = "decode-1"  # only the first panel of CHART
 
 COLUMNS = {
     "stock": "stock",

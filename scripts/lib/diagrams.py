@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 IMAGES = Path("docs/images")
-MARGIN, LINE = 16, 17  # space around the diagram; distance of baselines
+MARGIN, LINE = 16, 17  # space around the diagram; distance between baselines
 TITLE, TEXT = 14, 12.5  # font sizes
 
 # kind → (fill, outline)
@@ -113,8 +113,8 @@ RUN: tuple[Part, ...] = (
         16,
         466,
         (
-            "The first tier serves the call",
-            "that accepts it and whose",
+            "A call is served by the first",
+            "tier that accepts it and whose",
             "result was checked on this",
             "machine.",
             "",

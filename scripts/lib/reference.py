@@ -92,8 +92,9 @@ def _entry(name: str, value: object) -> Iterator[str]:
 def prose(docstring: str, parameters: Collection[str] = ()) -> Iterator[str]:
     """Yield the paragraphs of a docstring in Markdown, with the names of parameters as code.
 
-    A line of the docstring begins a paragraph if the line before ends a sentence, and the line begins with the name of
-    a parameter, or its first word would have fitted in the line before. Indented lines stay as they are.
+    A line of the docstring begins a paragraph if the previous line ends a sentence and either the line begins with the
+    name of a parameter, or its first word would have fit into the previous line. Blocks with indented lines are not
+    changed.
     """
     limit = LINE_LENGTH - 4
     for block in docstring.split("\n\n"):

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-LONG = 60  # characters of a cell; one longer cell after the first column makes a table a table of texts
+LONG = 60  # a table with more characters in a cell after the first column is a table of texts
 WIDE_NAME = 24  # characters of code in a first column that leave too little room for a second column
-FEW, MANY = 6, 4  # most columns of a table of texts; fewest columns of a table whose first column stays visible
+FEW = 6  # the largest number of columns of a table of texts
+MANY = 4  # the smallest number of columns of a table whose first column stays visible
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

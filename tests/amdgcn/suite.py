@@ -48,7 +48,7 @@ SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": N
 # a bracket, a case whose name starts with the text. Other modules run only in larger shares.
 FEW = {
     "test_activation": "test_act_and_mul",
-    "test_attend_into_cache": "test_queries_and_keys_are_rotated_like_in_the_two_operations",
+    "test_attend_into_cache": "test_queries_and_keys_are_rotated_as_in_the_two_operations",
     "test_decode": "test_single_queries",
     "test_delta": "test_gated_delta_step",
     "test_delta_prefill": "test_gated_delta_prefill[one token",

@@ -23,7 +23,7 @@ def test_paragraphs_of_a_docstring_end_where_its_author_ended_a_line():
     from lib.reference import prose
 
     filled = (
-        "A sentence that fills the line up to its end, so that the next word would not have fitted into it, " + "x" * 15
+        "A sentence that fills the line up to its end, so that the next word would not have fit into it, " + "x" * 18
     )
     text = f"Do it.\n\nmode, tf32: a text.\n{filled}.\nIt goes on. other: no parameter.\nEnds\nhere."
     assert list(prose(text, {"mode", "tf32"})) == [

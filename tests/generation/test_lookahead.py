@@ -39,7 +39,7 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def queued(monkeypatch):
-    """The steps that were queued before their tokens were on the host, and used: as often as possible."""
+    """The steps that were queued before their tokens were on the host and then used; queued as often as possible."""
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
     steps = []
     confirm = lookahead.confirm

@@ -101,7 +101,7 @@ def test_the_warning_about_the_position_is_logged_as_in_stock(pair, caplog, monk
 
 @pytest.mark.parametrize("known", [True, False])
 def test_only_criteria_that_may_change_tokens_make_them_unknown(known):
-    """The maximum length acts when it is reached, for example by tokens followed by drafts."""
+    """The criterion for the maximum length is called when this length is reached, for example by tokens and drafts."""
     tokens, ids = HostTokens(), torch.tensor([[4, 5, 6]])
     tokens.of(ids)
     further = [] if known else [MaxTimeCriteria(600.0)]

@@ -1,4 +1,4 @@
-"""A step of one token in one kernel on a GPU: compared with the float64 oracle, the two kernels, and in a graph."""
+"""A step of one token in one kernel on a GPU, compared with the float64 oracle and the two kernels, also in a graph."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_row_that_is_only_padding_is_zero():
 
 @each_dtype
 @pytest.mark.parametrize("rotated", [64, 32])
-def test_queries_and_keys_are_rotated_like_in_the_two_operations(rotated, dtype):
+def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, dtype):
     """Written keys are bitwise equal. With one key, the output is its value; with more, it depends on the query."""
     given, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, rotated=rotated, tables=2)
     lengths, position = torch.tensor([140]), torch.tensor([139])
@@ -320,7 +320,7 @@ def test_unsupported_calls_are_refused(change, word):
     assert word in attend_into_cache.refuses(PLAIN._replace(**change), here())
 
 
-def test_parts_that_the_user_chose_refuse_the_kernel():
+def test_the_kernel_is_refused_if_the_user_chose_a_tier_for_a_part():
     for tier, spec in (("rope=torch", PLAIN), ("rms_norm=eager", PLAIN._replace(norm_dtype=SERVED[0]))):
         with options.override(tier=tier):
             assert "tier was requested" in _triton_refuses(spec, here())

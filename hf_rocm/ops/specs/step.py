@@ -13,13 +13,14 @@ class BeginStepCall(NamedTuple):
 
     clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of every token in
     the two kinds of layers: the number of keys in the buffer up to and including this token. mask: [B, 1, N, L], the
-    bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: a query sees the last
-    `window` keys (None: all) of its length, from `starts`, [B], on, in a buffer that contains the last L keys. hidden:
-    the value of an additive mask for keys that are not seen, else None. rolling: whether a length may exceed L. places:
-    [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N] int64, which receives token
-    `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B, M], and zeros.
-    header: [2] int64, see `look_up_drafts`: its first number is added to position, row, row_2 and first, and its second
-    one to drafts. Tensors except clock and relative may be None. The fields that end in _2 belong to the second kind.
+    bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the keys up to its
+    length, a query sees the last `window` (None: all), but none before `starts`, [B]; the buffer contains the last L
+    keys. hidden: the value for keys that are not seen in an additive mask, else None. rolling: whether a length may
+    exceed L. places: [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N] int64, which
+    receives token `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B,
+    M], and zeros. header: [2] int64, see `look_up_drafts`: its first number is added to position, row, row_2 and first,
+    and its second one to drafts. Tensors except clock and relative may be None. The fields that end in _2 belong to the
+    second kind.
     """
 
     clock: Tensor

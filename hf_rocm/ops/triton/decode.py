@@ -216,7 +216,7 @@ def forward(
 
 
 class NewKey(NamedTuple):
-    """A key and a value that the kernel rotates and writes, with the positions and norms of a step."""
+    """A key that the kernel rotates and a value, both written to the cache, with the angles and norms of a step."""
 
     key: Tensor
     value: Tensor
@@ -270,8 +270,10 @@ def _work(
     page: int | None,
     rotation: tuple[int | None, bool, bool],
 ) -> _Work:
-    """The plan for B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window.
-    rotation: the constants of a new key."""
+    """The plan for B, H, Hkv, S_q, S, D and D_v.
+
+    endless: whether there is no window. rotation: `NewKey.rotation`, or None, False and False.
+    """
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads
     how = plan(

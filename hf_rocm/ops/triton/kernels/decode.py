@@ -35,7 +35,7 @@ def decode_kernel(
     new_value,  # [B, Hkv, 1, D_v]
     cos,  # [B | 1, 1, R], or half of it if ONCE
     sin,
-    place,  # [1], the row of the new key, at which it is written: `end - 1`, otherwise the result is NaN
+    place,  # [1], the row to which the new key is written; if it is not `end - 1`, the result is NaN
     query_weight,  # [D] of the norm of queries, or None
     key_weight,
     scale,
@@ -151,7 +151,7 @@ def decode_kernel(
             at_value = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h
             last_value = tl.load(at_value + value_column, mask=value_inside, other=0.0)
             tl.store(value + row * value_s + value_column, last_value, mask=value_inside & writes)
-            # a matrix product, like for all other keys: the compiler would keep the terms of a sum in registers
+            # a matrix product, as for all other keys: the compiler would keep the terms of a sum in registers
             same = tl.broadcast_to(tl.trans(last_key), (BLOCK_D, 16))
             score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
             counts = (first < end) | ~right  # padding does not count, but a wrong row must be visible

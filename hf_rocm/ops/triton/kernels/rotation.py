@@ -34,9 +34,9 @@ def rotated_rows(
 ):
     """Load heads [N, BLOCK_D], normalise them, and rotate halves with the rounding of `rope_kernel`.
 
-    The partner of each element is a second load. The products are rounded to the dtype before they are added. Kernels
-    that call this function must be compiled without contraction: LLVM multiplies in the dtype itself where that gives
-    the same number, and would then contract product and sum.
+    The partner of each element is loaded separately. The products are rounded to the dtype before they are added.
+    Kernels that call this function must be compiled without contraction: LLVM multiplies in the dtype itself where that
+    gives the same number, and would then contract product and sum.
     """
     dtype: tl.constexpr = at.dtype.element_ty
     half: tl.constexpr = ROTATED // 2

@@ -114,7 +114,7 @@ def look_up_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the accepted drafts, and find the first of the longest earlier n-grams that end the continued sequence.
+    """Count the accepted drafts, and find the first earlier match of the longest n-gram at the end of the sequence.
 
     The length of a match and the position of its last token are packed into one integer. A maximum selects the longest
     match and, among equal ones, the first.
@@ -279,7 +279,7 @@ def _begin_build(
     sources: int = 0,
     header: bool = False,
 ) -> Build:
-    """masks: the number of masks and of tensors with rows. The second one, or the only one, has the window."""
+    """masks: the number of masks and of tensors with rows. The second mask, or the only one, has the window."""
     given = ["clock", "relative", "mask", "mask_2"][: 2 + masks] + ["places", "places_2"][:masks]
     given += ["starts", "starts_2"][:masks] if starts else []
     given += ["input_ids", "ids", "further"][: 1 + sources] if sources else []

@@ -150,7 +150,7 @@ class Step:
     def begin(self, cache: DecodeCache, position: int | None, tokens: int, source: Source) -> Tensor | None:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
-        position: the number of tokens before the step; None if only the device knows it. The cache may contain more
+        position: the number of tokens before the step; None if it is only on the device. The cache may contain more
         tokens, which transformers removes before the step. tokens: the number of tokens of the step. source: where they
         are on the device. Returns these tokens, [1, N]; None if the inputs can't be set yet.
         """

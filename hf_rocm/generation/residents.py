@@ -20,7 +20,7 @@ Places = tuple[Tensor, int]
 class Source(NamedTuple):
     """Where the token ids of a step are on the device: see the fields of `BeginStepCall` with these names.
 
-    header: the position of the step, and where the drafts are, if the host doesn't know them yet.
+    header: the position of the step, and where the drafts are, if they are not on the host yet.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class Residents:
     def __init__(self, form: Form) -> None:
         b, n, kinds = form.batch, form.tokens, len(form.kinds)
         self.form = form
-        self.position: int | None = 0  # None if only the device knows it
+        self.position: int | None = 0  # None if it is only on the device
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
@@ -110,8 +110,8 @@ class Residents:
     def write(self, position: int | None, places: Sequence[Places] = (), source: Source | None = None) -> None:
         """Write all tensors of a step at this position, in one operation.
 
-        places: for up to two windows. source: the token ids; None leaves `input_ids` as they are. If only the device
-        knows the position, position is None, source has a header, and rows in places are relative to the position.
+        places: for up to two windows. source: the token ids; None leaves `input_ids` as they are. If the position is
+        only on the device, position is None, source has a header, and rows in places are relative to the position.
         """
         self.position = position
         (mask, starts, window), (mask_2, starts_2, window_2) = [*map(_terms, self.masks), _NO_MASK, _NO_MASK][:2]

@@ -1,5 +1,5 @@
-"""look_up_drafts: the search of prompt lookup on the device, so that the next step can be queued before the host knows
-which drafts were accepted.
+"""look_up_drafts: the search of prompt lookup on the device, so that the next step can be queued before the accepted
+tokens are on the host.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Lookahead:
         self._arrived, self._interval = now, now - self._arrived
         (queued, self._queued), (unseen, self._unseen) = (self._queued, None), (self._unseen, None)
         if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
-            raise GraphError("a step that was queued early has read other tokens than those of the sequence")
+            raise GraphError("a step that was queued early has read tokens other than those of the sequence")
         accepted = self._accepted(selected[0].tolist())
         following = None if accepted is None else self._next(accepted, tokens)
         if accepted is None or following is None:
@@ -220,7 +220,7 @@ class Lookahead:
         if queued is not None and queued[1].shape[1] == len(ids):
             confirm(runner.cache, position, len(ids))
             copy = HostCopy(queued[1].shape, queued[1].dtype, queued[1].device)
-            copy.send(queued[1])
+            copy.send(queued[1].clone())  # the next step that is queued writes to the tensor
             self._unseen = ids, copy
         else:
             queued = runner.launch(position, len(ids), source)

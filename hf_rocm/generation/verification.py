@@ -67,9 +67,10 @@ class Verification:
         copy = self._copies.get(count)
         if copy is None:
             copy = self._copies[count] = HostCopy((1, count), step.tokens.dtype, step.tokens.device)
-        copy.send(step.tokens)
         # copied before the host waits for the step, because the next one may write to the same tensors
-        tokens, logits = step.tokens.clone(), step.logits.clone()
+        tokens = step.tokens.clone()
+        copy.send(tokens)
+        logits = step.logits.clone()
         residents = residents_of(call.cache)
         if residents is not None and residents.form.tokens == count:
             self.lookahead.queue(tokens, residents.input_ids, logits, call)

@@ -47,7 +47,7 @@ def run(tier, *arguments, **keywords):
 @pytest.mark.parametrize("s_q", [1, 3, 17])
 @pytest.mark.parametrize("window", [None, 4])
 def test_starts_lengths_and_windows(window, s_q, tier, dtype):
-    """Every row equals plain causal attention over its real keys."""
+    """Every row equals causal attention over its real keys, within the window."""
     query, key, value = tensors((3, 4, 2, s_q, 30, 8, 12), dtype)
     lengths, starts = torch.tensor([30, 20, 17]), torch.tensor([0, 20 - s_q, 0])
     how = {"scale": 0.3, "starts": starts, "window": window}
@@ -141,14 +141,14 @@ def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
 def test_prefill_is_refused(monkeypatch):
     """The test uses the specifications that `ops.attention` builds."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
-    spoken, requested = {}, []
+    accepted, requested = {}, []
     monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _answer))
     for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
         query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
         ops.attention(query, key, value, scale=1.0, causal=True)
         device = Device("cuda", rocm=True, arch="gfx942")
-        spoken[s_q, s_k] = decode.attention_refuses(AttentionSpec(*requested[-1]), device) is None
-    assert spoken == {
+        accepted[s_q, s_k] = decode.attention_refuses(AttentionSpec(*requested[-1]), device) is None
+    assert accepted == {
         (1, 1): True,
         (1, 9): True,
         (2, 9): True,
@@ -194,5 +194,5 @@ def test_a_mask_that_a_kernel_supports_is_not_read(monkeypatch):
     query, key, value = tensors((2, 4, 2, 1, 9, 16, 16), torch.float32)
     mask = seen_keys(1, 9, torch.tensor([9]), torch.tensor([0, 4]), None)
     monkeypatch.setattr(MODULE, "kernel_serves", lambda *_: True)
-    monkeypatch.setattr(registry, "kernel_serves", lambda *_: pytest.fail("looked further"))
+    monkeypatch.setattr(registry, "kernel_serves", lambda *_: pytest.fail("a kernel without a mask was looked up"))
     assert recognise(mask, query, key, value) is None

@@ -86,7 +86,7 @@ def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool =
 
 
 def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int = 1, context: int = 0) -> float:
-    """Return a lower bound in seconds of a decode step on one rank, without the exchanges.
+    """Return a lower bound on the time of a decode step on one rank, without the exchanges, in seconds.
 
     bandwidth: the bandwidth of one GPU's memory, in bytes per second.
     """
@@ -95,7 +95,7 @@ def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int =
 
 
 def wire_seconds(message: int, ranks: int, link: float) -> float:
-    """Return a lower bound in seconds of one ring all-reduce, from its size alone.
+    """Return a lower bound on the time of one ring all-reduce, in seconds, from its size alone.
 
     link: bytes per second of one link, in each direction.
     """
@@ -103,7 +103,7 @@ def wire_seconds(message: int, ranks: int, link: float) -> float:
 
 
 def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, nic: float) -> float:
-    """Return a lower bound in seconds of one all-reduce over several nodes.
+    """Return a lower bound on the time of one all-reduce over several nodes, in seconds.
 
     It consists of a reduce-scatter within each node, an all-reduce across nodes and an all-gather within each node.
     nic: bytes per second of one GPU's share of the network, in each direction.

@@ -1,8 +1,8 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
-A decoding step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the
-keys of each piece are split into blocks, which are distributed over several programs. `lengths` is read on the device:
-every program computes its own blocks from it, and returns at once if it has none. Scores are scaled for exp2.
+A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of each are
+split into blocks, which several programs share. A program reads `lengths` to compute its blocks, and returns at once if
+it has none. Scores are scaled for exp2. With `new_key`, the kernel also applies the rotation, and writes to the cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def decode_kernel(
     ALONE: tl.constexpr,  # one split
     CAUSAL: tl.constexpr,
     PAGE: tl.constexpr,  # keys of a page, or None
-    HIDDEN: tl.constexpr,  # an additive mask hides a key by a value up to this one; None: the mask is bool or absent
+    HIDDEN: tl.constexpr,  # values up to this one in an additive mask hide a key; None: the mask is bool or absent
     PRECISION: tl.constexpr,
     ROTATED: tl.constexpr,  # the number of dims that are rotated; None without a new key
     ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
@@ -151,7 +151,7 @@ def decode_kernel(
             at_value = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h
             last_value = tl.load(at_value + value_column, mask=value_inside, other=0.0)
             tl.store(value + row * value_s + value_column, last_value, mask=value_inside & writes)
-            # a matrix product, as for all other keys: the compiler would keep the terms of a sum in registers
+            # tl.dot, as for all other keys: a sum of products would keep all of its terms in registers
             same = tl.broadcast_to(tl.trans(last_key), (BLOCK_D, 16))
             score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
             counts = (first < end) | ~right  # padding does not count, but a wrong row must be visible

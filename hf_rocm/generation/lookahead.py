@@ -120,6 +120,7 @@ class Lookahead:
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
+        self._copies: dict[int, HostCopy] = {}  # by number of tokens
         self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected and read ones
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
@@ -219,7 +220,9 @@ class Lookahead:
         position, ids, source = following
         if queued is not None and queued[1].shape[1] == len(ids):
             confirm(runner.cache, position, len(ids))
-            copy = HostCopy(queued[1].shape, queued[1].dtype, queued[1].device)
+            if len(ids) not in self._copies:
+                self._copies[len(ids)] = HostCopy((1, len(ids)), queued[1].dtype, queued[1].device)
+            copy = self._copies[len(ids)]
             copy.send(queued[1].clone())  # the next step that is queued writes to the tensor
             self._unseen = ids, copy
         else:

@@ -157,20 +157,25 @@ def gptq_by_activation(n: int, k: int, group: int) -> Tensors:
     return gptq(n, k, group, by_activation=True)
 
 
-def bitsandbytes(code: str) -> Callable[[int, int, int], Tensors]:
-    """4 bits in blocks of 64, with double quantisation."""
+def bitsandbytes(code: str, *, double: bool = False) -> Callable[[int, int, int], Tensors]:
+    """4 bits in blocks of 64. double: with double quantisation, which rounds the scales of the blocks to 8 bits."""
 
     def layer(n: int, k: int, group: int) -> Tensors:
         count, numbers = n * k // 64, torch.tensor(CODES[code])
         size = deviation(k) / numbers.square().mean().sqrt().item()
         state = {"quant_type": code, "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
-        state |= {"nested_blocksize": PER_FACTOR, "nested_dtype": "float32", "nested_offset": size}
+        scales: Tensors = {"weight.absmax": _scales(size, count)}
+        if double:
+            state |= {"nested_blocksize": PER_FACTOR, "nested_dtype": "float32", "nested_offset": size}
+            scales = {
+                "weight.absmax": _bytes(count),
+                "weight.nested_absmax": torch.full((-(-count // PER_FACTOR),), size / 2),
+                "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+            }
         return {
             "weight": _bytes(n * k // 2, 1),
-            "weight.absmax": _bytes(count),
+            **scales,
             "weight.quant_map": numbers,
-            "weight.nested_absmax": torch.full((-(-count // PER_FACTOR),), size / 2),
-            "weight.nested_quant_map": torch.linspace(-1, 1, 256),
             f"weight.quant_state.bitsandbytes__{code}": torch.tensor(
                 list(json.dumps(state).encode()), dtype=torch.uint8
             ),
@@ -255,10 +260,10 @@ def _gptq_config(by_activation: bool) -> Callable[[int], dict[str, Any]]:
     return config
 
 
-def _bitsandbytes_config(code: str) -> Callable[[int], dict[str, Any]]:
+def _bitsandbytes_config(code: str, *, double: bool = False) -> Callable[[int], dict[str, Any]]:
     def config(group: int) -> dict[str, Any]:
-        nested = {"bnb_4bit_quant_type": code, "bnb_4bit_use_double_quant": True}
-        return {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, **nested}
+        further = {"bnb_4bit_quant_type": code, "bnb_4bit_use_double_quant": double}
+        return {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, **further}
 
     return config
 
@@ -278,6 +283,7 @@ FORMATS = {
     "gptq-desc_act": Packed(gptq_by_activation, _gptq_config(True)),
     "ct-int4": Packed(int4_groups, _compressed("pack-quantized", num_bits=4, type="int", strategy="group")),
     "nf4": Packed(bitsandbytes("nf4"), _bitsandbytes_config("nf4")),
+    "nf4-double": Packed(bitsandbytes("nf4", double=True), _bitsandbytes_config("nf4", double=True)),
     "fp4": Packed(bitsandbytes("fp4"), _bitsandbytes_config("fp4")),
     "ct-mxfp4": Packed(
         mxfp4, lambda _: _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group")(MXFP4_BLOCK)

@@ -26,7 +26,7 @@ GPT_OSS |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
 # step, and the largest number of a row is about four times its typical magnitude.
 ROUNDED = {"ct-fp8": 2**-4, "ct-int8": 4 / 254}
 NAMES = (
-    *("awq", "gptq", "gptq-desc_act", "ct-int4", "nf4", "fp4", "ct-mxfp4"),
+    *("awq", "gptq", "gptq-desc_act", "ct-int4", "nf4", "nf4-double", "fp4", "ct-mxfp4"),
     *("fp8-blocks", "ct-fp8", "ct-int8", "gpt-oss"),
 )
 

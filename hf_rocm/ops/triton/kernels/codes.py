@@ -15,6 +15,7 @@ AMD, NVIDIA = "v_perm_b32", "prmt"  # the instructions
 _NVIDIA = tl.constexpr(NVIDIA)
 _AMD = tl.constexpr(AMD)
 
+
 @triton.jit
 def load_table(table, BYTE: tl.constexpr):
     """One byte of the numbers of codes 0 … 7, and of 8 … 15: two int64. table: see `ops.four_bit.table_bytes`."""

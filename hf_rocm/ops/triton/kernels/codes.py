@@ -16,13 +16,60 @@ _NVIDIA = tl.constexpr(NVIDIA)
 _AMD = tl.constexpr(AMD)
 
 
+def _pairs(signed: bool) -> str:
+    """The PTX of `_coded_pairs`.
+
+    $0 … $3: the results, each with the numbers of both words. $4, $5: the words. $6: 16 · half. $8, $10, $12 and $14:
+    low, high, high_end and low_end. The operands between them are copies for the second word.
+    """
+    lines = [
+        ".reg .b32 other, runs<2>, places<2>, ends<2>, lows, highs, end, table<8>;",
+        "mov.b64 {table0, table1}, $8;",
+        "mov.b64 {table2, table3}, $10;",
+        "mov.b64 {table4, table5}, $12;",
+        *([] if signed else ["mov.b64 {table6, table7}, $14;"]),
+        # runs 0, 2, 4 and 6 of both words, then runs 1, 3, 5 and 7
+        "shl.b32 other, $5, 4;",
+        "lop3.b32 runs0, $4, other, 0x0F0F0F0F, 0xE4;",
+        "shr.u32 other, $4, 4;",
+        "lop3.b32 runs1, other, $5, 0x0F0F0F0F, 0xE4;",
+    ]
+    for run in (0, 1):
+        lines += [
+            f"and.b32 places{run}, runs{run}, 0x77777777;",
+            f"shr.u32 ends{run}, runs{run}, 1;",
+            f"and.b32 ends{run}, ends{run}, 0x44444444;",
+            f"or.b32 ends{run}, ends{run}, 0x32103210;",
+            f"shr.u32 places{run}, places{run}, $6;",
+            f"shr.u32 ends{run}, ends{run}, $6;",
+            f"prmt.b32 lows, table0, table1, places{run};",
+        ]
+        if not signed:
+            lines += [f"prmt.b32 end, table6, table7, places{run};", f"prmt.b32 lows, lows, end, ends{run};"]
+        lines += [
+            f"prmt.b32 highs, table2, table3, places{run};",
+            f"prmt.b32 end, table4, table5, places{run};",
+            f"prmt.b32 highs, highs, end, ends{run};",
+            f"prmt.b32 ${run}, lows, highs, 0x5140;",
+            f"prmt.b32 ${run + 2}, lows, highs, 0x7362;",
+        ]
+    return "\n".join(("{", *lines, "}"))
+
+
+_PAIRS, _PAIRS_SIGNED = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
+
+
 @triton.jit
 def load_table(table, BYTE: tl.constexpr):
-    """One byte of the numbers of codes 0 … 7, and of 8 … 15: two int64. table: see `ops.four_bit.table_bytes`."""
+    """One byte of the numbers of codes 0 … 7, and of 8 … 15: int64 [1]. table: see `ops.four_bit.table_bytes`.
+
+    They are tensors, because with scalars the compiler would move the numbers through shared memory before a product.
+    """
     if table is None:
         return 0, 0
     else:
-        return tl.load(table + 2 * BYTE), tl.load(table + 2 * BYTE + 1)
+        at = table + 2 * BYTE + tl.arange(0, 1)
+        return tl.load(at), tl.load(at + 1)
 
 
 @triton.jit
@@ -33,32 +80,26 @@ def coded(
     low_end,  # and of 8 … 15
     high,  # the second byte of the numbers of codes 0 … 7
     high_end,  # and of 8 … 15
-    PLACE: tl.constexpr,
     SIGNED: tl.constexpr,  # codes 8 … 15 have the first bytes of 0 … 7, because they are their negatives
     SELECT: tl.constexpr,  # the instruction that selects bytes, or None: several portable instructions
 ):
-    """Two bytes of the numbers of the run `run_of(half, PLACE)` of the words, as int16.
+    """Two bytes of the numbers of four runs, as int16: those with the indices `run_of(half, 0)` … `run_of(half, 3)`.
 
-    half: 0 or 1. PLACE: 0 … 3. Calls that differ only in PLACE share most of their instructions.
+    half: 0 or 1.
     """
-    # NVIDIA's instruction reads the places of the four bytes from 4 bits each, and AMD's from a byte each
     if SELECT == _NVIDIA:
-        codes = words >> (16 * half)
-        places = codes & 0x7777
-        ends = ((codes >> 1) & 0x4444) | 0x3210
+        return _coded_pairs(words, half, low, low_end, high, high_end, SIGNED)
     else:
         codes = words >> (4 * half)
         places = codes & 0x07070707
         ends = ((codes >> 1) & 0x04040404) | 0x03020100
-    lows = _lookup(low, places, SELECT)
-    if not SIGNED:
-        lows = _select(lows, _lookup(low_end, places, SELECT), ends, SELECT)
-    highs = _select(_lookup(high, places, SELECT), _lookup(high_end, places, SELECT), ends, SELECT)
-    if PLACE < 2:
-        pairs = _select(lows, highs, 0x5140 if SELECT == _NVIDIA else 0x05010400, SELECT)
-    else:
-        pairs = _select(lows, highs, 0x7362 if SELECT == _NVIDIA else 0x07030602, SELECT)
-    return (pairs >> (16 * (PLACE % 2))).to(tl.int16)
+        lows = _lookup(low, places, SELECT)
+        if not SIGNED:
+            lows = _select(lows, _lookup(low_end, places, SELECT), ends, SELECT)
+        highs = _select(_lookup(high, places, SELECT), _lookup(high_end, places, SELECT), ends, SELECT)
+        first = _select(lows, highs, 0x05010400, SELECT)
+        second = _select(lows, highs, 0x07030602, SELECT)
+        return first.to(tl.int16), (first >> 16).to(tl.int16), second.to(tl.int16), (second >> 16).to(tl.int16)
 
 
 @triton.jit
@@ -72,20 +113,54 @@ def of_run(
     SIGNED: tl.constexpr,
     SELECT: tl.constexpr,
 ):
-    """`coded` for the index of a run."""
-    if SELECT == _NVIDIA:
-        return coded(words, RUN // 4, low, low_end, high, high_end, RUN % 4, SIGNED, SELECT)
+    """`coded` for the index of one run. Calls for runs of the same half share their instructions."""
+    half: tl.constexpr = RUN // 4 if SELECT == _NVIDIA else RUN % 2
+    a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
+    return of_place(a, b, c, d, RUN % 4 if SELECT == _NVIDIA else RUN // 2)
+
+
+@triton.jit
+def of_place(a, b, c, d, PLACE: tl.constexpr):
+    """One of the results of `coded`. Triton 3.2 can't keep them in a tuple."""
+    if PLACE < 2:
+        return b if PLACE else a
     else:
-        return coded(words, RUN % 2, low, low_end, high, high_end, RUN // 2, SIGNED, SELECT)
+        return d if PLACE == 3 else c
 
 
 @triton.jit
 def run_of(half, PLACE: tl.constexpr, SELECT: tl.constexpr):
-    """The index of a run: a word contains those of a half in adjacent 4-bit numbers, or in those of one parity."""
+    """The index of a run: `coded` returns those of a half in adjacent 4-bit numbers, or in those of one parity."""
     if SELECT == _NVIDIA:
         return 4 * half + PLACE
     else:
         return half + 2 * PLACE
+
+
+@triton.jit
+def _coded_pairs(words, half, low, low_end, high, high_end, SIGNED: tl.constexpr):
+    """`coded` for two words at a time, so that both numbers of a run end up in one register.
+
+    NVIDIA's instruction reads the places of four bytes from 4 bits each. They come from two runs of both words.
+    """
+    if SIGNED:
+        return tl.inline_asm_elementwise(
+            _PAIRS_SIGNED,
+            "=r,=r,=r,=r,r,r,r,r,l,l,l,l,l,l",
+            [words, 16 * half, low, high, high_end],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _PAIRS,
+            "=r,=r,=r,=r,r,r,r,r,l,l,l,l,l,l,l,l",
+            [words, 16 * half, low, high, high_end, low_end],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
@@ -97,11 +172,7 @@ def _lookup(table, places, SELECT: tl.constexpr):
 @triton.jit
 def _select(first, second, places, SELECT: tl.constexpr):
     """Four of the eight bytes of first and second, whose places are 0 … 7."""
-    if SELECT == _NVIDIA:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, places], dtype=tl.int32, is_pure=True, pack=1
-        )
-    elif SELECT == _AMD:
+    if SELECT == _AMD:
         return tl.inline_asm_elementwise(
             "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [second, first, places], dtype=tl.int32, is_pure=True, pack=1
         )

@@ -8,7 +8,7 @@ import triton.language as tl
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
-from hf_rocm.ops.triton.kernels.four_bit import scale_at
+from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
@@ -64,6 +64,8 @@ def dequantize_four(
     byte_1, byte_1_end = load_table(table, 1)
     byte_2, byte_2_end = load_table(table, 2)
     byte_3, byte_3_end = load_table(table, 3)
+    groups = offset + block * (8 * RUN) // GROUP * STEP
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, False)
     for run in tl.static_range(8):
         start = (block * 8 + run) * RUN
         group = offset + start // GROUP * STEP
@@ -78,7 +80,7 @@ def dequantize_four(
                 numbers -= 8388616.0
             else:
                 numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
-        numbers *= scale_at(scale, nested_code, nested_factors, group, inside, False)
+        numbers *= scale_at(scale, nested_code, first_factor, second_factor, group, inside, False)
         tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
 
 

@@ -154,6 +154,7 @@ def _vector(
 ):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # the number of runs that share a scale
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if table is None:
@@ -177,7 +178,7 @@ def _vector(
             else:
                 values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # even runs contain 1 + q / 2048
                 part += values * _mantissa(words, pattern, group * RUNS + run)
-        factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
+        factor = scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
         if table is None and not BYTES:
             factor *= 128.0
         sums += part * factor
@@ -185,16 +186,26 @@ def _vector(
 
 
 @triton.jit
-def scale_at(scale, nested_code, nested_factors, place, inside, EVEN: tl.constexpr):
-    """Scales in fp32."""
+def factors_at(nested_factors, place, inside, EVEN: tl.constexpr):
+    """The two factors of the scales of a block of 8 runs, the first of which is at this place; 0 without factors.
+
+    A block has 1, 2, 4 or 8 scales, which never belong to different factors.
+    """
+    if nested_factors is None:
+        return 0.0, 0.0
+    else:
+        factors = nested_factors + (place >> 8) * 2
+        return piece(factors, inside, EVEN), piece(factors + 1, inside, EVEN)
+
+
+@triton.jit
+def scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN: tl.constexpr):
+    """Scales in fp32. first_factor, second_factor: see `factors_at`."""
     stored = piece(scale + place, inside, EVEN)
     if nested_code is None:
         return power(stored) if stored.dtype == tl.uint8 else stored.to(tl.float32)
     else:
-        factors = nested_factors + place // 256 * 2
-        return tl.load(nested_code + stored.to(tl.int32)) * piece(factors, inside, EVEN) + piece(
-            factors + 1, inside, EVEN
-        )
+        return tl.load(nested_code + stored.to(tl.int32)) * first_factor + second_factor
 
 
 @triton.jit

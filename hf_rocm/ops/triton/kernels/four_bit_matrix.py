@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.kernels.codes import coded, load_table, run_of
-from hf_rocm.ops.triton.kernels.four_bit import build, scale_at
+from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, of_place, run_of
+from hf_rocm.ops.triton.kernels.four_bit import build, factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
+
+_NVIDIA = tl.constexpr(NVIDIA)
 
 
 @triton.jit
@@ -158,7 +160,10 @@ def _matrix(
 ):
     """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     if table is not None:
+        # the runs of a half that share a scale: at most 4 adjacent ones, or every second of at most 8
+        CHAIN: tl.constexpr = (RUNS if RUNS < 4 else 4) if SELECT == _NVIDIA else (RUNS + 1) // 2
         if UNROLLED:
             for half in tl.static_range(2):
                 sums = _half(
@@ -172,7 +177,8 @@ def _matrix(
                     high,
                     high_end,
                     nested_code,
-                    nested_factors,
+                    first_factor,
+                    second_factor,
                     groups,
                     inside,
                     half,
@@ -182,6 +188,7 @@ def _matrix(
                     STEP,
                     RUN,
                     RUNS,
+                    CHAIN,
                 )
         else:
             for half in tl.range(2, num_stages=1):
@@ -196,7 +203,8 @@ def _matrix(
                     high,
                     high_end,
                     nested_code,
-                    nested_factors,
+                    first_factor,
+                    second_factor,
                     groups,
                     inside,
                     half,
@@ -206,6 +214,7 @@ def _matrix(
                     STEP,
                     RUN,
                     RUNS,
+                    CHAIN,
                 )
     elif UNROLLED:
         for group in tl.static_range(8 // RUNS):
@@ -217,7 +226,8 @@ def _matrix(
                 scale,
                 zeros,
                 nested_code,
-                nested_factors,
+                first_factor,
+                second_factor,
                 groups + group * STEP,
                 inside,
                 group,
@@ -236,7 +246,8 @@ def _matrix(
                 scale,
                 zeros,
                 nested_code,
-                nested_factors,
+                first_factor,
+                second_factor,
                 groups + group * STEP,
                 inside,
                 group,
@@ -260,7 +271,8 @@ def _half(
     high,
     high_end,
     nested_code,
-    nested_factors,
+    first_factor,
+    second_factor,
     groups,
     inside,
     half,
@@ -270,15 +282,18 @@ def _half(
     STEP: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """Add the products of the runs that are looked up together; each is multiplied by its scale."""
+    """Add the products of the runs that are looked up together."""
     dtype: tl.constexpr = x.dtype.element_ty
-    for place in tl.static_range(4):
-        run = run_of(half, place, SELECT)
-        values = tl.load(x + run * RUN, mask=filled, other=0.0)
-        numbers = coded(words, half, low, low_end, high, high_end, place, SIGNED, SELECT)
-        part = tl.dot(numbers.to(dtype, bitcast=True), values, tl.zeros_like(sums))
-        sums += part * scale_at(scale, nested_code, nested_factors, groups + run // RUNS * STEP, inside, EVEN)
+    a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
+    for first in tl.static_range(0, 4, CHAIN):
+        part = tl.zeros_like(sums)
+        for place in tl.static_range(first, first + CHAIN):
+            values = tl.load(x + run_of(half, place, SELECT) * RUN, mask=filled, other=0.0)
+            part = tl.dot(of_place(a, b, c, d, place).to(dtype, bitcast=True), values, part)
+        group = run_of(half, first, SELECT) // RUNS
+        sums += part * scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
     return sums
 
 
@@ -291,7 +306,8 @@ def _group(
     scale,
     zeros,
     nested_code,
-    nested_factors,
+    first_factor,
+    second_factor,
     place,
     inside,
     group,
@@ -308,7 +324,7 @@ def _group(
     if zeros is not None:
         zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
     if SUBTRACTS:
-        factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
+        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
         if zeros is not None:
             zero = zero.to(dtype)
         for run in tl.static_range(RUNS):
@@ -324,7 +340,8 @@ def _group(
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
             part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
             total = tl.dot(ones, values, total)
-        factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)  # late: fewer live registers
+        # late: fewer live registers
+        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
         return sums + (part - zero * total) * factor
 
 

@@ -149,7 +149,8 @@ def _forward(
 
         group = k // scale.shape[1]
         run = run_length(k, group)
-        tile = four_bit_tile(m, n, gated, run, table=code is not None, rocm=device.rocm, units=units(x.device))
+        target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
+        tile = four_bit_tile(m, n, gated, run, table=code is not None, **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, the numbers are multiplied in fp32
         numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)

@@ -132,7 +132,15 @@ class FourBitTile(NamedTuple):
 
 
 def four_bit_tile(
-    rows: int, n: int, gated: bool, run: int, *, table: bool = False, rocm: bool = False, units: int = 0
+    rows: int,
+    n: int,
+    gated: bool,
+    run: int,
+    *,
+    table: bool = False,
+    rocm: bool = False,
+    arch: str | None = None,
+    units: int = 0,
 ) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
@@ -144,6 +152,8 @@ def four_bit_tile(
         threads = 64 if rocm or not gated else 32
         return FourBitTile(False, 2 if gated and (rocm or table) else 4, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
+    if rocm and gated and table and (arch or "").startswith("gfx11"):
+        m = ROWS  # with 32 rows, the compiler would spill registers
     if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
         tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
     elif gated:

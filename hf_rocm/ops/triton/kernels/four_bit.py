@@ -258,10 +258,12 @@ def build(
     code: str | None = None,
     nested: bool = False,
     powers: bool = False,
+    architectures: tuple[str, ...] = tuple(ARCHITECTURES),
 ) -> Build:
     """Build a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
     run = run_length(k, group)
-    cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
+    gated, table = activation is not None, code is not None
+    cut = four_bit_tile(rows, n, gated, run, table=table, rocm=True, arch=architectures[0])
     group, step = kernel_groups(k, group)
     tensors = {"x": "bf16", "weight": "i32", "zeros": "u8" * zeros, "out": "bf16", "residual": "bf16" * residual}
     tensors |= {"scale": "u8" if nested or powers else "fp32" if code else "bf16", "bias": ""}
@@ -289,7 +291,7 @@ def build(
         num_stages=cut.stages,
         divisible=("n_size", "k_words"),
         matrix=cut.matrix,
-        architectures=tuple(ARCHITECTURES),
+        architectures=architectures,
     )
 
 

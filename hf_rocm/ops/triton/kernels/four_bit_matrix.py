@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11
 from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, of_place, run_of
 from hf_rocm.ops.triton.kernels.four_bit import build, factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
@@ -368,5 +369,9 @@ BUILDS = (
     build(four_bit_rows, 8, 6144, group=64, code="nf4", nested=True),
     build(four_bit_rows, 8, 14336, activation="silu", group=64, code="nf4"),
     build(four_bit_rows, 64, 6144, group=64, code="nf4"),
+    *(
+        build(four_bit_rows, 64, 14336, activation="silu", group=64, code="nf4", nested=True, architectures=some)
+        for some in (GFX11, tuple(gfx for gfx in ARCHITECTURES if gfx not in GFX11))
+    ),
     build(four_bit_rows, 8, 14336, activation="silu", group=32, code="e2m1", powers=True),
 )

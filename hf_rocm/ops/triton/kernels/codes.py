@@ -16,49 +16,6 @@ _NVIDIA = tl.constexpr(NVIDIA)
 _AMD = tl.constexpr(AMD)
 
 
-def _pairs(signed: bool) -> str:
-    """The PTX of `_coded_pairs`.
-
-    $0 … $3: the results, each with the numbers of both words. $4, $5: the words. $6: 16 · half. $8, $10, $12 and $14:
-    low, high, high_end and low_end. The operands between them are copies for the second word.
-    """
-    lines = [
-        ".reg .b32 other, runs<2>, places<2>, ends<2>, lows, highs, end, table<8>;",
-        "mov.b64 {table0, table1}, $8;",
-        "mov.b64 {table2, table3}, $10;",
-        "mov.b64 {table4, table5}, $12;",
-        *([] if signed else ["mov.b64 {table6, table7}, $14;"]),
-        # runs 0, 2, 4 and 6 of both words, then runs 1, 3, 5 and 7
-        "shl.b32 other, $5, 4;",
-        "lop3.b32 runs0, $4, other, 0x0F0F0F0F, 0xE4;",
-        "shr.u32 other, $4, 4;",
-        "lop3.b32 runs1, other, $5, 0x0F0F0F0F, 0xE4;",
-    ]
-    for run in (0, 1):
-        lines += [
-            f"and.b32 places{run}, runs{run}, 0x77777777;",
-            f"shr.u32 ends{run}, runs{run}, 1;",
-            f"and.b32 ends{run}, ends{run}, 0x44444444;",
-            f"or.b32 ends{run}, ends{run}, 0x32103210;",
-            f"shr.u32 places{run}, places{run}, $6;",
-            f"shr.u32 ends{run}, ends{run}, $6;",
-            f"prmt.b32 lows, table0, table1, places{run};",
-        ]
-        if not signed:
-            lines += [f"prmt.b32 end, table6, table7, places{run};", f"prmt.b32 lows, lows, end, ends{run};"]
-        lines += [
-            f"prmt.b32 highs, table2, table3, places{run};",
-            f"prmt.b32 end, table4, table5, places{run};",
-            f"prmt.b32 highs, highs, end, ends{run};",
-            f"prmt.b32 ${run}, lows, highs, 0x5140;",
-            f"prmt.b32 ${run + 2}, lows, highs, 0x7362;",
-        ]
-    return "\n".join(("{", *lines, "}"))
-
-
-_PAIRS, _PAIRS_SIGNED = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
-
-
 @triton.jit
 def load_table(table, BYTE: tl.constexpr):
     """One byte of the numbers of codes 0 … 7, and of 8 … 15: int64 [1]. table: see `ops.four_bit.table_bytes`.
@@ -183,6 +140,49 @@ def _select(first, second, places, SELECT: tl.constexpr):
             source = tl.where(place < 4, first, second)
             result |= ((source >> ((place & 3) * 8)) & 0xFF) << (8 * byte)
         return result
+
+
+def _pairs(signed: bool) -> str:
+    """The PTX of `_coded_pairs`.
+
+    $0 … $3: the results, each with the numbers of both words. $4, $5: the words. $6: 16 · half. $8, $10, $12 and $14:
+    low, high, high_end and low_end. The operands between them are copies for the second word.
+    """
+    lines = [
+        ".reg .b32 other, runs<2>, places<2>, ends<2>, lows, highs, end, table<8>;",
+        "mov.b64 {table0, table1}, $8;",
+        "mov.b64 {table2, table3}, $10;",
+        "mov.b64 {table4, table5}, $12;",
+        *([] if signed else ["mov.b64 {table6, table7}, $14;"]),
+        # runs 0, 2, 4 and 6 of both words, then runs 1, 3, 5 and 7
+        "shl.b32 other, $5, 4;",
+        "lop3.b32 runs0, $4, other, 0x0F0F0F0F, 0xE4;",
+        "shr.u32 other, $4, 4;",
+        "lop3.b32 runs1, other, $5, 0x0F0F0F0F, 0xE4;",
+    ]
+    for run in (0, 1):
+        lines += [
+            f"and.b32 places{run}, runs{run}, 0x77777777;",
+            f"shr.u32 ends{run}, runs{run}, 1;",
+            f"and.b32 ends{run}, ends{run}, 0x44444444;",
+            f"or.b32 ends{run}, ends{run}, 0x32103210;",
+            f"shr.u32 places{run}, places{run}, $6;",
+            f"shr.u32 ends{run}, ends{run}, $6;",
+            f"prmt.b32 lows, table0, table1, places{run};",
+        ]
+        if not signed:
+            lines += [f"prmt.b32 end, table6, table7, places{run};", f"prmt.b32 lows, lows, end, ends{run};"]
+        lines += [
+            f"prmt.b32 highs, table2, table3, places{run};",
+            f"prmt.b32 end, table4, table5, places{run};",
+            f"prmt.b32 highs, highs, end, ends{run};",
+            f"prmt.b32 ${run}, lows, highs, 0x5140;",
+            f"prmt.b32 ${run + 2}, lows, highs, 0x7362;",
+        ]
+    return "\n".join(("{", *lines, "}"))
+
+
+_PAIRS, _PAIRS_SIGNED = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
 
 
 BUILDS: tuple[Build, ...] = ()  # its functions are parts of other kernels

@@ -13,7 +13,7 @@ quantisation), or to powers of two (MXFP4).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ CODES: Mapping[str, tuple[float, ...]] = {
         )
     ),
 }
+SIGNED = ("e2m1", "fp4")  # codes 8 … 15 are the negatives of 0 … 7
 PER_FACTOR = 256  # the number of scales that are quantised together
 
 _LONGEST = 64  # the maximum length of a run
@@ -89,23 +90,45 @@ class Nested(NamedTuple):
 
 def table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The numbers of a code, [16]. In eager mode all weights share one tensor, which must not be changed."""
+    return _shared(_numbers, code, dtype, device)
+
+
+def table_bytes(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bytes of `table` as int64 [bytes, 2]: the first bytes of numbers 0 … 7, those of 8 … 15, the second ones, …
+
+    It is shared like the table.
+    """
+    return _shared(_bytes, code, dtype, device)
+
+
+def _shared(make: Callable[..., Tensor], code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     if compiling() or compiler._is_compiling_flag:
-        return torch.tensor(CODES[code], dtype=dtype, device=device)
-    return _table(code, dtype, device)
+        return make(code, dtype, device)
+    return _kept(make, code, dtype, device)
 
 
 @cache
-def _table(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept(make: Callable[..., Tensor], code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(CODES[code], dtype=dtype, device=device)
+        return make(code, dtype, device)
+
+
+def _numbers(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(CODES[code], dtype=dtype, device=device)
+
+
+def _bytes(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    numbers = torch.tensor(CODES[code], dtype=dtype)
+    return numbers.view(torch.uint8).view(16, -1).T.contiguous().view(torch.int64).to(device)
 
 
 def run_length(k: int, group: int) -> int:
     """The length of the runs in a row of K numbers: a power of two.
 
-    A row consists of whole blocks, and a group of whole runs. K must be a multiple of 8.
+    A row consists of whole blocks, and a group of whole runs: of at least two if that leaves runs of 32, because the
+    products of a group are added up before they are multiplied by its scale. K must be a multiple of 8.
     """
-    length = min(_LONGEST, group)
+    length = min(_LONGEST, group, max(32, group // 2))
     while k % (PER_WORD * length):
         length //= 2
     return length

@@ -181,3 +181,50 @@ def test_slices_of_nested_scales_are_decoded_as_in_the_whole_tensor():
         rows = slice(start, stop)
         assert torch.equal(rest["nested"].of_rows(rows, 8).decoded(rest["scale"][rows]), whole[rows])
     assert operation.PER_FACTOR == 256 and not torch.equal(rest["nested"].decoded(rest["scale"][1:]), whole[1:])
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("half", [0, 1])
+def test_nvidias_instructions_look_up_two_words_at_a_time(half, code):
+    """Neither the interpreter nor AMD's machine code executes this PTX."""
+    from hf_rocm.ops.triton.kernels import codes
+
+    words = torch.tensor([0x76543210, 0xFEDCBA98 - 2**32, 0x13579BDF, -1]).repeat(2, 1).tolist()
+    words[1].reverse()
+    for dtype in (BF16, FP16):
+        numbers = four_bit.table(code, dtype, torch.device("cpu")).view(torch.int16).tolist()
+        low, low_end, high, high_end = four_bit.table_bytes(code, dtype, torch.device("cpu")).flatten().tolist()
+        for pair in zip(*words, strict=True):
+            signed = code in four_bit.SIGNED
+            operands = [*(word & 0xFFFFFFFF for word in pair), 16 * half, 16 * half]
+            for byte in (low, high, high_end, low_end):
+                operands += [byte % 2**64] * 2
+            results = _execute(codes._pairs(signed).split("\n")[2:-1], operands[: 10 if signed else 12])
+            for place in range(4):
+                picked = [numbers[word >> (4 * (4 * half + place)) & 0xF] & 0xFFFF for word in pair]
+                assert results[place] == picked[0] | picked[1] << 16
+
+
+def _execute(lines: list[str], operands: list[int]) -> list[int]:
+    """Execute PTX with four results."""
+    values = {f"${index}": value for index, value in enumerate([0, 0, 0, 0, *operands])}
+    for line in lines:
+        name, rest = line.rstrip(";").split(" ", 1)
+        if name == "mov.b64":
+            halves, source = rest.rsplit(", ", 1)
+            first, second = halves.strip("{}").split(", ")
+            values[first], values[second] = values[source] & 0xFFFFFFFF, values[source] >> 32
+            continue
+        target, *sources = rest.split(", ")
+        a, b, *more = (values[source] if source in values else int(source, 0) for source in sources)
+        if name == "prmt.b32":
+            stored = (b << 32 | a).to_bytes(8, "little")
+            places = [more[0] >> (4 * byte) & 0xF for byte in range(4)]
+            result = int.from_bytes(bytes(stored[place] for place in places), "little")  # 8 … 15 would be an error
+        elif name == "lop3.b32":
+            assert more[1] == 0xE4  # c selects bits of a, else of b
+            result = a & more[0] | b & ~more[0]
+        else:
+            result = {"and.b32": a & b, "or.b32": a | b, "shl.b32": a << b, "shr.u32": a >> b}[name]
+        values[target] = result & 0xFFFFFFFF
+    return [values[f"${index}"] for index in range(4)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
-from hf_rocm.ops.four_bit import E2M1, INT4, PER_WORD, kernel_groups, run_length, table
+from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, units, warps
 from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile
@@ -149,16 +149,17 @@ def _forward(
 
         group = k // scale.shape[1]
         run = run_length(k, group)
-        looked_up = code is not None and not _converts(code, scale)
-        tile = four_bit_tile(m, n, gated, run, table=looked_up, rocm=device.rocm, units=units(x.device))
+        target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
+        tile = four_bit_tile(m, n, gated, run, table=code is not None, **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, the numbers are multiplied in fp32
-        numbers = _numbers(code, scale, x.dtype if tile.matrix else torch.float32)
+        numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)
         tables = (zeros, numbers, nested_code, nested_factors)
         sizes = (m, n, k // PER_WORD, _PATTERNS[device.rocm])
         group, step = kernel_groups(k, group)
         even = k % (PER_WORD * run * tile.blocks) == 0
-        constants = {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
+        constants = _constants(code, device)
+        constants |= {"EVEN": even, "GROUP": group, "STEP": step, "RUN": run}
         constants |= {"SUBTRACTS": not device.rocm} if tile.matrix else {"BYTES": device.rocm}
     else:
         tile = eight_bit_tile(m, n, gated, rocm=device.rocm, units=units(x.device))
@@ -223,10 +224,10 @@ def _dequantize(
     size, threads = dequantize_tile(k, run)
     tables: tuple[Tensor | None, ...] = ()
     if four:
-        numbers = _numbers(code, scale, torch.float32)
-        tables = (zeros, numbers, nested_code, nested_factors)
+        tables = (zeros, _table(code, torch.float32, weight.device), nested_code, nested_factors)
         group, step = kernel_groups(k, group)
-        constants = {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
+        constants = _constants(code, describe(weight.device))
+        constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
     else:
         size = max(size, group)
         constants = {"GROUP": group, "BLOCK": size}
@@ -240,16 +241,18 @@ def _dequantize(
     return out
 
 
-def _numbers(code: str | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The argument `code` of the 4-bit kernels: a table, or for converted numbers any uint8 tensor, or None."""
-    if code is None:
-        return None
-    return scale if _converts(code, scale) else table(code, dtype, scale.device)
+def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The argument `table` of the 4-bit kernels."""
+    return None if code is None else table_bytes(code, dtype, device)
 
 
-def _converts(code: str, scale: Tensor) -> bool:
-    """Whether the kernels convert the numbers of a code instead of looking them up: e2m1 with the scales of MXFP4."""
-    return code == E2M1 and scale.dtype == torch.uint8
+def _constants(code: str | None, device: Device) -> dict[str, Any]:
+    """The constants SIGNED and SELECT of the 4-bit kernels."""
+    from hf_rocm.ops.triton.kernels import codes
+
+    if device.rocm:
+        return {"SIGNED": code in SIGNED, "SELECT": codes.AMD}
+    return {"SIGNED": code in SIGNED, "SELECT": None if device.kind == "cpu" else codes.NVIDIA}
 
 
 def _block(scale: Tensor) -> int:

@@ -95,10 +95,13 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units:
     return tile if gated else tile._replace(parts=_parts(rows, n, tile, units))
 
 
-def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int) -> int:
-    """How many programs split K: 4 if M > 16 and at least half of the compute units would otherwise be idle."""
+def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int, *, table: bool = False) -> int:
+    """How many programs split K: 4 if M > 16 and at least half of the compute units would otherwise be idle.
+
+    With a table, for which the arithmetic takes longer than the reading, any idle units suffice.
+    """
     programs = -(-n // tile.n) * -(-rows // tile.m)
-    return 4 if rows > ROWS and 2 * programs <= units else 1
+    return 4 if rows > ROWS and (1 if table else 2) * programs <= units else 1
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
@@ -129,30 +132,39 @@ class FourBitTile(NamedTuple):
 
 
 def four_bit_tile(
-    rows: int, n: int, gated: bool, run: int, *, table: bool = False, rocm: bool = False, units: int = 0
+    rows: int,
+    n: int,
+    gated: bool,
+    run: int,
+    *,
+    table: bool = False,
+    rocm: bool = False,
+    arch: str | None = None,
+    units: int = 0,
 ) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
-    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words and the
-    four values of x of every run at a time.
+    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words, or two
+    for a gate, and the four values of x of every run at a time.
     """
+    narrow = n <= NARROW and not gated
     if rows == 1:
         threads = 64 if rocm or not gated else 32
-        return FourBitTile(False, 2 if rocm and gated else 4, max(1, 4 * threads // run), threads, 2)
+        return FourBitTile(False, 2 if gated and (rocm or table) else 4, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
+    if rocm and gated and table and (arch or "").startswith("gfx11"):
+        m = ROWS  # with 32 rows, the compiler would spill registers
     if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
         tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
-    elif m > ROWS and table:  # if unrolled, registers would be spilled
-        tile = FourBitTile(True, 32 if gated else 64, 1, 128, 2, m)
     elif gated:
-        tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS else 2, m, True)
+        tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS or table else 2, m, True)
         if m == 64:
             tile = FourBitTile(True, 128, 1, 256, 2, m, True)
     elif m == ROWS:
-        tile = FourBitTile(True, 16, 4, 128, 2, m, True)
+        tile = FourBitTile(True, 16, 8 if table and narrow and run < 64 else 4, 128, 2, m, True)
     else:
-        tile = FourBitTile(True, 64, 1, 128, 2 if n <= NARROW and m == 32 else 3, m, True)
-    return tile if gated else tile._replace(parts=_parts(rows, n, tile, units))
+        tile = FourBitTile(True, 64, 1, 128, 2 if narrow and m == 32 and not table else 3, m, True)
+    return tile if gated else tile._replace(parts=_parts(rows, n, tile, units, table=table))
 
 
 def dequantize_tile(k: int, run: int) -> tuple[int, int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import kernel_groups, run_length
+from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
-from hf_rocm.ops.triton.kernels.four_bit import coded, scale_at
+from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
+from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
@@ -40,11 +41,13 @@ def dequantize_four(
     weight,  # [N, K / 8] int32, see `ops.four_bit`
     scale,  # [N, K / GROUP]
     zeros,  # [N, K / GROUP] uint8, or None
-    code,  # see `kernels.four_bit`
+    table,  # as in `four_bit_vector`, but in fp32
     nested_code,
     nested_factors,
     out,  # [N, K]
     k_words,  # K / 8
+    SIGNED: tl.constexpr,  # see `coded`
+    SELECT: tl.constexpr,
     GROUP: tl.constexpr,  # numbers that share a scale
     STEP: tl.constexpr,  # 0 if each row has one scale, else 1
     RUN: tl.constexpr,  # the length of a run
@@ -57,11 +60,19 @@ def dequantize_four(
     words = tl.load(weight + row * k_words + block * RUN + within, mask=inside)
     offset = row * (k_words // (GROUP // 8) if STEP else 1)
     out += row * k_words * 8
+    byte_0, byte_0_end = load_table(table, 0)
+    byte_1, byte_1_end = load_table(table, 1)
+    byte_2, byte_2_end = load_table(table, 2)
+    byte_3, byte_3_end = load_table(table, 3)
+    groups = offset + block * (8 * RUN) // GROUP * STEP
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, False)
     for run in tl.static_range(8):
         start = (block * 8 + run) * RUN
         group = offset + start // GROUP * STEP
-        if code is not None:
-            numbers = coded(words, code, run, tl.float32)
+        if table is not None:
+            lower = of_run(words, byte_0, byte_0_end, byte_1, byte_1_end, run, SIGNED, SELECT).to(tl.int32) & 0xFFFF
+            upper = of_run(words, byte_2, byte_2_end, byte_3, byte_3_end, run, SIGNED, SELECT).to(tl.int32) << 16
+            numbers = (upper | lower).to(tl.float32, bitcast=True)
         else:
             # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
             numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
@@ -69,7 +80,7 @@ def dequantize_four(
                 numbers -= 8388616.0
             else:
                 numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
-        numbers *= scale_at(scale, nested_code, nested_factors, group, inside, False)
+        numbers *= scale_at(scale, nested_code, first_factor, second_factor, group, inside, False)
         tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
 
 
@@ -80,7 +91,7 @@ def _build(
     out: str = "bf16",
     group: int = 0,
     zeros: bool = False,
-    code: bool = False,
+    code: str | None = None,
     nested: bool = False,
     powers: bool = False,
     arch: str | None = None,
@@ -95,11 +106,12 @@ def _build(
     scale = "u8" if nested or powers else "bf16" if four and not code else "fp32"
     tensors = {"weight": weight, "scale": scale, "out": out}
     if four:
-        tensors |= {"zeros": "u8" * zeros, "code": ("u8" if powers else "fp32") * code}
+        tensors |= {"zeros": "u8" * zeros, "table": "i64" * bool(code)}
         tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
-    constants = (
-        {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block} if four else {"GROUP": group, "BLOCK": block}
-    )
+    constants = {"GROUP": group, "BLOCK": block}
+    if four:
+        constants = {"SIGNED": code in SIGNED, "SELECT": AMD}
+        constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block}
     return Build(
         dequantize_four if four else dequantize_eight,
         {**{name: f"*{dtype}" for name, dtype in tensors.items() if dtype}, size: "i32"},
@@ -118,7 +130,7 @@ BUILDS = (
     _build(4096, "i32", group=128),
     _build(4096, "i32", group=32, out="fp16"),
     _build(4096, "i32", group=128, zeros=True),
-    _build(4096, "i32", group=64, code=True),
-    _build(4096, "i32", group=64, code=True, nested=True),
-    _build(4096, "i32", group=32, code=True, powers=True),
+    _build(4096, "i32", group=64, code="nf4"),
+    _build(4096, "i32", group=64, code="nf4", nested=True),
+    _build(4096, "i32", group=32, code="e2m1", powers=True),
 )

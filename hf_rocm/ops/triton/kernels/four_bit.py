@@ -3,8 +3,7 @@
 A word contains one number from each of eight runs along K (see `ops.four_bit`). The numbers of a run are multiplied by
 a contiguous piece of x, and the sum over a group is multiplied once by its scale. On AMD GPUs, a mask selects four
 numbers of a word, one per byte, and one instruction converts any byte to a float. On other GPUs, a shift and a logical
-operation put a number into the mantissa of a float. With a code, the numbers are looked up in a table of 16 entries,
-which remains in the nearest cache; the bits of MXFP4's e2m1 are converted instead.
+operation put a number into the mantissa of a float. With a code, the numbers are looked up in registers, see `codes`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.four_bit import kernel_groups, run_length
+from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
+from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
 from hf_rocm.ops.triton.kernels.linear import piece, write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
-
-_LARGE = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -28,7 +26,7 @@ def four_bit_vector(
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
     zeros,  # of scale's shape, uint8: the stored numbers that represent 0; None: 8
-    code,  # [16] fp32, the table; any uint8 tensor: e2m1, whose bits are converted; None: integers
+    table,  # the bytes of the 16 numbers of a code in fp16, see `load_table`; None: integers
     nested_code,  # [256] fp32, the table of scales in uint8, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
     bias,  # one for each row of weight, or None
@@ -39,6 +37,8 @@ def four_bit_vector(
     k_words,  # K / 8; its divisibility determines the alignment of the addresses
     pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; as a constant, it would take more instructions
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
+    SIGNED: tl.constexpr,  # see `coded`
+    SELECT: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
     GROUP: tl.constexpr,  # numbers that share a scale
     STEP: tl.constexpr,  # 0 if each row has one scale, else 1
@@ -61,6 +61,8 @@ def four_bit_vector(
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
     if ACTIVATION is not None:
         ups = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
+    low, low_end = load_table(table, 0)
+    high, high_end = load_table(table, 1)
     for k in tl.range(0, 8 * k_words, BLOCKS * 8 * RUN):
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
@@ -72,12 +74,18 @@ def four_bit_vector(
             x + k,
             scale,
             zeros,
-            code,
+            table,
+            low,
+            low_end,
+            high,
+            high_end,
             nested_code,
             nested_factors,
             groups,
             pattern,
             inside,
+            SIGNED,
+            SELECT,
             EVEN,
             GROUP,
             STEP,
@@ -93,12 +101,18 @@ def four_bit_vector(
                 x + k,
                 scale,
                 zeros,
-                code,
+                table,
+                low,
+                low_end,
+                high,
+                high_end,
                 nested_code,
                 nested_factors,
                 groups,
                 pattern,
                 inside,
+                SIGNED,
+                SELECT,
                 EVEN,
                 GROUP,
                 STEP,
@@ -120,12 +134,18 @@ def _vector(
     x,
     scale,
     zeros,
-    code,
+    table,
+    low,
+    low_end,
+    high,
+    high_end,
     nested_code,
     nested_factors,
     groups,
     pattern,
     inside,
+    SIGNED: tl.constexpr,
+    SELECT: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
@@ -134,9 +154,10 @@ def _vector(
 ):
     """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # the number of runs that share a scale
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     for group in tl.static_range(8 // RUNS):
         part = 0.0
-        if code is None:
+        if table is None:
             # x is multiplied by q, or by 1 or 16 plus q / 128; the product with the number for 0 is subtracted
             zero = 8.0
             if zeros is not None:
@@ -149,31 +170,42 @@ def _vector(
                     part -= ((1.0 if (group * RUNS + run) % 2 else 16.0) + zero * 0.0078125) * values
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
-            if code is not None:
-                part += values * coded(words, code, group * RUNS + run, tl.float32)
+            if table is not None:
+                numbers = of_run(words, low, low_end, high, high_end, group * RUNS + run, SIGNED, SELECT)
+                part += values * numbers.to(tl.float16, bitcast=True).to(tl.float32)
             elif BYTES:
                 part += values * _byte(words, pattern, group * RUNS + run)
             else:
                 values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # even runs contain 1 + q / 2048
                 part += values * _mantissa(words, pattern, group * RUNS + run)
-        factor = scale_at(scale, nested_code, nested_factors, groups + group * STEP, inside, EVEN)
-        if code is None and not BYTES:
+        factor = scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
+        if table is None and not BYTES:
             factor *= 128.0
         sums += part * factor
     return sums
 
 
 @triton.jit
-def scale_at(scale, nested_code, nested_factors, place, inside, EVEN: tl.constexpr):
-    """Scales in fp32."""
+def factors_at(nested_factors, place, inside, EVEN: tl.constexpr):
+    """The two factors of the scales of a block of 8 runs, the first of which is at this place; 0 without factors.
+
+    A block has 1, 2, 4 or 8 scales, which never belong to different factors.
+    """
+    if nested_factors is None:
+        return 0.0, 0.0
+    else:
+        factors = nested_factors + (place >> 8) * 2
+        return piece(factors, inside, EVEN), piece(factors + 1, inside, EVEN)
+
+
+@triton.jit
+def scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN: tl.constexpr):
+    """Scales in fp32. first_factor, second_factor: see `factors_at`."""
     stored = piece(scale + place, inside, EVEN)
     if nested_code is None:
         return power(stored) if stored.dtype == tl.uint8 else stored.to(tl.float32)
     else:
-        factors = nested_factors + place // 256 * 2
-        return tl.load(nested_code + stored.to(tl.int32)) * piece(factors, inside, EVEN) + piece(
-            factors + 1, inside, EVEN
-        )
+        return tl.load(nested_code + stored.to(tl.int32)) * first_factor + second_factor
 
 
 @triton.jit
@@ -193,19 +225,6 @@ def tiny_number(words, PLACE: tl.constexpr):
         magnitude = words >> (4 * PLACE - 22)
     sign = words << (28 - 4 * PLACE)
     return ((magnitude & 0x01C00000) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def coded(words, code, run, DTYPE: tl.constexpr):
-    """The numbers of a run, which DTYPE represents exactly."""
-    if code.dtype.element_ty == tl.uint8:
-        number = tiny_number(words >> (4 * run), 0) * _LARGE
-        if tl.bfloat16 == DTYPE:  # the upper half of the bits; a conversion would take several instructions
-            return (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        else:
-            return number.to(DTYPE)
-    else:
-        return tl.load(code + ((words >> (4 * run)) & 0xF)).to(DTYPE)
 
 
 @triton.jit
@@ -236,17 +255,19 @@ def build(
     residual: bool = False,
     group: int = 128,
     zeros: bool = False,
-    code: bool = False,
+    code: str | None = None,
     nested: bool = False,
     powers: bool = False,
+    architectures: tuple[str, ...] = tuple(ARCHITECTURES),
 ) -> Build:
     """Build a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
     run = run_length(k, group)
-    cut = four_bit_tile(rows, n, activation is not None, run, rocm=True)
+    gated, table = activation is not None, code is not None
+    cut = four_bit_tile(rows, n, gated, run, table=table, rocm=True, arch=architectures[0])
     group, step = kernel_groups(k, group)
     tensors = {"x": "bf16", "weight": "i32", "zeros": "u8" * zeros, "out": "bf16", "residual": "bf16" * residual}
     tensors |= {"scale": "u8" if nested or powers else "fp32" if code else "bf16", "bias": ""}
-    tensors |= {"code": ("u8" if powers else "bf16" if cut.matrix else "fp32") * code}
+    tensors |= {"table": "i64" * bool(code)}
     tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
     return Build(
         kernel,
@@ -257,6 +278,8 @@ def build(
         {
             **{name: None for name, dtype in tensors.items() if not dtype},
             "ACTIVATION": activation,
+            "SIGNED": code in SIGNED,
+            "SELECT": AMD,
             "EVEN": True,
             "GROUP": group,
             "STEP": step,
@@ -268,7 +291,7 @@ def build(
         num_stages=cut.stages,
         divisible=("n_size", "k_words"),
         matrix=cut.matrix,
-        architectures=tuple(ARCHITECTURES),
+        architectures=architectures,
     )
 
 
@@ -277,7 +300,7 @@ BUILDS = (
     build(four_bit_vector, 1, 4096, residual=True),
     build(four_bit_vector, 1, 14336, activation="silu"),
     build(four_bit_vector, 1, 6144, zeros=True),
-    build(four_bit_vector, 1, 6144, group=64, code=True),
-    build(four_bit_vector, 1, 14336, activation="silu", group=64, code=True, nested=True),
-    build(four_bit_vector, 1, 14336, activation="silu", group=32, code=True, powers=True),
+    build(four_bit_vector, 1, 6144, group=64, code="nf4"),
+    build(four_bit_vector, 1, 14336, activation="silu", group=64, code="nf4", nested=True),
+    build(four_bit_vector, 1, 14336, activation="silu", group=32, code="e2m1", powers=True),
 )

@@ -5,8 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_rocm.ops.triton.kernels.four_bit import build, coded, scale_at
+from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11
+from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, of_place, run_of
+from hf_rocm.ops.triton.kernels.four_bit import build, factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
+
+_NVIDIA = tl.constexpr(NVIDIA)
 
 
 @triton.jit
@@ -15,7 +19,7 @@ def four_bit_rows(
     weight,  # this and the following arguments are as in `four_bit_vector`
     scale,
     zeros,
-    code,  # as in `four_bit_vector`, but a table has the dtype of x
+    table,  # as in `four_bit_vector`, but in the dtype of x
     nested_code,
     nested_factors,
     bias,
@@ -26,6 +30,8 @@ def four_bit_rows(
     k_words,
     pattern,
     ACTIVATION: tl.constexpr,
+    SIGNED: tl.constexpr,
+    SELECT: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
@@ -59,6 +65,8 @@ def four_bit_rows(
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums
+    low, low_end = load_table(table, 0)
+    high, high_end = load_table(table, 1)
     begin, end = part_of(8 * k_words, SPLITS * 8 * RUN, PARTS)
     for k in tl.range(begin, end, SPLITS * 8 * RUN):
         start = k + block * (8 * RUN)
@@ -73,11 +81,17 @@ def four_bit_rows(
             filled,
             scale,
             zeros,
-            code,
+            table,
+            low,
+            low_end,
+            high,
+            high_end,
             nested_code,
             nested_factors,
             groups,
             inside,
+            SIGNED,
+            SELECT,
             EVEN,
             GROUP,
             STEP,
@@ -95,11 +109,17 @@ def four_bit_rows(
                 filled,
                 scale,
                 zeros,
-                code,
+                table,
+                low,
+                low_end,
+                high,
+                high_end,
                 nested_code,
                 nested_factors,
                 groups,
                 inside,
+                SIGNED,
+                SELECT,
                 EVEN,
                 GROUP,
                 STEP,
@@ -121,11 +141,17 @@ def _matrix(
     filled,
     scale,
     zeros,
-    code,
+    table,
+    low,
+    low_end,
+    high,
+    high_end,
     nested_code,
     nested_factors,
     groups,
     inside,
+    SIGNED: tl.constexpr,
+    SELECT: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
@@ -135,7 +161,63 @@ def _matrix(
 ):
     """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
-    if UNROLLED:
+    first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
+    if table is not None:
+        # the runs of a half that share a scale: at most 4 adjacent ones, or every second of at most 8
+        CHAIN: tl.constexpr = (RUNS if RUNS < 4 else 4) if SELECT == _NVIDIA else (RUNS + 1) // 2
+        if UNROLLED:
+            for half in tl.static_range(2):
+                sums = _half(
+                    sums,
+                    words,
+                    x,
+                    filled,
+                    scale,
+                    low,
+                    low_end,
+                    high,
+                    high_end,
+                    nested_code,
+                    first_factor,
+                    second_factor,
+                    groups,
+                    inside,
+                    half,
+                    SIGNED,
+                    SELECT,
+                    EVEN,
+                    STEP,
+                    RUN,
+                    RUNS,
+                    CHAIN,
+                )
+        else:
+            for half in tl.range(2, num_stages=1):
+                sums = _half(
+                    sums,
+                    words,
+                    x,
+                    filled,
+                    scale,
+                    low,
+                    low_end,
+                    high,
+                    high_end,
+                    nested_code,
+                    first_factor,
+                    second_factor,
+                    groups,
+                    inside,
+                    half,
+                    SIGNED,
+                    SELECT,
+                    EVEN,
+                    STEP,
+                    RUN,
+                    RUNS,
+                    CHAIN,
+                )
+    elif UNROLLED:
         for group in tl.static_range(8 // RUNS):
             sums = _group(
                 sums,
@@ -144,9 +226,9 @@ def _matrix(
                 filled,
                 scale,
                 zeros,
-                code,
                 nested_code,
-                nested_factors,
+                first_factor,
+                second_factor,
                 groups + group * STEP,
                 inside,
                 group,
@@ -164,9 +246,9 @@ def _matrix(
                 filled,
                 scale,
                 zeros,
-                code,
                 nested_code,
-                nested_factors,
+                first_factor,
+                second_factor,
                 groups + group * STEP,
                 inside,
                 group,
@@ -179,6 +261,44 @@ def _matrix(
 
 
 @triton.jit
+def _half(
+    sums,
+    words,
+    x,
+    filled,
+    scale,
+    low,
+    low_end,
+    high,
+    high_end,
+    nested_code,
+    first_factor,
+    second_factor,
+    groups,
+    inside,
+    half,
+    SIGNED: tl.constexpr,
+    SELECT: tl.constexpr,
+    EVEN: tl.constexpr,
+    STEP: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    """Add the products of the runs that are looked up together."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
+    for first in tl.static_range(0, 4, CHAIN):
+        part = tl.zeros_like(sums)
+        for place in tl.static_range(first, first + CHAIN):
+            values = tl.load(x + run_of(half, place, SELECT) * RUN, mask=filled, other=0.0)
+            part = tl.dot(of_place(a, b, c, d, place).to(dtype, bitcast=True), values, part)
+        group = run_of(half, first, SELECT) // RUNS
+        sums += part * scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
+    return sums
+
+
+@triton.jit
 def _group(
     sums,
     words,
@@ -186,9 +306,9 @@ def _group(
     filled,
     scale,
     zeros,
-    code,
     nested_code,
-    nested_factors,
+    first_factor,
+    second_factor,
     place,
     inside,
     group,
@@ -200,35 +320,30 @@ def _group(
     """Add the products of the runs that share one scale."""
     dtype: tl.constexpr = x.dtype.element_ty
     part = tl.zeros_like(sums)
-    if code is not None:
+    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    zero = base + 8.0
+    if zeros is not None:
+        zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
+    if SUBTRACTS:
+        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
+        if zeros is not None:
+            zero = zero.to(dtype)
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-            part = tl.dot(coded(words, code, group * RUNS + run, dtype), values, part)
-        return sums + part * scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
+            numbers = _integers(words, group * RUNS + run, dtype) - zero
+            part = tl.dot(numbers.to(dtype), values, part)
+        return sums + part * factor
     else:
-        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-        zero = base + 8.0
-        if zeros is not None:
-            zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
-        if SUBTRACTS:
-            factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)
-            if zeros is not None:
-                zero = zero.to(dtype)
-            for run in tl.static_range(RUNS):
-                values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-                numbers = _integers(words, group * RUNS + run, dtype) - zero
-                part = tl.dot(numbers.to(dtype), values, part)
-            return sums + part * factor
-        else:
-            # a product with ones adds up x in every row, so that threads need not exchange values
-            ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
-            total = tl.zeros_like(sums)
-            for run in tl.static_range(RUNS):
-                values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-                part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
-                total = tl.dot(ones, values, total)
-            factor = scale_at(scale, nested_code, nested_factors, place, inside, EVEN)  # late: fewer live registers
-            return sums + (part - zero * total) * factor
+        # a product with ones adds up x in every row, so that threads need not exchange values
+        ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
+        total = tl.zeros_like(sums)
+        for run in tl.static_range(RUNS):
+            values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
+            part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
+            total = tl.dot(ones, values, total)
+        # late: fewer live registers
+        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
+        return sums + (part - zero * total) * factor
 
 
 @triton.jit
@@ -251,8 +366,12 @@ BUILDS = (
     build(four_bit_rows, 8, 6144, zeros=True),
     build(four_bit_rows, 8, 6144, group=4096),
     build(four_bit_rows, 64, 6144),
-    build(four_bit_rows, 8, 6144, group=64, code=True, nested=True),
-    build(four_bit_rows, 8, 14336, activation="silu", group=64, code=True),
-    build(four_bit_rows, 64, 6144, group=64, code=True),
-    build(four_bit_rows, 8, 14336, activation="silu", group=32, code=True, powers=True),
+    build(four_bit_rows, 8, 6144, group=64, code="nf4", nested=True),
+    build(four_bit_rows, 8, 14336, activation="silu", group=64, code="nf4"),
+    build(four_bit_rows, 64, 6144, group=64, code="nf4"),
+    *(
+        build(four_bit_rows, 64, 14336, activation="silu", group=64, code="nf4", nested=True, architectures=some)
+        for some in (GFX11, tuple(gfx for gfx in ARCHITECTURES if gfx not in GFX11))
+    ),
+    build(four_bit_rows, 8, 14336, activation="silu", group=32, code="e2m1", powers=True),
 )

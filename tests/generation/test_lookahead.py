@@ -212,6 +212,22 @@ class OfTransformers(Streamer):
     __module__ = "transformers.generation.streamers"
 
 
+def test_no_step_is_launched_early_if_its_replay_will_be_compared(pair, launched, queued, monkeypatch):
+    """Otherwise a replay that writes to other rows of the cache would have written to them before the comparison."""
+    prepared, stock = pair()
+    compare, early = Runner._compare, []
+
+    def comparing(self, step, *arguments):
+        early.append(bool(launched) and launched[-1].position == self.cache.length)
+        return compare(self, step, *arguments)
+
+    monkeypatch.setattr(Runner, "_compare", comparing)
+    for seed in (0, 1, 2, 3) * 2:
+        launched.clear()
+        assert torch.equal(*(looked_up(model, repeating(seed)) for model in (prepared, stock)))
+    assert len(early) > 10 and not any(early) and queued
+
+
 def test_streamers(pair, launched):
     prepared, stock = pair()
     for kind in (OfTransformers, Streamer):

@@ -182,7 +182,10 @@ class Lookahead:
         before, search, count = self._tokens.on_device, self._search, selected.shape[1]
         last, times = self._alike
         self._alike = count, times + 1 if count == last else 0
-        if before is None or search is None or not self._pays(self._alike[1]) or before.shape[1] + 1 >= search.limit:
+        if before is None or search is None or not self._pays(self._alike[1]):
+            return
+        # the last position if the device accepts all drafts; a model may have no embedding for a later one
+        if before.shape[1] + max(1, 2 * count - 2) >= search.limit:
             return
         if self._header is None:
             self._header = torch.zeros(2, dtype=torch.int64, device=before.device)

@@ -191,7 +191,7 @@ class Runner:
         """
         recordings = self.cache.recordings
         step: RecordedStep | None = recordings.get(recordings.get((_REPLAYED, self._model_state, tokens)))
-        if step is None or step.schedule.due:
+        if step is None or step.schedule.due_in(self._call):
             return None
         input_ids = begin(self.cache, position, tokens, source)
         if input_ids is None:

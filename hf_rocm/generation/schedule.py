@@ -47,6 +47,10 @@ class Schedule:
         """Whether the next replay must be compared."""
         return self._first_of_call or self._far
 
+    def due_in(self, call: int) -> bool:
+        """Whether the next replay must be compared if it belongs to the call with this number."""
+        return self.due if call == self._call else self._far or self._compares_first_of(self.calls + 1)
+
     @property
     def _far(self) -> bool:
         return self.since + 1 >= self._distance
@@ -57,7 +61,11 @@ class Schedule:
             self._call = call
             self.calls += 1
             self.in_call = 0
-            self._first_of_call = self.calls <= FIRST_CALLS or self.since >= BETWEEN_CALLS
+            self._first_of_call = self._compares_first_of(self.calls)
+
+    def _compares_first_of(self, calls: int) -> bool:
+        """Whether the first replay of a call is compared that is the `calls`-th one."""
+        return calls <= FIRST_CALLS or self.since >= BETWEEN_CALLS
 
     def count(self) -> None:
         """Count a replay that was not compared."""

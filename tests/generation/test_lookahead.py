@@ -60,6 +60,27 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
     assert 8 < len(queued) < len(launched)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
+    """A model with learned embeddings of positions has none for later ones, and reading one breaks the device."""
+    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
+    last = []  # the last positions of the queued steps
+
+    def launch(position, tokens, source):
+        assert position is None
+        last.append(int(source.header[0]) + tokens - 1)
+
+    for limit in range(6, 22):
+        tokens, ids = HostTokens(), torch.tensor([[5, 6, 7, 5, 6]])
+        ahead = Lookahead(tokens, early=True)
+        ahead.candidates(ids, Search(4, 2, limit, frozenset()))
+        selected = torch.tensor([[7, 5, 6, 7, 5]])[:, :count]  # all drafts are accepted
+        step = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
+        ahead.queue(selected, step, torch.empty(0), SimpleNamespace(launch=launch))
+        assert not last or last[-1] < limit
+    assert last == [5 + 2 * count - 2] * len(last) and len(last) > 5
+
+
 def test_steps_are_queued_if_they_probably_save_time():
     ahead = Lookahead(HostTokens(), early=True)
     ahead._interval, ahead._gap = 1.0, 0.125
@@ -189,6 +210,22 @@ class OfTransformers(Streamer):
     """A streamer whose class belongs to transformers."""
 
     __module__ = "transformers.generation.streamers"
+
+
+def test_no_step_is_launched_early_if_its_replay_will_be_compared(pair, launched, queued, monkeypatch):
+    """Otherwise a replay that writes to other rows of the cache would have written to them before the comparison."""
+    prepared, stock = pair()
+    compare, early = Runner._compare, []
+
+    def comparing(self, step, *arguments):
+        early.append(bool(launched) and launched[-1].position == self.cache.length)
+        return compare(self, step, *arguments)
+
+    monkeypatch.setattr(Runner, "_compare", comparing)
+    for seed in (0, 1, 2, 3) * 2:
+        launched.clear()
+        assert torch.equal(*(looked_up(model, repeating(seed)) for model in (prepared, stock)))
+    assert len(early) > 10 and not any(early) and queued
 
 
 def test_streamers(pair, launched):

@@ -20,6 +20,7 @@ from hf_rocm.layers.fallback_reasons import STAYED, note
 from hf_rocm.layers.norm import PrenormResidual, dropout_reason
 from hf_rocm.layers.pages import CACHE, Pages, is_flash
 from hf_rocm.ops import decode
+from hf_rocm.ops.attention import user_serves
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.mask_patterns import CacheRows, Padded, recognise
 from hf_rocm.ops.registry import kernel_serves
@@ -242,7 +243,7 @@ def visible_keys(
         if rows is None or mask.shape[2:] != (query.shape[2], key.shape[2]):
             padded = recognise(mask, query, key, value, window=window, **terms)
         else:  # the mask changes with every step, but does not have to be read
-            padded = rows if _kernel_takes(rows, query, key, value, **terms) else None
+            padded = rows if _kernel_takes(rows, query, key, value, mask.dtype, **terms) else None
         return key, value, {"causal": False, "mask": mask, "padded": padded}
     requested = arguments.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if requested is None else requested)
@@ -274,8 +275,17 @@ def attached_rows(mask: Tensor) -> CacheRows | None:
     return rows
 
 
-def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *, softcap: bool, sinks: bool) -> bool:
-    """Return whether a kernel serves these lengths. Otherwise the existing mask is used."""
+def _kernel_takes(
+    rows: CacheRows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: torch.dtype,
+    *,
+    softcap: bool,
+    sinks: bool,
+) -> bool:
+    """Return whether a kernel serves these lengths. Otherwise the existing mask, of this dtype, is used."""
     if compiling() or compiler._is_compiling_flag:
         return False  # attributes of a tensor are not part of the graph
     spec = DecodeSpec(
@@ -293,4 +303,8 @@ def _kernel_takes(rows: CacheRows, query: Tensor, key: Tensor, value: Tensor, *,
         starts=rows.key_starts is not None,
         window=rows.window,
     )
-    return kernel_serves(decode._operation, tuple(spec))
+    if not kernel_serves(decode._operation, tuple(spec)):
+        return False
+    # a kernel that the user registered for attention is preferred to ours for lengths
+    own = decode._operation.choose(tuple(spec)).implementation.tier == "user"
+    return own or not user_serves(query, key, value, mask, softcap=softcap, sinks=sinks)

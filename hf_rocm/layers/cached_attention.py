@@ -18,6 +18,7 @@ from hf_rocm import ops
 from hf_rocm.layers.attention import attached_rows, normed_heads, visible_keys
 from hf_rocm.layers.decoder import norm_pair
 from hf_rocm.ops.attend_into_cache import one_kernel as one_step_kernel
+from hf_rocm.ops.attention import user_serves
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.rope_into_cache import one_kernel
 
@@ -92,10 +93,12 @@ def _in_one_kernel(
     if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
         return None
     rows = slot(cache, module.layer_idx, key, value, arguments)
-    if rows is None or rows.position.ndim == 0 or mask.shape[3] != rows.keys.shape[2]:
+    if rows is None or rows.position.ndim == 0 or mask.shape[2:] != (1, rows.keys.shape[2]):
         return None
     terms = norm_pair(module, norms, query)
-    if terms is False:
+    if terms is False or user_serves(
+        query, rows.keys, rows.values, mask.dtype, softcap=softcap is not None, sinks=sinks is not None
+    ):
         return None
     how: dict[str, Any] = {"starts": seen.key_starts, "window": seen.window, "softcap": softcap, "sinks": sinks}
     if not one_step_kernel(query, key, value, cos, **how, once=once, norms=terms):

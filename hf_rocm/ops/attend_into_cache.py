@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, compiler
 
-from hf_rocm import options
 from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
@@ -21,16 +20,14 @@ from hf_rocm.ops.registry import (
     Case,
     Implementation,
     Operation,
-    chosen_elsewhere,
     kernel_serves,
     refuses_nothing,
 )
-from hf_rocm.ops.rope_into_cache import alike, then_write
+from hf_rocm.ops.rope_into_cache import alike, parts_refuse, then_write
 from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
 from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import attend_into_cache as triton
 from hf_rocm.ops.triton import detect as triton_detect
-from hf_rocm.options import Switch
 
 
 def attend_into_cache(
@@ -178,10 +175,7 @@ def _one_by_one(
 
 def _triton_refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
     parts = ("rope", "rope_into_cache", "decode_attention", *(() if spec.norm_dtype is None else ("rms_norm",)))
-    for name in parts:
-        if options.current().aiter.get(name) is Switch.REQUIRED:
-            return f"aiter was required for {name}"
-    return triton.refuses(spec, device) or chosen_elsewhere(parts)
+    return triton.refuses(spec, device) or parts_refuse(*parts)
 
 
 def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:

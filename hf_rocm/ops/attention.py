@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, compiler
 
+from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import attention_eager
 from hf_rocm.ops.aiter import attention as aiter
 from hf_rocm.ops.aiter import triton, varlen
@@ -86,6 +87,17 @@ def mask_serves(query: Tensor, key: Tensor, value: Tensor, mask: torch.dtype, *,
     """Whether a kernel serves this call with a mask of this dtype that includes causality and the window."""
     spec = _specification(query, key, value, False, None, softcap, sinks, mask, False)
     return kernel_serves(_operation, spec)
+
+
+def user_serves(query: Tensor, key: Tensor, value: Tensor, mask: torch.dtype, *, softcap: bool, sinks: bool) -> bool:
+    """Like `mask_serves`, but only for implementations that the user registered."""
+    if all(candidate.tier != "user" for candidate in _operation.implementations):
+        return False
+    spec = _specification(query, key, value, False, None, softcap, sinks, mask, False)
+    try:
+        return _operation.choose(spec).implementation.tier == "user"
+    except TierUnavailable:
+        return False
 
 
 def _specification(

@@ -197,7 +197,7 @@ def chosen_elsewhere(names: Iterable[str]) -> str | None:
         named = options.current().tier(name)
         if named not in (None, "triton"):
             return f"the {named} tier was requested for {name}"
-        if any(candidate.tier == "user" for candidate in operations()[name].implementations):
+        if named is None and any(candidate.tier == "user" for candidate in operations()[name].implementations):
             return f"{name} has an implementation that the user registered"
     return None
 

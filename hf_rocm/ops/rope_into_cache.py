@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, compiler
 
 from hf_rocm import options
+from hf_rocm.device import Device
 from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.pointwise import angles, eager_rms_norm, eager_rope, torch_rms_norm, torch_rope
 from hf_rocm.ops.probe_cases import LENGTH, Draw
-from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
+from hf_rocm.ops.registry import Case, Implementation, Operation, chosen_elsewhere, kernel_serves, refuses_nothing
 from hf_rocm.ops.specs.pointwise import Norm, RopeIntoCacheSpec
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import rope as triton
@@ -80,20 +81,7 @@ def one_kernel(
     norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
     """Whether one kernel computes `rope_into_cache`. It is then faster than several calls."""
-    if options.current().aiter["rope"] is Switch.REQUIRED:
-        return False
-    if norms is not None and not _norm_may_join():
-        return False
     return kernel_serves(_operation, _specification(query, key, value, cos, position, interleaved, once, norms))
-
-
-def _norm_may_join() -> bool:
-    """Whether the options and the registered implementations of the norm allow a fused kernel."""
-    if options.current().aiter["rms_norm"] is Switch.REQUIRED:
-        return False
-    if options.current().tier("rms_norm") not in (None, "triton"):
-        return False
-    return not any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations)
 
 
 def _specification(
@@ -180,6 +168,19 @@ def _twice(angle: Tensor, interleaved: bool) -> Tensor:
     return angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
 
 
+def _triton_refuses(spec: RopeIntoCacheSpec, device: Device) -> str | None:
+    return triton.refuses(spec, device) or parts_refuse("rope", *(() if spec.norm_dtype is None else ("rms_norm",)))
+
+
+def parts_refuse(*names: str) -> str | None:
+    """Why one of our kernels must not replace these operations, or None: the user chose how one of them runs."""
+    current = options.current()
+    for name in names:
+        if current.aiter.get(name) is Switch.REQUIRED and current.tier(name) is None:
+            return f"aiter was required for {name}"
+    return chosen_elsewhere(names)
+
+
 def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
     """Yield a call that writes to the caches from row 3 on. All other rows must stay unchanged."""
     b, s = (1, 1) if spec.one else (2, LENGTH)
@@ -208,7 +209,7 @@ _operation.register(
     Implementation(
         "triton",
         "rope_kernel",
-        triton.refuses,
+        _triton_refuses,
         triton.rope_into_cache,
         triton_detect.checked("rope_into_cache", "rope_kernel"),
     )

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from hf_rocm import ops
 from hf_rocm.layers import cached_attention
+from hf_rocm.ops import attention_eager
 from hf_rocm.ops.triton import decode
 from hf_rocm.overlay import bind
 from tests.generation.conftest import counted, generate, pair, prompt, recorded_on_cpu  # noqa: F401 - fixtures
@@ -72,3 +73,23 @@ def test_other_steps_call_the_operations_one_by_one(pair):  # noqa: F811
     with torch.no_grad(), ops.recording() as routes:
         assert torch.equal(generate(partly), expected)
     assert steps(routes) == {"attend_into_cache", "rope_into_cache", "decode_attention"}
+
+
+def test_a_kernel_that_the_user_registered_for_attention_is_called(pair):  # noqa: F811
+    prepared, stock = pair("llama")
+    calls = []
+
+    def own(query, key, value, **terms):
+        calls.append(query.shape[2])
+        return attention_eager.attention(query, key, value, **terms)
+
+    def refuses(spec, device):
+        return None if spec.one_query and spec.mask is not None else "only steps of one token"
+
+    remove = ops.register("attention", name="mine", call=own, refuses=refuses, check=False)
+    try:
+        with torch.no_grad(), ops.recording() as routes:
+            assert torch.equal(generate(prepared), generate(stock))
+    finally:
+        remove()
+    assert calls and set(calls) == {1} and steps(routes) == {"rope_into_cache", "attention"}

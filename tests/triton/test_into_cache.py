@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from hf_rocm import ops, options
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.layers.cached_attention import rotate_and_update_cache
+from hf_rocm.ops import pointwise
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate
 from tests.triton.routed import random
@@ -151,6 +152,28 @@ def test_norms_of_another_tier_are_called():
     module = Attention()
     _, operations = normalised_call(module, written_cache(), tier="rms_norm=torch,rope=triton", norms=NORMS)
     assert operations == ["rms_norm", "rms_norm", "rope_into_cache"]
+
+
+def test_a_user_kernel_for_a_part_is_called():
+    """A kernel that the user registered is not replaced by one that also writes to the cache."""
+    module, calls = Attention(), []
+
+    def own(query, key, cos, sin, interleaved):
+        calls.append(query.shape)
+        return pointwise.eager_rope(query, key, cos, sin, interleaved)
+
+    remove = ops.register("rope", name="mine", call=own, refuses=lambda spec, device: None, check=False)
+    try:
+        results, operations = normalised_call(module, written_cache(), tier="", norms=NORMS)
+        _, named = normalised_call(module, written_cache(), tier="triton", norms=NORMS)
+    finally:
+        remove()
+    assert len(calls) == 1 and operations == ["rms_norm", "rms_norm", "rope"]
+    assert named == ["rope_into_cache"]  # a tier that is named takes precedence
+    expected, operations = normalised_call(module, written_cache(), tier="", norms=NORMS)
+    assert operations == ["rope_into_cache"]
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
 
 
 def test_a_module_without_norms_applies_none():

@@ -15,6 +15,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
 from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.recorded_step import Alarm
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import known
@@ -103,6 +104,29 @@ def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
     with pytest.raises(GraphError, match="tokens other than"):
         for seed in range(6):
             looked_up(prepared, repeating(seed))
+
+
+def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
+    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check waits."""
+    prepared, stock = pair()
+    for seed in (0, 1, 2, 3, 2):
+        looked_up(prepared, repeating(seed))
+    search = lookahead.look_up_drafts
+
+    def wrong(*tensors, **how):
+        search(*tensors, **how)
+        tensors[3][1] -= 1  # where the drafts begin
+
+    monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
+    monkeypatch.setattr(Alarm, "rings", lambda self, replays: any(tokens > 1 for *_, tokens in queued))
+    raised = 0
+    for seed in range(8):
+        queued.clear()
+        try:
+            assert torch.equal(looked_up(prepared, repeating(seed)), looked_up(stock, repeating(seed)))
+        except GraphError as error:
+            raised += "tokens other than" in str(error)
+    assert raised > 1
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -10,7 +10,7 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import cache_layer, lookahead, verification
+from hf_rocm.generation import cache_layer, lookahead, seen, verification
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
@@ -18,7 +18,7 @@ from hf_rocm.generation.lookahead import Lookahead, Search
 from hf_rocm.generation.recorded_step import Alarm
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
-from hf_rocm.generation.state import known
+from hf_rocm.generation.state import State, known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
 from tests.generation.test_lookup import OnDevice
 from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, before, looked_up, repeating
@@ -373,6 +373,36 @@ def test_room_is_counted_after_a_whole_step_was_removed():
             if again:
                 cache.crop(cache.length - 3)
     assert cache.layers[0].keys[:, :, : cache.length].eq(1).all()
+
+
+def test_rows_are_written_again_after_a_queued_step_that_is_not_used():
+    """The queued step has written the rows of its own position to the same tensor."""
+    cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
+    cache.drafts = 3
+    cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
+    cache.aim(3)
+    ((places, _),) = cache.relative_places()
+    places.fill_(9)
+    cache.aim(3)
+    assert places[:3].tolist() == [5, 6, 7]
+
+
+def test_keys_of_steps_are_limited(monkeypatch):
+    monkeypatch.setattr(seen, "_MOST", 3)
+    keys = seen.Seen()
+    for state in range(5):
+        assert not keys.verify((state, "key")) and keys.verify((state, "key"))
+        keys.replay(state, 2, (state, "key"))
+    assert [keys.key_of(state, 2) for state in range(5)] == [None, None, (2, "key"), (3, "key"), (4, "key")]
+    assert not keys.verify((0, "key")) and keys.key_of(4, 3) is None
+
+
+def test_numbers_of_a_models_states_are_not_used_again():
+    """A cache in use keeps its recordings, whose keys contain these numbers, when the numbers start over."""
+    state = State("Model", required=False)
+    before = [state.number_of(fingerprint) for fingerprint in "abc"]
+    state.start_over()
+    assert not {state.number_of(fingerprint) for fingerprint in "cba"} & {*before}
 
 
 def test_nothing_is_left_after_a_call(pair):

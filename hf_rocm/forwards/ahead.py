@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_rocm.generation.streams import separate
+
 # The context to use if no replay was queued.
 NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 
@@ -29,7 +31,7 @@ class _Before(AbstractContextManager[None]):
         self._reached = torch.cuda.current_stream(device).record_event()
         stream = _streams.get(device)
         if stream is None:
-            stream = _streams.setdefault(device, torch.cuda.Stream(device))
+            stream = _streams.setdefault(device, separate(device))
         self._stream = stream
         self._entered: Any = None
 

@@ -55,8 +55,7 @@ class DecodeCache(Cache):
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._end = 0  # the length at which a buffer must grow or a window must move
         self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
-        # attributes that methods of transformers' base class read
-        self.layer_class_to_replicate = None
+        self.layer_class_to_replicate = None  # this attribute and the next one are read by transformers' base class
         self.offloading = False
 
     @property
@@ -108,7 +107,8 @@ class DecodeCache(Cache):
         return [(places, layer.rows) for places, layer in self._places.values()]
 
     def relative_places(self) -> list[tuple[Tensor, int]]:
-        """The tensors of `places`, with the difference between a step's first row and its position."""
+        """The tensors that the caller writes, with the difference between a step's first row and its position."""
+        self._placed = -1, 1
         return [(places, -layer.base) for places, layer in self._places.values()]
 
     def reserve(self, length: int) -> None:

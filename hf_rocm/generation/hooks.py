@@ -339,7 +339,7 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
         ):
             result = stock(input_ids, *args, **arguments)
         if lookahead is not None:
-            lookahead.take(cache.length)  # raises an error if the launched step has overwritten keys
+            lookahead.end(cache.length)
         return result
     finally:
         cache.choice = None

@@ -156,7 +156,7 @@ class Lookahead:
         return launched.served
 
     def take(self, length: int) -> RecordedStep | None:
-        """Remove the launched step when the loop calls a step or ends, and return it if the loop has prepared it.
+        """Remove the launched step when the loop calls a step, and return it if the loop has prepared it.
 
         length: the length of the cache. Raises `GraphError` if the step began before this length.
         """
@@ -167,6 +167,13 @@ class Lookahead:
         if launched.position < length:
             raise GraphError("a step that was launched early has overwritten keys of earlier tokens")
         return launched.step if launched.served else None
+
+    def end(self, length: int) -> None:
+        """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
+        used = self.launched is None  # else the loop has not called the last step that was queued
+        self.take(length)
+        if used:
+            self._see()
 
     def expects(self) -> bool:
         """Whether the tokens of the last step determine the next one, so that it can be launched."""
@@ -213,9 +220,8 @@ class Lookahead:
         """
         now = perf_counter()
         self._arrived, self._interval = now, now - self._arrived
-        (queued, self._queued), (unseen, self._unseen) = (self._queued, None), (self._unseen, None)
-        if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
-            raise GraphError("a step that was queued early has read tokens other than those of the sequence")
+        queued, self._queued = self._queued, None
+        self._see()
         accepted = self._accepted(selected[0].tolist())
         following = None if accepted is None else self._next(accepted, tokens)
         if accepted is None or following is None:
@@ -234,6 +240,12 @@ class Lookahead:
         if queued is not None:
             self.launched = Launched(*queued, position, ids, accepted)
             self.logits = logits
+
+    def _see(self) -> None:
+        """Compare the tokens that the last queued step has read with those on the host, unless they were compared."""
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
+            raise GraphError("a step that was queued early has read tokens other than those of the sequence")
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""

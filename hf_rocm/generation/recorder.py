@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from hf_rocm.generation.streams import separate
+
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ class _Shared:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.recording = torch.cuda.Stream(device)
+        self.recording = separate(device)
         self.last: Any = torch.cuda.current_stream(device)  # the stream of the last replay
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)

@@ -33,6 +33,7 @@ from hf_rocm.generation.reordering import MOST, Reordering
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.rewind import Rewind
 from hf_rocm.generation.schedule import BACK
+from hf_rocm.generation.seen import seen_over
 from hf_rocm.generation.state import State, known
 from hf_rocm.generation.static_buffers import resident
 from hf_rocm.generation.step import Inputs, Unrecordable, alike, put_together, take_apart
@@ -47,8 +48,6 @@ _MOST = 4
 
 # Keys of the dict of recordings, in addition to those of the recorded steps.
 _RECORDER, _REORDERINGS = "recorder", "reorderings"
-_REPLAYED = "replayed"  # with the model's state and a number of tokens: the key of a step with resident inputs
-_VERIFIED = "verified"  # the keys of the steps that have verified drafts, also in earlier calls
 
 _calls = itertools.count()
 _NOT_FINITE = "a replayed step returned logits that are not finite, and no uncaptured step did"
@@ -125,7 +124,7 @@ class Runner:
             if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
-                self.cache.recordings[_REPLAYED, self._model_state, tokens] = key
+                seen_over(self.cache).replay(self._model_state, tokens, key)
             self.cache.advance()
             step.schedule.count()
             self._state.replayed += 1
@@ -141,11 +140,11 @@ class Runner:
 
         With drafts, it may have run in an earlier call: the last step of a call often has a unique number of drafts.
         """
-        resident_inputs = self.cache.drafts is not None and bool(self._arguments)
-        keys = self.cache.recordings.setdefault(_VERIFIED, set()) if resident_inputs else self._keys
-        if key in keys:
+        if self.cache.drafts is not None and self._arguments:
+            return seen_over(self.cache).verify(key)
+        if key in self._keys:
             return True
-        keys.add(key)
+        self._keys.add(key)
         return False
 
     def _outputs_of(self, step: RecordedStep) -> Any:
@@ -189,8 +188,7 @@ class Runner:
         The arguments are those of `Step.begin`. Returns the step and its tokens on the device, [1, N]; None if nothing
         was replayed.
         """
-        recordings = self.cache.recordings
-        step: RecordedStep | None = recordings.get(recordings.get((_REPLAYED, self._model_state, tokens)))
+        step: RecordedStep | None = self.cache.recordings.get(seen_over(self.cache).key_of(self._model_state, tokens))
         if step is None or step.schedule.due_in(self._call):
             return None
         input_ids = begin(self.cache, position, tokens, source)

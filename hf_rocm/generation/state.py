@@ -44,6 +44,7 @@ class State:
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}
         self._numbers = count()
+        self._starts = 0  # how often `start_over` was called, which is the same on every rank
         self._lock = threading.Lock()
 
     def disable(self, reason: str) -> None:
@@ -64,7 +65,8 @@ class State:
         """Drop all recordings and fingerprints."""
         with self._lock:
             self._fingerprints.clear()
-            self._numbers = count()
+            self._starts += 1
+            self._numbers = count(self._starts << 32)  # caches in use still have recordings with the earlier numbers
         self.pool.clear()
 
     def number_of(self, fingerprint: Fingerprint) -> int:

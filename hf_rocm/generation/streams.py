@@ -7,6 +7,7 @@ tensors to one another, and every thread may have its own current stream.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -80,4 +81,24 @@ class HostCopy:
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The stream of the copies from this device."""
-    return torch.cuda.Stream(device)
+    return separate(device)
+
+
+def separate(device: torch.device) -> Any:
+    """Return a stream other than those that this function has returned before.
+
+    PyTorch hands out its streams in turn, so that two of them are the same after a program has asked for many. If
+    copies had the stream of recordings, a copy in one thread would become part of another thread's recording.
+    """
+    with _handing_out:
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(device)
+            if stream not in _handed_out:
+                break
+        _handed_out.append(stream)
+        return stream
+
+
+_STREAMS = 32  # the number of streams of a device that PyTorch hands out
+_handed_out: list[Any] = []
+_handing_out = threading.Lock()

@@ -10,14 +10,15 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import cache_layer, lookahead, verification
+from hf_rocm.generation import cache_layer, lookahead, seen, verification
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
 from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.recorded_step import Alarm
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
-from hf_rocm.generation.state import known
+from hf_rocm.generation.state import State, known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
 from tests.generation.test_lookup import OnDevice
 from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, before, looked_up, repeating
@@ -103,6 +104,29 @@ def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
     with pytest.raises(GraphError, match="tokens other than"):
         for seed in range(6):
             looked_up(prepared, repeating(seed))
+
+
+def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
+    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check waits."""
+    prepared, stock = pair()
+    for seed in (0, 1, 2, 3, 2):
+        looked_up(prepared, repeating(seed))
+    search = lookahead.look_up_drafts
+
+    def wrong(*tensors, **how):
+        search(*tensors, **how)
+        tensors[3][1] -= 1  # where the drafts begin
+
+    monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
+    monkeypatch.setattr(Alarm, "rings", lambda self, replays: any(tokens > 1 for *_, tokens in queued))
+    raised = 0
+    for seed in range(8):
+        queued.clear()
+        try:
+            assert torch.equal(looked_up(prepared, repeating(seed)), looked_up(stock, repeating(seed)))
+        except GraphError as error:
+            raised += "tokens other than" in str(error)
+    assert raised > 1
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -349,6 +373,36 @@ def test_room_is_counted_after_a_whole_step_was_removed():
             if again:
                 cache.crop(cache.length - 3)
     assert cache.layers[0].keys[:, :, : cache.length].eq(1).all()
+
+
+def test_rows_are_written_again_after_a_queued_step_that_is_not_used():
+    """The queued step has written the rows of its own position to the same tensor."""
+    cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
+    cache.drafts = 3
+    cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
+    cache.aim(3)
+    ((places, _),) = cache.relative_places()
+    places.fill_(9)
+    cache.aim(3)
+    assert places[:3].tolist() == [5, 6, 7]
+
+
+def test_keys_of_steps_are_limited(monkeypatch):
+    monkeypatch.setattr(seen, "_MOST", 3)
+    keys = seen.Seen()
+    for state in range(5):
+        assert not keys.verify((state, "key")) and keys.verify((state, "key"))
+        keys.replay(state, 2, (state, "key"))
+    assert [keys.key_of(state, 2) for state in range(5)] == [None, None, (2, "key"), (3, "key"), (4, "key")]
+    assert not keys.verify((0, "key")) and keys.key_of(4, 3) is None
+
+
+def test_numbers_of_a_models_states_are_not_used_again():
+    """A cache in use keeps its recordings, whose keys contain these numbers, when the numbers start over."""
+    state = State("Model", required=False)
+    before = [state.number_of(fingerprint) for fingerprint in "abc"]
+    state.start_over()
+    assert not {state.number_of(fingerprint) for fingerprint in "cba"} & {*before}
 
 
 def test_nothing_is_left_after_a_call(pair):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from hf_rocm.generation import pool
+from hf_rocm.generation import pool, streams
 from hf_rocm.generation.inputs import all_residents_of
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.state import known
@@ -103,3 +105,17 @@ def test_a_cache_of_the_same_stream_is_preferred(pair, handed_over):
     Stream.current = here
     taken = known(prepared).pool.take(**like(cache))
     assert taken is other and not handed_over
+
+
+def test_streams_of_their_own_differ(monkeypatch):
+    """PyTorch hands out the streams of a device in turn, also to the user."""
+    turns = itertools.cycle(range(4))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(turns)))
+    monkeypatch.setattr(streams, "_STREAMS", 4)
+    monkeypatch.setattr(streams, "_handed_out", [])
+    first = streams.separate("cuda:0")
+    for _ in range(3):
+        torch.cuda.Stream("cuda:0")
+    assert [first, *(streams.separate("cuda:0") for _ in range(3))] == [("cuda:0", number) for number in range(4)]
+    assert streams.separate("cuda:1") == ("cuda:1", 0)
+    streams.separate("cuda:0")  # all are in use

@@ -1,0 +1,50 @@
+"""The keys of steps that have run over a cache, also in earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+_ENTRY = "seen"  # the key in a cache's dict of recordings
+
+# The largest number of keys in each dict. A key belongs to one state of the model, and a model may have any number of
+# states, for example if adapters are loaded and deleted.
+_MOST = 256
+
+
+class Seen:
+    """The steps over one cache. Its entry in the cache's dict of recordings is removed together with these."""
+
+    def __init__(self) -> None:
+        self._replayed: dict[tuple[int | None, int], Hashable] = {}
+        self._verified: dict[Hashable, bool] = {}
+
+    def replay(self, state: int | None, tokens: int, key: Hashable) -> None:
+        """Record that a step of this many tokens with resident inputs was replayed. state: that of the model."""
+        _keep(self._replayed, (state, tokens), key)
+
+    def key_of(self, state: int | None, tokens: int) -> Hashable:
+        """The key of the last such step, or None."""
+        return self._replayed.get((state, tokens))
+
+    def verify(self, key: Hashable) -> bool:
+        """Whether a step with this key has verified drafts before. From now on, it has."""
+        if key in self._verified:
+            return True
+        _keep(self._verified, key, True)
+        return False
+
+
+def seen_over(cache: Any) -> Seen:
+    """The keys of the steps over this `DecodeCache`."""
+    seen: Seen | None = cache.recordings.get(_ENTRY)
+    if seen is None:
+        seen = cache.recordings[_ENTRY] = Seen()
+    return seen
+
+
+def _keep(keys: dict[Any, Any], key: Hashable, value: Hashable) -> None:
+    """Set a value, and drop the oldest one if there are too many."""
+    keys[key] = value
+    if len(keys) > _MOST:
+        del keys[next(iter(keys))]

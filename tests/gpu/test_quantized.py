@@ -16,6 +16,7 @@ import torch
 import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.device import describe
+from hf_rocm.generation.state import known
 from hf_rocm.ops.eight_bit import INT8, fp8_of, quantize_rows
 from hf_rocm.ops.four_bit import quantize_groups
 from hf_rocm.ops.linear import eager_fused_linear
@@ -24,6 +25,7 @@ from hf_rocm.ops.round_rows import round_rows
 from hf_rocm.ops.specs.quantized import QuantizedCall
 from hf_rocm.ops.triton import quantized as triton
 from hf_rocm.weights import quantize as quantizing
+from tests.generation.conftest import counted
 from tests.gpu.test_gpu import LAYER, large_llama, memory
 from tests.ops.test_quantized import random, within_the_bound
 from tests.tolerance import assert_as_good_as_eager
@@ -286,9 +288,10 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded and uncaptured steps are equal.
+    """Greedy tokens of recorded and uncaptured steps are equal, unless the two largest logits are.
 
-    8-bit weights take half the memory of bf16 weights, and 4-bit weights about a quarter.
+    Attention of uncaptured steps runs another kernel, which rounds differently. 8-bit weights take half the memory of
+    bf16 weights, and 4-bit weights about a quarter.
     """
     torch.manual_seed(0)
     model = hf_rocm.prepare(large_llama("cuda"), force=True)
@@ -305,8 +308,16 @@ def test_a_recorded_step_reads_the_packed_weights(kind):
     assert memory()[0] <= allocated - linear * (1 - packed * 1.03) + WORKSPACE
     ids = torch.arange(20, device="cuda")[None]
     arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    logits = {"output_logits": True, "return_dict_in_generate": True}
     with ops.recording() as routes:
-        plain = model.generate(ids, disable_compile=True, **arguments)
+        plain = model.generate(ids, disable_compile=True, **logits, **arguments)
     names = {route.name for route in routes if route.operation == "quantized_linear"}
     assert names == {"few_rows"}
-    assert torch.equal(model.generate(ids, **arguments), plain)
+    before = counted(model)
+    recorded = model.generate(ids, **arguments)
+    assert counted(model)[1] > before[1] + 4 and known(model).disabled is None
+    for column, step in enumerate(plain.logits, start=ids.shape[1]):
+        token, expected = recorded[0, column], plain.sequences[0, column]
+        if token != expected:  # all later tokens may differ
+            assert step[0, expected] - step[0, token] <= 2**-5 * step.abs().max()
+            break

@@ -108,7 +108,7 @@ def _build(
     if four:
         tensors |= {"zeros": "u8" * zeros, "table": "i64" * bool(code)}
         tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
-    constants = {"GROUP": group, "BLOCK": block}
+    constants: dict[str, object] = {"GROUP": group, "BLOCK": block}
     if four:
         constants = {"SIGNED": code in SIGNED, "SELECT": AMD}
         constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block}

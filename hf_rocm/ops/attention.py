@@ -56,8 +56,8 @@ def attention(
     """Scaled dot-product attention over grouped heads.
 
     query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; H a multiple of Hkv.
-    mask: [B | 1, H | 1, S_q | 1, ≥ S_k], bool (True = visible) or additive in query's dtype; columns of the mask beyond
-    S_k are ignored. window: how many keys a query sees, including its own. softcap: c · tanh(score / c). sinks: [H]
+    mask: [B | 1, H | 1, S_q | 1, 1 | ≥ S_k], bool (True = visible) or additive in query's dtype; columns beyond S_k
+    are ignored. window: how many keys a query sees, including its own. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
     of `recognise` for the mask, or a paged cache; it replaces the mask, causality and the window, and is ignored if
     `weights`.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_rocm import ops
-from hf_rocm.errors import TierUnavailable
+from hf_rocm import ops, options
+from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops import probe_cases
 from hf_rocm.ops.attention_eager import attention as eager_attention
 from hf_rocm.ops.decode import eager_decode, seen_keys
@@ -342,3 +342,20 @@ def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
         ("decode_attention", "triton"),
     ]
     torch.testing.assert_close(by_mask, by_numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_mask_may_have_one_element_for_all_keys(dtype):
+    """MiniMax's mask of a step has one key, because its first layer has no keys, and SDPA expands it."""
+    query, key, value = (random(2, 2, s, 16, dtype=torch.float32, seed=s) for s in (1, 9, 10))
+    value = value[:, :, :9]
+    memory = torch.zeros(2, 1, 1, 64, dtype=dtype)  # the following elements hide or shift keys
+    memory[..., 1:] = 0 if dtype == torch.bool else -3e38
+    memory[..., :1] = 1 if dtype == torch.bool else 0
+    mask = memory[..., :1]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    with options.override(tier="attention=triton"):
+        output, _ = ops.attention(query, key, value, scale=0.3, mask=mask)
+    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-4, atol=1e-4)
+    with options.override(tier="attention=triton"), pytest.raises(OptionError, match="3 keys can't be used for 9"):
+        ops.attention(query, key, value, scale=0.3, mask=memory[..., :3])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_rocm import options
 from hf_rocm.device import describe
+from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
@@ -176,7 +177,7 @@ def forward(
     further = (lengths, starts, mask, None if work.room else sinks, table)
     tensors, epsilons, new_strides = _ABSENT if new is None else new.arguments
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    mask_strides = (None,) * 4 if mask is None else _strides_of_mask(mask)
+    mask_strides = (None,) * 4 if mask is None else _strides_of_mask(mask, keys)
     length_b = 0 if lengths is None or (lengths.numel() == 1 and table is None) else lengths.stride(0)
     table_b = None if table is None else table.stride(0)
     places = (keys, queries, window, *strides, *mask_strides, length_b, table_b, *new_strides)
@@ -318,10 +319,11 @@ def _work(
     )
 
 
-def _strides_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """The strides, which are 0 in the dims that all rows, heads or queries share."""
-    *outer, last = zip(mask.shape, mask.stride(), strict=True)
-    return (*(0 if size == 1 else stride for size, stride in outer), last[1])
+def _strides_of_mask(mask: Tensor, keys: int) -> tuple[int, ...]:
+    """The strides, which are 0 in the dims that all rows, heads, queries or keys share."""
+    if 1 < mask.shape[3] < keys:
+        raise OptionError(f"a mask of {mask.shape[3]} keys can't be used for {keys} keys")
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:

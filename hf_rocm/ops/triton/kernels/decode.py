@@ -28,7 +28,7 @@ def decode_kernel(
     output,  # if ALONE the result, [B, S_q, H, D_v]; else fp32, for `gather_kernel`
     lengths,  # [B] or [1], or None: S keys
     starts,  # [B] or None
-    mask,  # [B | 1, H | 1, S_q | 1, ≥ S] or None
+    mask,  # [B | 1, H | 1, S_q | 1, 1 | ≥ S] or None
     sinks,  # [H] or None; used here only if ALONE
     table,  # [B, S / PAGE], the pages of each row; or None
     new_key,  # [B, Hkv, 1, D], the last key before its norm and rotation, with S_q = 1; None if it is in the cache

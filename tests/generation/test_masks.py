@@ -139,8 +139,9 @@ def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
     """Attention with lengths (for a kernel) and with the mask (for PyTorch) is equal in every layer."""
     seen = []
 
-    def compare(rows, query, key, value, *, softcap, sinks):
+    def compare(rows, query, key, value, mask_dtype, *, softcap, sinks):
         mask = masks.pop()
+        assert mask.dtype == mask_dtype
         bias = mask if mask.dtype == torch.bool else mask == 0
         plain = {"scale": 0.3, "softcap": None, "sinks": None}
         by_mask, _ = attention(query, key, value, causal=False, window=None, mask=bias, **plain)

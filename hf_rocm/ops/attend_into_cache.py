@@ -23,8 +23,8 @@ from hf_rocm.ops.registry import (
     kernel_serves,
     refuses_nothing,
 )
-from hf_rocm.ops.rope_into_cache import alike, parts_refuse, then_write
-from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
+from hf_rocm.ops.rope_into_cache import NO_NORM, alike, norms_of, parts_refuse, then_write
+from hf_rocm.ops.specs.attention import AttendIntoCacheCall, AttendIntoCacheSpec, DecodeTerms
 from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import attend_into_cache as triton
 from hf_rocm.ops.triton import detect as triton_detect
@@ -65,13 +65,11 @@ def attend_into_cache(
         )
     spec = _specification(query, key, value, cos, starts, window, softcap, sinks, once, norms)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
-    first, second = (_NO_NORM, _NO_NORM) if norms is None else norms
+    first, second = (NO_NORM, NO_NORM) if norms is None else norms
     tensors = query, key, value, cos, sin, lengths, keys, values, position, starts, sinks, first[0], second[0]
-    out: Tensor = serve(*tensors, first[1], second[1], first[2], once, scale, softcap, window)[0]
+    call = AttendIntoCacheCall(*tensors, first[1], second[1], first[2], once, scale, softcap, window)
+    out: Tensor = serve(call)[0]
     return out
-
-
-_NO_NORM = (None, 0.0, False)
 
 
 def one_kernel(
@@ -105,11 +103,7 @@ def _specification(
     once: bool,
     norms: tuple[Norm, Norm] | None,
 ) -> tuple[object, ...]:
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    norm_dtype, one_plus = None, False
-    if norms is not None:
-        norm_dtype, one_plus = norms[0].weight.dtype, norms[0].one_plus
-        grad = grad or (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
+    norm_dtype, one_plus, grad = norms_of(norms, query, key, value)
     dtype, angle_dtype, device = query.dtype, cos.dtype, query.device
     heads, head_dim = query.shape[1], query.shape[3]
     kv_heads, value_dim = value.shape[1], value.shape[3]
@@ -143,32 +137,19 @@ def _one_by_one(
     """Return a function that writes to the caches, then computes attention over them. It also returns the caches."""
     write = then_write(normalise, rotate)
 
-    def attend_into_cache(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        lengths: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        position: Tensor,
-        starts: Tensor | None,
-        sinks: Tensor | None,
-        query_norm: Tensor | None,
-        key_norm: Tensor | None,
-        query_eps: float,
-        key_eps: float,
-        one_plus: bool,
-        once: bool,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        norms = query_norm, key_norm, False, once, one_plus, query_eps, key_eps
-        query, keys, values = write(query, key, value, cos, sin, keys, values, position, *norms)
-        how = {"scale": scale, "starts": starts, "window": window, "softcap": softcap, "sinks": sinks}
-        return attend(query, keys, values, lengths, **how), keys, values
+    def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = call.query, call.key, call.value, call.cos, call.sin, call.keys, call.values, call.position
+        norms = call.query_norm, call.key_norm, False, call.once, call.one_plus, call.query_eps, call.key_eps
+        query, keys, values = write(*tensors, *norms)
+        terms = DecodeTerms(
+            scale=call.scale,
+            starts=call.starts,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            ends=None,
+        )
+        return attend(query, keys, values, call.lengths, **terms), keys, values
 
     return attend_into_cache
 
@@ -225,7 +206,13 @@ def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
 
 
 _operation = Operation(
-    "attend_into_cache", AttendIntoCacheSpec, _cases, small_window, family="attention", recorded=(0, 1, 6)
+    "attend_into_cache",
+    AttendIntoCacheSpec,
+    _cases,
+    small_window,
+    family="attention",
+    terms=AttendIntoCacheCall,
+    recorded=(0, 1, 6),
 )
 _operation.register(
     Implementation(

@@ -54,13 +54,13 @@ def rope_into_cache(
         )
     spec = _specification(query, key, value, cos, position, interleaved, once, norms)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
-    first, second = (_NO_NORM, _NO_NORM) if norms is None else norms
+    first, second = (NO_NORM, NO_NORM) if norms is None else norms
     flags = interleaved, once, first[2], first[1], second[1]
     out: Tensor = serve(query, key, value, cos, sin, keys, values, position, first[0], second[0], *flags)[0]
     return out
 
 
-_NO_NORM = (None, 0.0, False)
+NO_NORM = (None, 0.0, False)
 
 
 def alike(norms: tuple[Norm, Norm]) -> bool:
@@ -94,11 +94,7 @@ def _specification(
     once: bool,
     norms: tuple[Norm, Norm] | None,
 ) -> tuple[object, ...]:
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    norm_dtype, one_plus = None, False
-    if norms is not None:
-        norm_dtype, one_plus = norms[0].weight.dtype, norms[0].one_plus
-        grad = grad or (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
+    norm_dtype, one_plus, grad = norms_of(norms, query, key, value)
     dtype, angle_dtype, device = query.dtype, cos.dtype, query.device
     batch, _, length, head_dim = query.shape
     tables, _, rotated = cos.shape
@@ -122,6 +118,16 @@ def _specification(
         one_plus,
         grad,
     )
+
+
+def norms_of(norms: tuple[Norm, Norm] | None, *tensors: Tensor) -> tuple[torch.dtype | None, bool, bool]:
+    """The dtype of the norms' weights, whether they multiply by (1 + w), and whether a gradient is required.
+
+    tensors: those of the call that may require one, besides the weights.
+    """
+    weights = () if norms is None else tuple(norm.weight for norm in norms)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *weights))
+    return (None, False, grad) if norms is None else (norms[0].weight.dtype, norms[0].one_plus, grad)
 
 
 def then_write(

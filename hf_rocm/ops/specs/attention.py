@@ -107,6 +107,31 @@ class DecodeTerms(TypedDict):
     ends: Tensor | None
 
 
+class AttendIntoCacheCall(NamedTuple):
+    """The terms of `attend_into_cache`. Its norms are split into their weights, [D] or None, and their settings."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    lengths: Tensor
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    starts: Tensor | None
+    sinks: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    query_eps: float
+    key_eps: float
+    one_plus: bool
+    once: bool
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
 class AttendIntoCacheSpec(NamedTuple):
     """The specification of `attend_into_cache`."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
+from hf_rocm.ops.specs.attention import AttendIntoCacheCall
 from hf_rocm.ops.triton import decode, rope
 
 if TYPE_CHECKING:
@@ -19,59 +20,18 @@ def refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
     return rope.refuses(spec, device) or decode.limits(spec, device)
 
 
-def attend_into_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    starts: Tensor | None,
-    sinks: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    query_eps: float,
-    key_eps: float,
-    one_plus: bool,
-    once: bool,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `hf_rocm.ops.attend_into_cache`."""
-    tensors = query, key, value, cos, sin, lengths, keys, values, position, starts, sinks, query_norm, key_norm
-    output: Tensor = _traced(*tensors, query_eps, key_eps, one_plus, once, scale, softcap, window)
-    return output, keys, values
+def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor]:
+    """See `hf_rocm.ops.attend_into_cache`. Also returns the caches."""
+    output: Tensor = _traced(*call)
+    return output, call.keys, call.values
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    lengths: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    starts: Tensor | None,
-    sinks: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    query_eps: float,
-    key_eps: float,
-    one_plus: bool,
-    once: bool,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
-    norms = rope.Norms(query_norm, key_norm, query_eps, key_eps, one_plus)
-    new = decode.NewKey(key, value, cos, sin, position, norms, once)
-    return decode.forward(query, keys, values, lengths, starts, None, sinks, None, scale, softcap, window, True, new)
+def _forward(*arguments: Any) -> Tensor:
+    call = AttendIntoCacheCall(*arguments)
+    norms = rope.Norms(call.query_norm, call.key_norm, call.query_eps, call.key_eps, call.one_plus)
+    new = decode.NewKey(call.key, call.value, call.cos, call.sin, call.position, norms, call.once)
+    tensors = call.query, call.keys, call.values, call.lengths, call.starts, None, call.sinks, None
+    return decode.forward(*tensors, call.scale, call.softcap, call.window, True, new)
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

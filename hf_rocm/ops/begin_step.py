@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm.errors import TierUnavailable
-from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing, serving
 from hf_rocm.ops.specs.step import BeginStepCall, BeginStepSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
@@ -22,12 +21,7 @@ from hf_rocm.ops.triton.launch import power_of_two
 
 def begin_step(call: BeginStepCall) -> None:
     """Write the tensors that a step reads and that depend on its position; see `BeginStepCall`."""
-    try:
-        serve = _operation.calls[_specification(call)]
-    except TierUnavailable:
-        # the options of `linear` apply here, and the tier that the user named there can't serve this operation
-        serve = stock
-    serve(call)
+    serving(_operation, _specification(call), stock)(call)
 
 
 def _specification(call: BeginStepCall) -> tuple[object, ...]:

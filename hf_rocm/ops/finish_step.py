@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops.bits import ROWS, add_doubt, append_digest, sum_of_words
 from hf_rocm.ops.bits import words as words_of
 from hf_rocm.ops.probe_cases import Draw
-from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
+from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing, serving
 from hf_rocm.ops.specs.step import FinishStepCall, FinishStepSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
@@ -36,12 +35,7 @@ def finish_step(
     int64. doubt: [] fp32, to which 0 is added if all logits are finite, and otherwise another number or NaN.
     """
     call = FinishStepCall(logits, words_of(logits), out, tokens, digests, doubt, further)
-    try:
-        serve = _operation.calls[_specification(call)]
-    except TierUnavailable:
-        # the options of `linear` apply here, and the tier that the user named there can't serve this operation
-        serve = torch_finish_step
-    serve(call)
+    serving(_operation, _specification(call), torch_finish_step)(call)
 
 
 def _specification(call: FinishStepCall) -> tuple[object, ...]:

@@ -191,6 +191,17 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
         return False
 
 
+def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that serves a call, or `otherwise` if the user named a tier that can't serve it.
+
+    For variants of another operation whose options apply to them: the user named the tier for that operation.
+    """
+    try:
+        return operation.calls[spec]
+    except TierUnavailable:
+        return otherwise
+
+
 def chosen_elsewhere(names: Iterable[str]) -> str | None:
     """Why a triton kernel must not replace these operations, or None. The user may have chosen their tier or kernel."""
     for name in names:

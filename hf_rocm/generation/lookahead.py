@@ -28,7 +28,7 @@ from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
-from hf_rocm.generation.streams import HostCopy
+from hf_rocm.generation.streams import HostCopies, HostCopy
 from hf_rocm.generation.token_choice import Runs
 from hf_rocm.ops.look_up_drafts import look_up_drafts, one_kernel
 
@@ -120,7 +120,7 @@ class Lookahead:
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
-        self._copies: dict[int, HostCopy] = {}  # by number of tokens
+        self._copies = HostCopies()  # of the tokens of queued steps
         self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected and read ones
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
@@ -229,11 +229,8 @@ class Lookahead:
         position, ids, source = following
         if queued is not None and queued[1].shape[1] == len(ids):
             confirm(runner.cache, position, len(ids))
-            if len(ids) not in self._copies:
-                self._copies[len(ids)] = HostCopy((1, len(ids)), queued[1].dtype, queued[1].device)
-            copy = self._copies[len(ids)]
-            copy.send(queued[1].clone())  # the next step that is queued writes to the tensor
-            self._unseen = ids, copy
+            # a clone, because the next step that is queued writes to the tensor
+            self._unseen = ids, self._copies.send(queued[1].clone())
         else:
             queued = runner.launch(position, len(ids), source)
             self._gap = perf_counter() - now

@@ -78,6 +78,22 @@ class HostCopy:
         return self._copy
 
 
+class HostCopies:
+    """A `HostCopy` for every shape of the tensors, which have one dtype and device."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, ...], HostCopy] = {}
+
+    def send(self, tensor: Tensor) -> HostCopy:
+        """Start to copy a tensor. The result is overwritten by the next tensor of this shape."""
+        shape = tuple(tensor.shape)
+        if shape not in self._copies:
+            self._copies[shape] = HostCopy(shape, tensor.dtype, tensor.device)
+        copy = self._copies[shape]
+        copy.send(tensor)
+        return copy
+
+
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The stream of the copies from this device."""

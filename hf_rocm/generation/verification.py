@@ -25,7 +25,7 @@ from hf_rocm.generation.inputs import residents_of
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
-from hf_rocm.generation.streams import HostCopy
+from hf_rocm.generation.streams import HostCopies
 from hf_rocm.generation.token_choice import UPDATE, FindRunner, may_stand_in
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
@@ -40,7 +40,7 @@ class Verification:
 
     def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
         self._processors = processors
-        self._copies: dict[int, HostCopy] = {}  # number of tokens of a step → a copy of its tokens on the host
+        self._copies = HostCopies()  # of the tokens of steps
         self.tokens = HostTokens()
         self.lookahead = Lookahead(self.tokens, early=early)
 
@@ -63,16 +63,12 @@ class Verification:
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.launches:
             return step.tokens, step.tokens.cpu()
-        count = step.tokens.shape[1]
-        copy = self._copies.get(count)
-        if copy is None:
-            copy = self._copies[count] = HostCopy((1, count), step.tokens.dtype, step.tokens.device)
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens = step.tokens.clone()
-        copy.send(tokens)
+        copy = self._copies.send(tokens)
         logits = step.logits.clone()
         residents = residents_of(call.cache)
-        if residents is not None and residents.form.tokens == count:
+        if residents is not None and residents.form.tokens == tokens.shape[1]:
             self.lookahead.queue(tokens, residents.input_ids, logits, call)
         on_host = copy.read().clone()
         self.lookahead.launch(on_host, tokens, logits, call)

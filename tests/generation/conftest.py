@@ -16,12 +16,14 @@ from hf_rocm.generation import (
     cache_layer,
     continuous_batching,
     deferred_stop,
+    lookahead,
     loop_rows,
     pool,
     recorder,
     suspects,
     token_choice,
 )
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_draw import RecordedDraw
 from hf_rocm.generation.state import known
 from tests.generation.emulator import EmulatedRecorder
@@ -158,6 +160,30 @@ def ends_asked_late(recorded_on_cpu, monkeypatch):
     """Check the end of a call one step late, as on a GPU."""
     monkeypatch.setattr(deferred_stop, "devices", {"cpu"})
     monkeypatch.setattr(torch, "Event", _NoEvent)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The steps that were launched early."""
+    steps = []
+    launch = Lookahead.launch
+
+    def launching(self, *arguments):
+        launch(self, *arguments)
+        steps.extend(filter(None, [self.launched]))
+
+    monkeypatch.setattr(Lookahead, "launch", launching)
+    return steps
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """The steps that were queued before their tokens were on the host and then used; queued as often as possible."""
+    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
+    steps = []
+    confirm = lookahead.confirm
+    monkeypatch.setattr(lookahead, "confirm", lambda *arguments: steps.append(arguments) or confirm(*arguments))
+    return steps
 
 
 class _NoEvent:

@@ -15,118 +15,12 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import HybridDecodeCache
 from hf_rocm.generation.lookahead import Lookahead, Search
-from hf_rocm.generation.recorded_step import Alarm
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import State, known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
 from tests.generation.test_lookup import OnDevice
 from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, before, looked_up, repeating
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The steps that were launched early."""
-    steps = []
-    launch = Lookahead.launch
-
-    def launching(self, *arguments):
-        launch(self, *arguments)
-        steps.extend(filter(None, [self.launched]))
-
-    monkeypatch.setattr(Lookahead, "launch", launching)
-    return steps
-
-
-@pytest.fixture
-def queued(monkeypatch):
-    """The steps that were queued before their tokens were on the host and then used; queued as often as possible."""
-    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
-    steps = []
-    confirm = lookahead.confirm
-    monkeypatch.setattr(lookahead, "confirm", lambda *arguments: steps.append(arguments) or confirm(*arguments))
-    return steps
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued, monkeypatch):
-    monkeypatch.setattr(cache_layer, "SLACK", 30)
-    prepared, stock = pair(kind)
-    for seed in (0, 1, 0, 1, 2, 3, 2):
-        inputs = repeating(seed, padded=3 * (seed % 2))
-        arguments = {"max_matching_ngram_size": 1 + seed % 3}
-        with torch.inference_mode(seed == 1):
-            assert alike_greedy(looked_up(prepared, inputs, tokens=tokens, **arguments), stock, inputs)
-    assert 8 < len(queued) < len(launched)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
-    """A model with learned embeddings of positions has none for later ones, and reading one breaks the device."""
-    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
-    last = []  # the last positions of the queued steps
-
-    def launch(position, tokens, source):
-        assert position is None
-        last.append(int(source.header[0]) + tokens - 1)
-
-    for limit in range(6, 22):
-        tokens, ids = HostTokens(), torch.tensor([[5, 6, 7, 5, 6]])
-        ahead = Lookahead(tokens, early=True)
-        ahead.candidates(ids, Search(4, 2, limit, frozenset()))
-        selected = torch.tensor([[7, 5, 6, 7, 5]])[:, :count]  # all drafts are accepted
-        step = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
-        ahead.queue(selected, step, torch.empty(0), SimpleNamespace(launch=launch))
-        assert not last or last[-1] < limit
-    assert last == [5 + 2 * count - 2] * len(last) and len(last) > 5
-
-
-def test_steps_are_queued_if_they_probably_save_time():
-    ahead = Lookahead(HostTokens(), early=True)
-    ahead._interval, ahead._gap = 1.0, 0.125
-    assert [ahead._pays(times) for times in (0, 6, 7, 8, 30)] == [False, False, False, True, True]
-    ahead._interval = 4.0
-    assert not ahead._pays(31) and ahead._pays(32)
-
-
-def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
-    prepared, _ = pair()
-    for seed in range(2):
-        looked_up(prepared, repeating(seed))
-    search = lookahead.look_up_drafts
-
-    def wrong(*tensors, **how):
-        search(*tensors, **how)
-        tensors[3][1] -= 1  # where the drafts begin
-
-    monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
-    with pytest.raises(GraphError, match="tokens other than"):
-        for seed in range(6):
-            looked_up(prepared, repeating(seed))
-
-
-def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
-    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check waits."""
-    prepared, stock = pair()
-    for seed in (0, 1, 2, 3, 2):
-        looked_up(prepared, repeating(seed))
-    search = lookahead.look_up_drafts
-
-    def wrong(*tensors, **how):
-        search(*tensors, **how)
-        tensors[3][1] -= 1  # where the drafts begin
-
-    monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
-    monkeypatch.setattr(Alarm, "rings", lambda self, replays: any(tokens > 1 for *_, tokens in queued))
-    raised = 0
-    for seed in range(8):
-        queued.clear()
-        try:
-            assert torch.equal(looked_up(prepared, repeating(seed)), looked_up(stock, repeating(seed)))
-        except GraphError as error:
-            raised += "tokens other than" in str(error)
-    assert raised > 1
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -373,18 +267,6 @@ def test_room_is_counted_after_a_whole_step_was_removed():
             if again:
                 cache.crop(cache.length - 3)
     assert cache.layers[0].keys[:, :, : cache.length].eq(1).all()
-
-
-def test_rows_are_written_again_after_a_queued_step_that_is_not_used():
-    """The queued step has written the rows of its own position to the same tensor."""
-    cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
-    cache.drafts = 3
-    cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
-    cache.aim(3)
-    ((places, _),) = cache.relative_places()
-    places.fill_(9)
-    cache.aim(3)
-    assert places[:3].tolist() == [5, 6, 7]
 
 
 def test_keys_of_steps_are_limited(monkeypatch):

@@ -18,7 +18,6 @@ from hf_rocm.tools.doctor.checks.model import model
 from hf_rocm.tools.doctor.checks.options import options
 from hf_rocm.tools.doctor.checks.packages import packages
 from hf_rocm.tools.doctor.checks.rocm import rocm
-from hf_rocm.tools.doctor.checks.several import several
 from hf_rocm.tools.doctor.checks.system import system
 from hf_rocm.tools.doctor.checks.torch import torch
 from hf_rocm.tools.doctor.checks.torch_settings import torch_settings
@@ -252,16 +251,6 @@ def test_overlays_of_another_hf_rocm_are_a_warning_and_kernels_in_range_is_ok(go
 def test_a_mac_is_a_problem(good: Facts) -> None:
     (finding,) = system(replace(good, system=replace(good.system, name="Darwin")))
     assert finding.level.value == "problem" and "this is Darwin" in finding.what
-
-
-def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
-    facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
-    apart = replace(
-        good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
-    )
-    findings = list(several(apart))
-    assert levels(findings) == ["warning"] * 3
-    assert "no RCCL" in findings[0].what and "(0-1)" in findings[1].what and "64 MiB" in findings[2].what
 
 
 def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) -> None:

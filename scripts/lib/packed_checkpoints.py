@@ -1,7 +1,7 @@
 """Quantised checkpoints of a shape with random packed numbers, to measure the speed of each format.
 
-All layers have equal numbers, because the speed does not depend on them. Scales are chosen so that weights preserve the
-magnitude of their input, as in `shapes.build`.
+All layers have the same numbers, because the speed does not depend on them. Scales are chosen so that weights preserve
+the magnitude of their input, as in `shapes.build`.
 """
 
 from __future__ import annotations

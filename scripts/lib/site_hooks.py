@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 LONG = 60  # a table with more characters in a cell after the first column is a table of texts
-WIDE_NAME = 24  # characters of code in a first column that leave too little room for a second column
+WIDE_NAME = 24  # more characters of code in a first column leave too little room for a second column
 FEW = 6  # the largest number of columns of a table of texts
 MANY = 4  # the smallest number of columns of a table whose first column stays visible
 

@@ -38,4 +38,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(self, more):
         if self.pretraining_tp > 1 and self.slow_but_exact:
             return "the sliced output (slow_but_exact) stays stock"
-        return "calls with positional arguments stay stock" if more else None
+        return "the call has extra positional arguments" if more else None

@@ -21,7 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(CodeGenAttention)
     def codegen_attention(self, stock, hidden_states, *more, **kwargs):
         mask, cache, dropout = kwargs.get("attention_mask"), kwargs.get("layer_past"), self.attn_dropout
-        extra_reason = "calls with positional arguments stay stock" if more else None
+        extra_reason = "the call has extra positional arguments" if more else None
         if layers.fallback_reason(self, mask, kwargs, dropout=dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         joined = self.qkv_proj(hidden_states).unflatten(-1, (blocks, 3, -1, self.head_dim))

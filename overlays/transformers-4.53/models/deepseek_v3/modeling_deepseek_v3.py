@@ -27,7 +27,7 @@ if overlay is not None and overlay.wanted(__name__):
         DeepseekV3MoE=layers.GatedMixture(),
     )
     overlay.binds(DeepseekV3DecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return different values
+    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
         overlay.binds(DeepseekV3TopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(DeepseekV3Attention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

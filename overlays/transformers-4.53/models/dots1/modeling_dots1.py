@@ -26,7 +26,7 @@ if overlay is not None and overlay.wanted(__name__):
         Dots1MoE=layers.GatedMixture(),
     )
     overlay.binds(Dots1DecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return different values
+    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
         overlay.binds(Dots1TopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Dots1Attention, fuses=("q_proj", "k_proj", "v_proj"))

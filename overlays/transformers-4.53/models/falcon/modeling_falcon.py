@@ -34,4 +34,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(more, kwargs):
         if kwargs.get("alibi") is not None:
             return "ALiBi stays stock"
-        return "calls with positional arguments stay stock" if more else None
+        return "the call has extra positional arguments" if more else None

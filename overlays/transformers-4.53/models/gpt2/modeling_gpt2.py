@@ -32,4 +32,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(more, kwargs):
         if kwargs.get("encoder_hidden_states") is not None:
             return "cross-attention stays stock"
-        return "calls with positional arguments stay stock" if more else None
+        return "the call has extra positional arguments" if more else None

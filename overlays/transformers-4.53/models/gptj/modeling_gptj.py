@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(GPTJAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def gptj_attention(self, stock, hidden_states, *more, **kwargs):
         mask, cache, dropout = kwargs.get("attention_mask"), kwargs.get("layer_past"), self.attn_dropout
-        extra_reason = "calls with positional arguments stay stock" if more else None
+        extra_reason = "the call has extra positional arguments" if more else None
         if layers.fallback_reason(self, mask, kwargs, dropout=dropout, extra_reason=extra_reason, beyond_sdpa=True):
             return stock(self, hidden_states, *more, **kwargs)
         parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")

@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     def jamba_attention(
         self, stock, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, *more, **kwargs
     ):
-        extra_reason = "calls with positional arguments stay stock" if more else None
+        extra_reason = "the call has extra positional arguments" if more else None
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

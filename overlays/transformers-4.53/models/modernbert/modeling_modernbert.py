@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     def modernbert_attention(self, stock, hidden_states, *more, **kwargs):
         local = self.local_attention != (-1, -1)
         mask = kwargs.get("sliding_window_mask" if local else "attention_mask")
-        extra_reason = "calls with positional arguments stay stock" if more else None
+        extra_reason = "the call has extra positional arguments" if more else None
         if layers.fallback_reason(self, mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, S, 3, H, D]

@@ -21,7 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         dropout, extra_reason = (
             self.config.attention_dropout,
-            "calls with positional arguments stay stock" if more else None,
+            "the call has extra positional arguments" if more else None,
         )
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, position_ids, past_key_values, *more, **kwargs)

@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(PixtralAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def pixtral_attention(self, stock, hidden_states, attention_mask=None, position_embeddings=None, *more, **kwargs):
-        extra_reason = "calls with positional arguments stay stock" if more else None
+        extra_reason = "the call has extra positional arguments" if more else None
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, position_embeddings, *more, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]

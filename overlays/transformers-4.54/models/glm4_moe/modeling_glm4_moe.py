@@ -26,7 +26,7 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeMoE=layers.GatedMixture(),
     )
     overlay.binds(Glm4MoeDecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return different values
+    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
         overlay.binds(Glm4MoeTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))

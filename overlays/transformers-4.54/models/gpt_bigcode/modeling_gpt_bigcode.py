@@ -35,4 +35,4 @@ if overlay is not None and overlay.wanted(__name__):
     def _what_stays(self, more):
         if self.is_cross_attention:
             return "cross-attention stays stock"
-        return "calls with positional arguments stay stock" if more else None
+        return "the call has extra positional arguments" if more else None

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe, 4.57 and up.
 
-Served: the language model and the vision tower. The audio tower, the talker and the codec stay stock.
+Served: the language model, the vision tower's attention, and the attention and norms of the talker's layers, which use
+the classes of the language model. The audio tower, the rest of the talker and the codec stay stock.
 """
 
 try:

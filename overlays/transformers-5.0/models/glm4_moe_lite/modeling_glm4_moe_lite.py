@@ -26,7 +26,7 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeLiteNaiveMoe=layers.StackedExperts(),
     )
     overlay.binds(Glm4MoeLiteDecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers return different values
+    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
         overlay.binds(Glm4MoeLiteTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeLiteAttention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

@@ -97,7 +97,7 @@ class DecodeCache(Cache):
             torch.arange(row, row + len(places), out=places)
 
     def places(self, tokens: int) -> list[tuple[Tensor, int]]:
-        """The tensors to which the caller must write a step's rows, with the first row; empty if already written."""
+        """The tensors to which the caller must write a step's row indices, with the first index; empty if written."""
         if self._placed == (self.length, tokens):
             return []
         if self.recording:

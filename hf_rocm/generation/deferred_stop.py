@@ -75,7 +75,10 @@ class Late:
         return torch.equal(second - first, third - second)
 
     def continues(self, finished: Tensor) -> bool:
-        """Return whether another step follows, according to the previous step's flag. finished: bool, on the device."""
+        """Return whether another step follows, from the previous step's flag and the maximum length.
+
+        finished: the flag of the last step, a bool on the device.
+        """
         flag, previous = self._flags if self._reads % 2 else self._flags[::-1]
         flag.send(finished)
         self._reads += 1
@@ -109,7 +112,7 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
 
 @contextmanager
 def stopping_on_time() -> Iterator[None]:
-    """Within the block, do not defer the stop check. Used for nested calls of `generate`."""
+    """Within the block, an outer call's deferred stop check does not apply, for example to a nested `generate`."""
     outer, _thread.late = current(), None
     try:
         yield

@@ -45,7 +45,7 @@ Method = Callable[..., Any]
 
 
 def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
-    """Enable recorded decode steps for this prepared model. Returns the reason if that is impossible, else None.
+    """Enable recorded decode steps for this prepared model. Returns None, or the reason why they are not enabled.
 
     graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
     hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
@@ -233,7 +233,7 @@ def _prompt(model_kwargs: dict[str, Any]) -> int:
 def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[str, Any], generation_config: Any) -> Any:
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, DecodeCache):
-        return cache.drafts is None  # in an assistant's rounds, `loops` records the calls of the model itself
+        return cache.drafts is None  # with drafts, `loops` runs recorded steps where the loop calls the model
     return stock(model_kwargs, generation_config)
 
 

@@ -49,7 +49,10 @@ class HostTokens:
         return known.tensor if known is not None and known.matches(known.tensor) else None
 
     def append(self, tokens: Tensor, *, before: Tensor, after: Tensor) -> None:
-        """Append tokens [1, N] that are on the host. before, after: the tokens on the device, [1, S] and [1, S + N]."""
+        """Append tokens [1, N] that are on the host. If `before` is not known, no tokens are known afterwards.
+
+        before, after: the tokens on the device, [1, S] and [1, S + N].
+        """
         if self.knows(before):
             self._write(tokens[0].numpy(), after)
         else:

@@ -2,7 +2,7 @@
 
 transformers prepares every step from scratch: it reads signatures and configs, slices and copies tensors, and builds
 the masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions
-are those of sequences with or without left padding, the following steps get the same arguments over resident tensors.
+are those of sequences with or without left padding, the following steps get the same arguments in resident tensors.
 These are advanced after the previous step was launched, while the GPU still computes it, or, in steps that verify
 drafts, when the drafts are known. transformers prepares all other steps.
 """
@@ -202,4 +202,4 @@ def _most(cache: Any) -> int:
 
 
 _steps: WeakKeyDictionary[Any, Step] = WeakKeyDictionary()
-_refused: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # cache → number of tokens at the last refusal
+_refused: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # cache → number of tokens at its last refused step

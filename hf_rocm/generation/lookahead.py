@@ -3,8 +3,8 @@
 After a step, transformers' loop accepts tokens, looks up drafts, and prepares the next step, while the device waits.
 The accepted tokens and the drafts follow from the step's tokens. So the next step is launched before the loop
 continues, and the loop runs while the device computes. When the loop has prepared the step, its position and tokens are
-compared with those of the launched one. If they differ, or if the step must run in another way, it is launched again:
-a step writes only to its outputs and to the cache rows of its own tokens, so the first launch has no effect.
+compared with those of the launched one. If they differ, or if the step must run in another way, the prepared step runs
+as usual: a step writes only to its outputs and to the cache rows of its own tokens, so the launch has no effect.
 
 After enough steps in a row with the same number of drafts, the next one is queued even before the tokens of the last
 step are on the host: the accepted tokens and the drafts are determined on the device (`ops.look_up_drafts`). If the
@@ -72,7 +72,7 @@ class Search(NamedTuple):
 
 @dataclass
 class Launched:
-    """A step that was launched before transformers' loop has prepared it.
+    """A step that was launched before transformers' loop prepared it.
 
     position: the number of tokens before the step. ids: its N tokens; input_ids: the same tokens on the device, [1, N].
     accepted: the last step's tokens that the loop is expected to append. served: whether the loop has prepared this
@@ -90,7 +90,7 @@ class Launched:
 def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
     """Return why the next step of a call of `_assisted_decoding` must not be launched early, or None.
 
-    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a user's class whose code runs
     between two steps, or None.
     """
     if arguments["generation_config"].prompt_lookup_num_tokens is None:
@@ -115,16 +115,16 @@ class Lookahead:
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
         self.launched: Launched | None = None
         self.logits: Tensor | None = None
-        self._alike = 0, 0  # the number of tokens of the last step, and the number of steps before it with as many
+        self._alike = 0, 0  # the number of tokens of the last step, and how many steps right before it had as many
         self._arrived = self._interval = 0.0  # when tokens arrived on the host, and the time between two arrivals, in s
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
         self._copies = HostCopies()  # of the tokens of queued steps
-        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of such a step: expected and read ones
+        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
-        """Return the tokens [1, S] followed by the drafts that a search returns; the same tensor without drafts."""
+        """Return the tokens [1, S] followed by the drafts that a search returns, or input_ids itself without drafts."""
         launched = self.launched if search == self._search and self._tokens.knows(input_ids) else None
         self._search = search
         tokens = self._tokens.of(input_ids)
@@ -170,7 +170,7 @@ class Lookahead:
 
     def end(self, length: int) -> None:
         """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
-        used = self.launched is None  # else the loop has not called the last step that was queued
+        used = self.launched is None  # else the loop has not called the last step that was launched
         self.take(length)
         if used:
             self._see()
@@ -245,7 +245,10 @@ class Lookahead:
             raise GraphError("a step that was queued early has read tokens other than those of the sequence")
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:
-        """The tokens that the loop will append after a step that chose these; None if the loop ends after them."""
+        """The tokens that the loop will append after a step that chose these.
+
+        Returns None if the loop ends after them, or if the tokens of the step are not known.
+        """
         ids, self._ids, search = self._ids, None, self._search
         if ids is None or search is None or len(ids) != len(chosen):
             return None

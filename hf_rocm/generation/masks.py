@@ -32,8 +32,8 @@ class Kind(NamedTuple):
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
     """The kinds of layers that use these masks. masks: one mask, or a dict with None where no mask is needed.
 
-    Raises `Unlike` if the attention is not causal, if the model creates its own masks, or if a mask is neither causal
-    nor causal with a sliding window.
+    Raises `Unlike` if the attention is not causal, if the model creates its own masks, if a mask is neither causal nor
+    causal with a sliding window, or if there are more than two kinds.
     """
     from transformers import masking_utils
 

@@ -28,9 +28,10 @@ class Step:
     over the same cache, reused if their shapes match. Raises `Unlike` if the inputs of the following steps can't be
     derived from these, for example because the mask is not that of a sequence with left padding.
 
-    In a call that verifies drafts, a step has any number of tokens, and the cache has the accepted tokens. transformers
-    would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes them. An
-    assistant drafts in the same way, but in several calls. `resume` receives these arguments again in each call.
+    In a call that verifies drafts, the number of tokens of a step varies, and its position is the length of the cache.
+    transformers would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes
+    them. An assistant drafts in the same way, but in several calls. `resume` receives these arguments again in each
+    call.
     """
 
     def __init__(

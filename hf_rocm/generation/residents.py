@@ -84,7 +84,7 @@ class Residents:
     def set(self, position: int, origin: Tensor | None, padding: Tensor | None) -> None:
         """Set the position of the first token.
 
-        origin: the position_ids of position 0, [B, 1]. padding: the number of padding tokens per row, [B].
+        origin: the position_ids of position 0, [rows, 1]. padding: the number of padding tokens per row, [B].
         """
         self.position, self.bases = position, ()
         if origin is not None:
@@ -93,7 +93,10 @@ class Residents:
             self._padding.copy_(padding)
 
     def follow(self, tokens: Tensor | None) -> None:
-        """Keep all tokens so far, [B, S]. User code may have changed them, or those of the previous step, in place."""
+        """Keep all tokens so far, [B, S]; None: keep none, because the steps verify drafts.
+
+        User code may have changed them, or those of the previous step, in place.
+        """
         self.unedited = 0 if written(self.tokens) or written(tokens) else self.unedited + 1
         self.tokens = tokens
 

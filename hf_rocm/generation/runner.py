@@ -80,7 +80,7 @@ class Runner:
         self._last: tuple[RecordedStep | None, Any] = None, None
 
     def __call__(self, model: Any, arguments: Mapping[str, Any]) -> Any:
-        """Run or replay one step. Returns what `model(**arguments)` would return.
+        """Run or replay one step. Returns the outputs of `model(**arguments)`, in which the logits may be a stand-in.
 
         arguments: the keyword arguments of the model's forward, with the cache as `past_key_values`.
         """
@@ -217,7 +217,7 @@ class Runner:
         return not self._uncaptured
 
     def _follow_switches(self, model: Any) -> None:
-        """Discard the fingerprint if the experts implementation has changed, such as by a call in another thread."""
+        """Discard the fingerprint if the experts implementation has changed, for example in another thread's call."""
         self._switches = self._state.switches
         experts = decode_experts.implementation(model)
         if experts != self._experts:

@@ -64,7 +64,7 @@ class Schedule:
             self._first_of_call = self._compares_first_of(self.calls)
 
     def _compares_first_of(self, calls: int) -> bool:
-        """Whether the first replay of a call is compared that is the `calls`-th one."""
+        """Whether the first replay of the `calls`-th call is compared."""
         return calls <= FIRST_CALLS or self.since >= BETWEEN_CALLS
 
     def count(self) -> None:

@@ -1,4 +1,4 @@
-"""The keys of steps that have run over a cache, also in earlier calls."""
+"""The keys of steps that have run over a cache, including those of earlier calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Seen:
         return self._replayed.get((state, tokens))
 
     def verify(self, key: Hashable) -> bool:
-        """Whether a step with this key has verified drafts before. From now on, it has."""
+        """Return whether a step with this key has verified drafts before. Later calls with this key return True."""
         if key in self._verified:
             return True
         _keep(self._verified, key, True)

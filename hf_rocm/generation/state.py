@@ -40,7 +40,7 @@ class State:
         self.compared = 0  # the number of these replayed steps that were compared
         # a counter that changes whenever a call switches the model's experts implementation, for all threads
         self.switches = 0
-        self.plain_assistants = 0  # the number of calls whose assistant is not prepared and ran uncaptured
+        self.plain_assistants = 0  # the number of calls whose assistant was not prepared and ran uncaptured
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
         self._fingerprints: dict[Fingerprint, int] = {}
         self._numbers = count()
@@ -62,7 +62,7 @@ class State:
             raise refusal(self.name, reason)
 
     def start_over(self) -> None:
-        """Drop all recordings and fingerprints."""
+        """Drop all fingerprints and idle caches, with their recordings."""
         with self._lock:
             self._fingerprints.clear()
             self._starts += 1

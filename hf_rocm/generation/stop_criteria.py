@@ -91,7 +91,7 @@ class _Criteria(StoppingCriteriaList):
         return acting[0] if acting else None
 
     def _only_reads(self) -> bool:
-        """Whether all criteria are transformers' own for lengths and end tokens, unchanged; none changes tokens."""
+        """Whether all criteria are transformers' unchanged ones for lengths and end tokens, which only read tokens."""
         return all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in self._stock) and _skipped().holds()
 
     def ends(self, length: int) -> Tensor | None | Literal[False]:

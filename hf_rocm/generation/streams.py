@@ -101,10 +101,10 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def separate(device: torch.device) -> Any:
-    """Return a stream other than those that this function has returned before.
+    """Return a stream that this function has not returned before, as long as PyTorch has such a stream.
 
-    PyTorch hands out its streams in turn, so that two of them are the same after a program has asked for many. If
-    copies had the stream of recordings, a copy in one thread would become part of another thread's recording.
+    PyTorch hands out its streams in turn, so that a program that creates many gets the same one again. If copies had
+    the stream of recordings, a copy in one thread would become part of another thread's recording.
     """
     with _handing_out:
         for _ in range(_STREAMS):

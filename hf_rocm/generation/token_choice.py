@@ -6,8 +6,8 @@ draw has its own recording (`recorded_draw`). The loop then handles stand-ins fo
 probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
 the tensor.
 
-This applies only to the unchanged loop, if it returns neither scores nor logits. Processors of `RECORDED` are supported
-if the loop draws; if it takes the largest score, it must have no processors.
+This applies only to the unchanged loop without `synced_gpus`, if it returns neither scores nor logits. Processors of
+`RECORDED` are supported if the loop draws; if it takes the largest score, it must have no processors.
 """
 
 from __future__ import annotations

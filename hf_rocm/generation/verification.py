@@ -6,7 +6,7 @@ recorded step also finds the tokens with the largest logits. The loop handles st
 the tokens are copied to the host once, and are compared with the drafts and the end tokens there. Any other use of a
 stand-in computes the tensor.
 
-This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` and
+This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` or
 `assistant_ensemble_weight`, if the call returns neither scores nor logits.
 """
 
@@ -58,7 +58,7 @@ class Verification:
         return step.logits if kept is None else kept
 
     def select(self, step: RecordedStep, runner: FindRunner) -> tuple[Tensor, Tensor]:
-        """Return the tokens with the largest logits, [1, N], on the device and on the host; launch the next step."""
+        """Return the tokens with the largest logits, [1, N], on device and host. Launch the next step if possible."""
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.launches:
@@ -78,7 +78,7 @@ class Verification:
 def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = None) -> Verification | None:
     """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
 
-    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a class of the user whose code runs
+    arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a user's class whose code runs
     between two steps, or None.
     """
     config = arguments["generation_config"]

@@ -178,7 +178,10 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def queued(monkeypatch):
-    """The steps that were queued before their tokens were on the host and then used; queued as often as possible."""
+    """The steps that were queued before their tokens were on the host and had the right number of tokens.
+
+    Steps are queued as often as possible.
+    """
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
     steps = []
     confirm = lookahead.confirm
@@ -261,7 +264,7 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 class Streamer:
     """A streamer that collects the values it receives.
 
-    acts: functions to call with a value, by the number of values received with it.
+    acts: functions by a number of values; each is called with the last value when this number has been received.
     """
 
     def __init__(self, acts=None):
@@ -278,7 +281,7 @@ class Streamer:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Count the tokens that came from replayed draws, and those that came from a recorded argmax."""
+    """Count the steps whose tokens came from replayed draws, and those whose tokens came from a recorded argmax."""
     counts = Counter()
     draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
 

@@ -55,7 +55,7 @@ def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, mo
 
 
 def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
-    """The launched step has other tokens, another number of them or a later position than the step of the loop."""
+    """A launched step may have other tokens, another number of them or a later position than the step of the loop."""
     prepared, stock = pair()
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
     pick = random.Random(0)
@@ -125,7 +125,7 @@ def test_steps_that_are_not_replayed_discard_the_launch(pair, launched, monkeypa
 
 
 class OfTransformers(Streamer):
-    """A streamer whose class belongs to transformers."""
+    """A streamer whose class appears to belong to transformers."""
 
     __module__ = "transformers.generation.streamers"
 
@@ -280,7 +280,7 @@ def test_keys_of_steps_are_limited(monkeypatch):
 
 
 def test_numbers_of_a_models_states_are_not_used_again():
-    """A cache in use keeps its recordings, whose keys contain these numbers, when the numbers start over."""
+    """A cache in use keeps its recordings, whose keys contain these numbers, when the state starts over."""
     state = State("Model", required=False)
     before = [state.number_of(fingerprint) for fingerprint in "abc"]
     state.start_over()

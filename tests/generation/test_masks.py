@@ -41,7 +41,7 @@ def steps(monkeypatch):
         step = inputs._step_of(arguments.get("past_key_values"))
         if step is not None:
             step.stock = lambda ids: inherited(ids, **given)
-            # in a call that verifies drafts, hf_rocm omits some arguments to transformers: restore them
+            # in a call that verifies drafts, hf_rocm removes some arguments that transformers needs: restore them
             given = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
         return prepare(model, inherited, input_ids, *positional, **arguments)
 

@@ -26,14 +26,14 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
         arguments = {"max_matching_ngram_size": 1 + seed % 3}
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens, **arguments), stock, inputs)
-    # with one draft, steps may alternate so little that every launched step was queued
+    # with at most one draft, the number of drafts may change so rarely that every launched step was queued
     assert 8 < len(queued) < len(launched) + (tokens == 1)
     assert sum(step.served for step in launched) > 8
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
-    """A model with learned embeddings of positions has none for later ones, and reading one breaks the device."""
+    """A model with learned position embeddings has none for later positions; reading one is a device-side error."""
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
     last = []  # the last positions of the queued steps
 
@@ -82,7 +82,7 @@ def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
 
 
 def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
-    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check waits."""
+    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check is made later."""
     prepared, stock = pair()
     for seed in (0, 1, 2, 3, 2):
         looked_up(prepared, repeating(seed))

@@ -74,7 +74,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     decoders = sum(count for name, count in hits.items() if name.endswith("DecoderLayer"))
     assert decoders >= layers * NEW and ran["rms_norm"] + ran["add_rms_norm"] >= 2 * decoders
     assert ran["experts" if kind == "mixtral" else "act_and_mul"] == decoders
-    (reason,) = reasons  # all layers stayed stock, for the same reason
+    (reason,) = reasons  # all attention layers stayed stock, for the same reason
     assert reason is not None and ("sdpa_paged" in reason or "paged|" in reason or "cache" in reason)
     assert f"stock at the last call × {layers}: {reason}" in told
 

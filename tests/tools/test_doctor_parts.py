@@ -294,7 +294,7 @@ def test_a_models_memory_is_computed_from_its_folder(checkpoint: Path) -> None:
     assert facts.per_token == 2 * 4 * 2 * 64 * 2  # K and V, layers, KV heads, head dim, bytes
 
 
-def test_a_hub_model_is_only_found_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hub_model_is_found_only_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--small" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Doctor with several GPUs: settings that slow down RCCL, and environment variables of ranks."""
+"""Doctor with several GPUs: environment variables of ranks, settings that slow down RCCL, its release, peer access."""
 
 from __future__ import annotations
 

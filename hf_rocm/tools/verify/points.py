@@ -136,7 +136,7 @@ class Recorder:
 
 
 def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
-    """Return the readable name of a point. The input of a linear layer is named after the operation before it."""
+    """Return the readable name of a point. A linear layer's input is named after the operation before it, if known."""
     if not name.startswith(ENTERS):
         return name
     path = name.removeprefix(ENTERS).rpartition(".")[0]

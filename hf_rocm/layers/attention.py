@@ -37,7 +37,7 @@ _ROWS = "_hf_rocm_rows"  # a mask's attribute: the `CacheRows` of the visible ke
 # (class, implementation) → the references through which the stock forward looks up its attention function, if any.
 _interfaces: dict[tuple[type, str], Watch | None] = {}
 
-# Arguments that change the result of attention and that ops.attention does not support.
+# Arguments that change the result of attention and that overlays do not read, except the paged cache with `pages`.
 _UNSERVED = (
     "output_attentions",
     "head_mask",

@@ -85,7 +85,7 @@ def _in_one_kernel(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """Compute a step of one token, [B, 1, H, D_v]. Returns None if several kernels are needed."""
+    """Return the output [B, 1, H, D_v] of a step of one token, or None if a single kernel can't compute this call."""
     cos = position_embeddings[0]
     if compiling() or compiler._is_compiling_flag or not cos.dtype == query.dtype == key.dtype == value.dtype:
         return None

@@ -28,8 +28,9 @@ def latent_heads(
     """Compute queries, and all keys and values including the cached ones, for modules with DeepSeek's attribute names.
 
     x: [B, S, K]. rotate: applies rotary embeddings to (queries [B, H, S, R], key [B, 1, S, R]). arguments: the call's
-    keyword arguments. fused: as in `attention.heads`. Modules with an `expand_kv` method cache the latent form and
-    expand it on every call; other modules cache keys and values.
+    keyword arguments. position_embeddings: cos and sin, which are passed only to the cache; see `update_cache`. fused:
+    as in `attention.heads`. Modules with an `expand_kv` method cache the latent form and expand it on every call; other
+    modules cache keys and values.
     Returns query [B, H, S, D], key [B, H, S_k, D], value [B, H, S_k, D_v].
     """
     if module.q_lora_rank is None:

@@ -160,7 +160,7 @@ def _triton_refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
 
 
 def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
-    """Few and many keys. Values of rows that must not be read are large, but not so large that they hide errors."""
+    """Few and many keys. Values of padding and of unwritten rows are large, but not so large that they hide errors."""
     draw = Draw(spec.dtype, spec.device)
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.norm_dtype is not None:

@@ -59,8 +59,8 @@ def attention(
     mask: [B | 1, H | 1, S_q | 1, 1 | ≥ S_k], bool (True = visible) or additive in query's dtype; columns beyond S_k
     are ignored. window: how many keys a query sees, including its own. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
-    of `recognise` for the mask, or a paged cache; it replaces the mask, causality and the window, and is ignored if
-    `weights`.
+    of `recognise` for the mask, the `CacheRows` that are attached to the mask, or a paged cache; it replaces the mask,
+    causality and the window, and is ignored if `weights`.
     Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
     """
     if padded is not None and not weights:
@@ -189,7 +189,7 @@ def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: Attention
 
 
 def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, window: int | None) -> Tensor | None:
-    """The mask that SDPA needs besides `is_causal`: None for a square causal call without a mask or a window."""
+    """The mask for SDPA, which includes causality and the window. None if SDPA needs no mask, or only `is_causal`."""
     s_q = query.shape[2]
     if mask is not None:
         if compiling() or compiler._is_compiling_flag or mask.shape[-1] != s_k:

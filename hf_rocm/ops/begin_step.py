@@ -113,11 +113,11 @@ def _written(call: BeginStepCall) -> tuple[Tensor, ...]:
 
 
 def _cases(spec: BeginStepSpec) -> Iterator[Case]:
-    """Yield calls with a short and a long sequence. Every token of the step has its own length."""
+    """Yield calls with a short and a long sequence. Adjacent tokens of the step have different lengths."""
     here: dict[str, Any] = {"device": spec.device}
     batch, tokens = spec.batch, spec.tokens
     hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
-    for position in (1, 1020):  # with a header, 2 more
+    for position in (1, 1020):  # a header adds 2
         relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
         masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]
         starts = [torch.arange(batch, **here) % 3 if spec.starts else None] * spec.masks
@@ -149,7 +149,7 @@ def _two(tensors: list[Tensor] | list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _kind(spec: BeginStepSpec) -> BeginStepSpec:
-    """Round sizes, and reduce windows so that they hide keys of a short sequence."""
+    """Round sizes, and reduce windows so that they hide keys of the sequences in `_cases`."""
     tokens = min(8, power_of_two(spec.tokens))
     windows = [None if window is None else 5 for window in (spec.window, spec.window_2)]
     return spec._replace(

@@ -60,7 +60,7 @@ CODES: Mapping[str, tuple[float, ...]] = {
         )
     ),
 }
-SIGNED = ("e2m1", "fp4")  # codes 8 … 15 are the negatives of 0 … 7
+SIGNED = ("e2m1", "fp4")  # in these tables, numbers 8 … 15 are the negatives of numbers 0 … 7
 PER_FACTOR = 256  # the number of scales that are quantised together
 
 _LONGEST = 64  # the maximum length of a run

@@ -70,7 +70,7 @@ Watcher = Callable[[str, Any], None]
 
 
 class Route(NamedTuple):
-    """The implementation that served one call, and the shapes of the call's tensors; see `recording`."""
+    """The implementation that served one call, and the shapes that `Operation.recorded` selects; see `recording`."""
 
     operation: str
     tier: str
@@ -192,9 +192,9 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
 
 
 def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that serves a call, or `otherwise` if the user named a tier that can't serve it.
+    """The function that serves a call, or `otherwise` if the user named or required a tier that can't serve it.
 
-    For variants of another operation whose options apply to them: the user named the tier for that operation.
+    It is used for variants of another operation, whose options apply to them: the user chose the tier for that one.
     """
     try:
         return operation.calls[spec]

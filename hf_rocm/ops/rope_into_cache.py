@@ -41,12 +41,14 @@ def rope_into_cache(
     """`rope`, then keys[:, :, p] = key and values[:, :, p] = value, without reading p on the host.
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: see `rope`. keys: [B, Hkv, L, D];
-    values: [B, Hkv, L, D_v]; both are written to. position: int64, either [S], the row of each token, or a scalar, the
-    number of tokens so far, to which S is added. once: cos and sin are [B | 1, S, R / 2], with each angle once.
-    norms: the RMS norms of queries and keys over the head dim, applied before the rotation; both multiply by (1 + w)
-    or neither does, and their weights have one dtype. Returns the rotated query, with the shape of query. A token whose
-    row is outside the cache isn't written: the Triton tier sets its query to NaN, and the other tiers raise like
-    `index_copy_`. Raises `OptionError` if the norms differ in kind.
+    values: [B, Hkv, L, D_v]; both are written to, and their last stride must be 1. position: int64, either [S], the row
+    of each token, or a scalar, the number of tokens so far, to which S is added. once: cos and sin are
+    [B | 1, S, R / 2], with each angle once. norms: the RMS norms of queries and keys over the head dim, applied before
+    the rotation; both multiply by (1 + w) or neither does, and their weights have one dtype.
+
+    Returns the rotated query, with the shape of query. A token whose row is outside the cache isn't written: the Triton
+    tier sets its query to NaN, and the other tiers raise like `index_copy_`. Raises `OptionError` if the norms differ
+    in kind.
     """
     if norms is not None and not alike(norms):
         raise OptionError(
@@ -80,7 +82,7 @@ def one_kernel(
     once: bool = False,
     norms: tuple[Norm, Norm] | None = None,
 ) -> bool:
-    """Whether one kernel computes `rope_into_cache`. It is then faster than several calls."""
+    """Whether one kernel computes `rope_into_cache`. If so, this is faster than separate operations."""
     return kernel_serves(_operation, _specification(query, key, value, cos, position, interleaved, once, norms))
 
 
@@ -179,7 +181,7 @@ def _triton_refuses(spec: RopeIntoCacheSpec, device: Device) -> str | None:
 
 
 def parts_refuse(*names: str) -> str | None:
-    """Why one of our kernels must not replace these operations, or None: the user chose how one of them runs."""
+    """Why one of our kernels must not replace these operations: the user chose how one of them runs. Otherwise None."""
     current = options.current()
     for name in names:
         if current.aiter.get(name) is Switch.REQUIRED and current.tier(name) is None:

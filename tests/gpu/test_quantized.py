@@ -288,9 +288,9 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Greedy tokens of recorded and uncaptured steps are equal, unless the two largest logits are.
+    """Recorded and unrecorded steps choose equal tokens, unless the two largest logits are almost equal.
 
-    Attention of uncaptured steps runs another kernel, which rounds differently. 8-bit weights take half the memory of
+    Attention of unrecorded steps runs another kernel, which rounds differently. 8-bit weights take half the memory of
     bf16 weights, and 4-bit weights about a quarter.
     """
     torch.manual_seed(0)

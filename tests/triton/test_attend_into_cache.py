@@ -193,7 +193,7 @@ def test_a_row_that_is_only_padding_is_zero():
 @each_dtype
 @pytest.mark.parametrize("rotated", [64, 32])
 def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, dtype):
-    """Written keys are bitwise equal. With one key, the output is its value; with more, it depends on the query."""
+    """Written keys are bitwise equal. Several keys are needed, so that the output depends on the rotated query."""
     given, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, rotated=rotated, tables=2)
     lengths, position = torch.tensor([140]), torch.tensor([139])
     before = {"keys": keys.clone(), "values": values.clone(), "position": position}

@@ -349,7 +349,7 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
     """MiniMax's mask of a step has one key, because its first layer has no keys, and SDPA expands it."""
     query, key, value = (random(2, 2, s, 16, dtype=USUAL, seed=s) for s in (1, 9, 10))
     value = value[:, :, :9]
-    memory = torch.zeros(2, 1, 1, 64, dtype=dtype)  # the following elements hide or shift keys
+    memory = torch.zeros(2, 1, 1, 64, dtype=dtype)  # the following elements would hide keys
     memory[..., 1:] = 0 if dtype == torch.bool else torch.finfo(dtype).min
     memory[..., :1] = 1 if dtype == torch.bool else 0
     mask = memory[..., :1]

@@ -48,8 +48,8 @@ def test_every_class_of_rows(m, double, code):
         product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
 
-# The sizes result in whole blocks with runs of 64 and 16, partial blocks, groups longer than a block of runs, and one
-# group per row.
+# The sizes result in runs of 64, 32 and 16, iterations of the loop that are not full, groups longer than a block of
+# runs, and one group per row.
 @each_scale
 @pytest.mark.parametrize(
     ("k", "group"),
@@ -90,7 +90,7 @@ def test_every_number_is_decoded_at_every_position(m, dtype, code):
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
-    if code == "mxfp4":  # the kernel converts bits instead of reading the table
+    if code == "mxfp4":  # e2m1 with scales that are powers of two, here 1
         code, scale = four_bit.E2M1, torch.full((16, 4), 127, dtype=torch.uint8)
     weight = torch.tensor(CODES[code])[levels].to(dtype)
     columns = torch.randperm(128, generator=torch.Generator().manual_seed(1)).view(-1, m)

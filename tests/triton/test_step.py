@@ -1,6 +1,6 @@
 """The start and the end of a decode step in the Triton kernels, compared with PyTorch.
 
-Positions, masks and rows at the start; argmax, sums of bits and appended tokens at the end.
+Positions, masks, rows, token ids and drafts at the start; argmax, sums of bits and appended tokens at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_rocm.ops.specs.step import BeginStepCall
 from hf_rocm.ops.triton import step
 from tests.triton.routed import random, routed
 
-NONE = -7  # in all tensors before a step begins
+NONE = -7  # the value of the kernels' int64 outputs before a step
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 BEFORE = (3, -1, 2**62, -(2**63), 5)
 

@@ -1,7 +1,7 @@
-"""The specifications of attention, and the keyword arguments of its implementations.
+"""The specifications of attention, and the arguments of its implementations.
 
 Every implementation receives all of these arguments. Their meaning is documented with the operations: `attention`,
-`varlen_attention`, `decode_attention`, `paged_attention`.
+`varlen_attention`, `decode_attention`, `attend_into_cache`, `paged_attention`.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ class BeginStepCall(NamedTuple):
     """The terms of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
 
     clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of every token in
-    the two kinds of layers: the number of keys in the buffer up to and including this token. mask: [B, 1, N, L], the
-    bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the keys up to its
-    length, a query sees the last `window` (None: all), but none before `starts`, [B]; the buffer contains the last L
-    keys. hidden: the value for keys that are not seen in an additive mask, else None. rolling: whether a length may
-    exceed L. places: [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N] int64, which
-    receives token `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by `further`, [B,
-    M], and zeros. header: [2] int64, see `look_up_drafts`: its first number is added to position, row, row_2 and first,
-    and its second one to drafts. Tensors except clock and relative may be None. The fields that end in _2 belong to the
-    second kind.
+    the two kinds of layers: the number of keys up to and including this token that were written to the buffer. mask:
+    [B, 1, N, L], the bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the
+    keys up to its length, a query sees the last `window` (None: all), but none before `starts`, [B]. If rolling, a
+    length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an additive mask;
+    None: the masks are bool. places: [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N]
+    int64, which receives token `first` and N - 1 tokens from `drafts` on, both counted in `ids`, [B, S], followed by
+    `further`, [B, M], and zeros. header: [2] int64, see `look_up_drafts`: its first number is added to position, row,
+    row_2 and first, and its second one to drafts. Tensors except clock and relative may be None. The fields that end in
+    _2 belong to the second kind.
     """
 
     clock: Tensor
@@ -103,8 +103,9 @@ class FinishStepCall(NamedTuple):
 class FinishStepSpec(NamedTuple):
     """The specification of `finish_step`.
 
-    words_dtype: the dtype of the integers with the bits of the logits. rows: B · N. dim: V. kept:
-    the number of digests. further: whether there is a digest of further tensors. contiguous: whether all tensors are.
+    words_dtype: the dtype of the integers with the bits of the logits. rows: B · N. dim: V. kept: the number of
+    digests. further: whether there is a digest of further tensors. contiguous: whether the logits, their words, out,
+    tokens and digests are.
     """
 
     dtype: torch.dtype

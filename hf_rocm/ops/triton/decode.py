@@ -113,7 +113,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
 
 
 def limits(spec: DecodeSpec | AttentionSpec | PagedSpec | AttendIntoCacheSpec, device: Device) -> str | None:
-    """Why the kernel doesn't serve these heads, or None."""
+    """Why the kernel doesn't support the gradient, dtype or head dims of a call, or None."""
     if spec.grad:
         return "our decode kernel has no gradient"
     if spec.dtype not in DTYPES:
@@ -152,7 +152,7 @@ def forward(
     causal: bool,
     new: NewKey | None = None,
 ) -> Tensor:
-    """Launch the kernels. mask: see `attention`. table: see `paged_attention`. new: see `attend_into_cache`."""
+    """Launch the kernels. mask: see `attention`. table: see `paged_attention`. new: for `attend_into_cache`."""
     from hf_rocm.ops.triton.kernels.decode import decode_kernel, gather_kernel
 
     b, heads, queries, dim = query.shape
@@ -217,7 +217,7 @@ def forward(
 
 
 class NewKey(NamedTuple):
-    """A key that the kernel rotates and a value, both written to the cache, with the angles and norms of a step."""
+    """The key and value of a new token, which the kernel writes to the cache, with its angles, row and norms."""
 
     key: Tensor
     value: Tensor
@@ -271,9 +271,10 @@ def _work(
     page: int | None,
     rotation: tuple[int | None, bool, bool],
 ) -> _Work:
-    """The plan for B, H, Hkv, S_q, S, D and D_v.
+    """The launch arguments for these sizes.
 
-    endless: whether there is no window. rotation: `NewKey.rotation`, or None, False and False.
+    sizes: B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window. rotation: `NewKey.rotation`, or None,
+    False and False.
     """
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads

@@ -152,7 +152,7 @@ def _forward(
         target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
         tile = four_bit_tile(m, n, gated, run, table=code is not None, **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
-        # without matrix instructions, the numbers are multiplied in fp32
+        # without matrix instructions, fp16 numbers are converted to fp32 before they are multiplied
         numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)
         tables = (zeros, numbers, nested_code, nested_factors)
         sizes = (m, n, k // PER_WORD, _PATTERNS[device.rocm])

@@ -98,7 +98,7 @@ def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units:
 def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int, *, table: bool = False) -> int:
     """How many programs split K: 4 if M > 16 and at least half of the compute units would otherwise be idle.
 
-    With a table, for which the arithmetic takes longer than the reading, any idle units suffice.
+    With a table, for which arithmetic takes longer than reading, 4 if M > 16 and there are at most `units` programs.
     """
     programs = -(-n // tile.n) * -(-rows // tile.m)
     return 4 if rows > ROWS and (1 if table else 2) * programs <= units else 1
@@ -111,8 +111,8 @@ def row_block(rows: int, *, rocm: bool) -> int:
 
 class FourBitTile(NamedTuple):
     """The tile of a GEMM with a 4-bit weight. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
-    eight runs that a program processes at a time. unrolled: whether all values of a block are loaded before the
-    first product."""
+    eight runs that a program processes at a time. unrolled: whether the loop over the groups of a block, or over its
+    halves, is unrolled. parts: as in `LinearTile`."""
 
     matrix: bool
     n: int
@@ -144,8 +144,8 @@ def four_bit_tile(
 ) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
-    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words, or two
-    for a gate, and the four values of x of every run at a time.
+    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words of every
+    row, and four values of x for every run, at a time.
     """
     narrow = n <= NARROW and not gated
     if rows == 1:
@@ -171,7 +171,7 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
     """(size, threads) of a program that dequantises a row of K numbers, or a piece of it.
 
     size: the number of 8-bit numbers if run is 0, else the number of blocks of eight runs of 4-bit numbers. A thread
-    reads 16 bytes.
+    reads at most 16 bytes.
     """
     threads = 128
     size = min(4 * threads // run, power_of_two(k // (8 * run))) if run else min(16 * threads, power_of_two(k))

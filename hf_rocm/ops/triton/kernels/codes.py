@@ -1,7 +1,7 @@
 """Numbers of 4-bit codes, from a table of 16 that lies in registers.
 
-Both AMD and NVIDIA GPUs have an instruction that selects four bytes among eight, so that it looks up one byte of four
-numbers in a half of the table. A second lookup in the other half and a selection between the two results complete it.
+AMD and NVIDIA GPUs have an instruction that selects four of eight bytes, and thus looks up one byte of four numbers in
+one half of the table. Another one looks them up in the other half, and a third one selects between the two results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AMD = tl.constexpr(AMD)
 
 @triton.jit
 def load_table(table, BYTE: tl.constexpr):
-    """One byte of the numbers of codes 0 … 7, and of 8 … 15: int64 [1]. table: see `ops.four_bit.table_bytes`.
+    """One byte of the numbers of codes 0 … 7, and of 8 … 15: two tensors, int64 [1]. table: `ops.four_bit.table_bytes`.
 
     They are tensors, because with scalars the compiler would move the numbers through shared memory before a product.
     """
@@ -70,7 +70,7 @@ def of_run(
     SIGNED: tl.constexpr,
     SELECT: tl.constexpr,
 ):
-    """`coded` for the index of one run. Calls for runs of the same half share their instructions."""
+    """`coded` for one run. Calls for runs of the same half share their instructions."""
     half: tl.constexpr = RUN // 4 if SELECT == _NVIDIA else RUN % 2
     a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
     return of_place(a, b, c, d, RUN % 4 if SELECT == _NVIDIA else RUN // 2)
@@ -87,7 +87,7 @@ def of_place(a, b, c, d, PLACE: tl.constexpr):
 
 @triton.jit
 def run_of(half, PLACE: tl.constexpr, SELECT: tl.constexpr):
-    """The index of a run: `coded` returns those of a half in adjacent 4-bit numbers, or in those of one parity."""
+    """The index of a run in `coded`: a half contains four adjacent runs on NVIDIA GPUs, elsewhere every second run."""
     if SELECT == _NVIDIA:
         return 4 * half + PLACE
     else:

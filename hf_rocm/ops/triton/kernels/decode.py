@@ -286,7 +286,7 @@ def _attend(
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
     """Builds for CDNA and RDNA, whose blocks differ. rotated: the number of dims that are rotated, with a new key.
-    besides: architectures to omit, which refuse these calls."""
+    besides: architectures to omit, on which these calls are refused."""
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")

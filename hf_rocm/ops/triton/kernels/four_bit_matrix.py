@@ -37,7 +37,7 @@ def four_bit_rows(
     STEP: tl.constexpr,
     RUN: tl.constexpr,
     SUBTRACTS: tl.constexpr,  # whether the number that represents 0 is subtracted before the product
-    UNROLLED: tl.constexpr,  # whether the groups of a block are unrolled
+    UNROLLED: tl.constexpr,  # whether the loop over the groups of a block, or over its halves, is unrolled
     PARTS: tl.constexpr,  # as in `few_rows`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -45,7 +45,7 @@ def four_bit_rows(
 ):
     """The GEMM of `four_bit_vector` with matrix instructions: BLOCK_N rows of W times BLOCK_M rows of x, transposed.
 
-    Warps that share columns split K: they process SPLITS blocks of 8 runs at a time.
+    K is split over PARTS programs, and in each program over its warps, which process SPLITS blocks of 8 runs at a time.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -341,7 +341,7 @@ def _group(
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
             part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
             total = tl.dot(ones, values, total)
-        # late: fewer live registers
+        # loaded after the products, so that fewer registers are live
         factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
         return sums + (part - zero * total) * factor
 

@@ -10,7 +10,7 @@ from hf_rocm.ops.triton.builds import Build
 
 @triton.jit
 def normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
-    """Round like `rms_norm_kernel`: before and after the weight, or once with (1 + w)."""
+    """Apply a norm, rounded as in `rms_norm_kernel`: before and after the weight, or once with (1 + w)."""
     if ONE_PLUS:
         values = values * scale * (1.0 + weight)
     else:

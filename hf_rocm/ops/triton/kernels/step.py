@@ -144,7 +144,7 @@ def look_up_kernel(
 
 @triton.jit
 def _token(ids, selected, at, there, length):
-    """The tokens at these positions of a sequence of `length` ids and the selected tokens."""
+    """The tokens at these positions of a sequence that consists of `length` ids and then the selected tokens."""
     first = tl.load(ids + at, mask=there & (at < length), other=0)
     return first + tl.load(selected + at - length, mask=there & (at >= length), other=0)
 
@@ -194,7 +194,7 @@ def logits_kernel(
 
 @triton.jit
 def finish_kernel(
-    largest,  # this argument and the following ones are as in `logits_kernel`
+    largest,  # this argument and the next two are as in `logits_kernel`
     sums,
     wrong,
     further,  # [1] int64, added to the digest, or None

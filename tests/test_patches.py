@@ -201,7 +201,7 @@ def test_the_original_is_the_attribute_without_hf_rocm(owner):
         del owner.method
 
 
-def test_exchange_is_its_own_inverse(owner):
+def test_exchange_replaces_only_the_expected_value(owner):
     module = owner()
     one, other = object(), object()
     assert not patches.exchange(module.__dict__, "forward", one, other) and "forward" not in vars(module)

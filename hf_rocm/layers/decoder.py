@@ -39,8 +39,8 @@ class PreNormLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile traces, if more than the hidden states is requested, if arguments
-        other than x are positional, or if the mask or the position embeddings are missing.
+        The stock forward runs while torch.compile or torch.export traces, if more than the hidden states is requested,
+        if arguments other than x are positional, or if the mask or the position embeddings are missing.
         """
         if (
             args

@@ -53,8 +53,8 @@ class PreNormEncoderLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile traces, if attention weights are requested, if there is no
-        `attention_mask`, or if there are more positional arguments than the stock forward names.
+        The stock forward runs while torch.compile or torch.export traces, if attention weights are requested, if there
+        is no `attention_mask`, or if there are more positional arguments than the stock forward names.
         """
         if compiling() or compiler._is_compiling_flag:
             return stock(module, x, *args, **arguments)
@@ -102,7 +102,7 @@ def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
 def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
     """Return the terms of the norm, or None if the modules must be called; `explain` shows the reason.
 
-    Returns None while torch.compile traces, because it fuses the sum and the norm itself.
+    Returns None while torch.compile traces, because it fuses the sum and the norm itself, and under torch.export.
     """
     if norm.__class__ is not LayerNorm or compiling() or compiler._is_compiling_flag:
         return None

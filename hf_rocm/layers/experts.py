@@ -194,7 +194,7 @@ def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -
 def _listed(module: Any, x: Tensor) -> tuple[Any, str] | str:
     """Return the stacked experts and their activation, or why there are none."""
     if torch.compiler.is_compiling():
-        return "while torch.compile traces, a list of experts is left to stock"
+        return "while torch.compile or torch.export traces, a list of experts is left to stock"
     group: Any = live(module)
     if group is None:
         empty = module.__dict__.get(SLOT) is None

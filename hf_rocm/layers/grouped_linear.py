@@ -1,7 +1,7 @@
 """Compute the outputs of linear layers with the same input through the weight group of their module.
 
-`live` checks the pointers in every call, except while torch.compile traces. After any change to a model with grouped
-weights, the worst outcome is that the layers run one by one.
+`live` checks the pointers in every call, except while torch.compile or torch.export traces. After any change to a model
+with grouped weights, the worst outcome is that the layers run one by one.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def project(
 def live(module: Module) -> WeightGroup | None:
     """Return the module's group if it can replace the module's layers now, or None if they must be called.
 
-    Every forward runs this check of the pointers, except while torch.compile traces. Returns None while gradients are
-    enabled and a weight or bias requires them.
+    Every forward runs this check of the pointers, except while torch.compile or torch.export traces. Returns None while
+    gradients are enabled and a weight or bias requires them.
     """
     own = module.__dict__
     group = own.get(SLOT)

@@ -118,8 +118,8 @@ SEPARATE = PrenormResidual(None, None, one_kernel=False)
 def can_fuse(x: Tensor) -> bool:
     """Return whether GEMMs of x can include the norm before them and the sum after them.
 
-    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile traces, under
-    autocast or a function transform, and for a subclass of Tensor.
+    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile or
+    torch.export traces, under autocast or a function transform, and for a subclass of Tensor.
     """
     return ops.rides_along(x) and not is_pytorchs(x)
 

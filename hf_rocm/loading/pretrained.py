@@ -63,11 +63,12 @@ def from_pretrained(
     """Load a model with transformers and prepare it: overlays, fused projections, shuffled weights, recorded steps.
 
     model_id: a model name on the Hub or a folder. auto_class: the class whose `from_pretrained` is called, or its name
-    in transformers; default: the first architecture of the config, else the causal-LM class for this config, else
-    `AutoModel`. force: True enables the ROCm path on any machine, False keeps the model stock; None enables it on ROCm,
-    or if `HF_ROCM_FORCE` is set. preshuffle, budget, linear_backend, quantize and graphs: as in `hf_rocm.prepare`.
-    arguments: any arguments of transformers' `from_pretrained`. The default of `dtype` is the checkpoint's own dtype,
-    even on transformers 4.x.
+    in transformers; default: the first architecture of the config if transformers has it, else the causal-LM class for
+    this config, else `AutoModel`. For a local PEFT adapter, the default is `AutoModelForCausalLM`; for remote code, it
+    is `AutoModelForCausalLM` if the code has such a class, else `AutoModel`. force: True enables the ROCm path on any
+    machine, False keeps the model stock; None enables it on ROCm, or if `HF_ROCM_FORCE` is set. preshuffle, budget,
+    linear_backend, quantize and graphs: as in `hf_rocm.prepare`. arguments: any arguments of transformers'
+    `from_pretrained`. The default of `dtype` is the checkpoint's own dtype, even on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
     another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of

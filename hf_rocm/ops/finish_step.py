@@ -1,8 +1,8 @@
-"""finish_step: what a recorded decode step derives from its logits, in one operation.
+"""finish_step: compute the outputs of a recorded decode step from its logits in one operation.
 
-These are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, and a
-check for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small that
-they take longer to launch than to run.
+The outputs are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, and
+a check for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small
+that they take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_rocm.ops.triton.launch import power_of_two
 def finish_step(
     logits: Tensor, out: Tensor, tokens: Tensor, digests: Tensor, doubt: Tensor, further: Tensor | None = None
 ) -> None:
-    """Write to out, tokens, digests and doubt what a recorded step derives from its logits.
+    """Write the outputs that a recorded step computes from its logits to out, tokens, digests and doubt.
 
     logits: [B, N, V] floating-point, but not fp64. out: a tensor like logits, which receives a copy of them. tokens:
     [B, N] int64, which receives `logits.argmax(-1)`. digests: [K] int64; the first digest is dropped, and the digest of

@@ -202,8 +202,8 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 def rides_along(x: Tensor) -> bool:
     """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
-    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, and while gradients are
-    enabled.
+    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, under torch.export, and
+    while gradients are enabled.
     """
     if compiling() or compiler._is_compiling_flag or torch.is_grad_enabled():
         return False

@@ -110,8 +110,8 @@ def _bound(pairs: int) -> int:
 def most_pairs(x: Tensor) -> int:
     """The largest number of token-expert pairs for which inputs like x [T, H] are served without a grouped GEMM.
 
-    A grouped GEMM may synchronise with the host, which prevents recording. While torch.compile traces, this is the
-    bound of the torch tier, which does not depend on the device.
+    A grouped GEMM may synchronise with the host, which prevents recording. While torch.compile or torch.export
+    traces, this is the bound of the torch tier, which does not depend on the device.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype not in DTYPES:
         return moe_torch.FEW

@@ -133,7 +133,7 @@ def quantized_linear(
 def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
     """Return whether x should not be rounded, because a Triton kernel reads the 8-bit weight as stored.
 
-    False if x has no rows, or while torch.compile is tracing.
+    False if x has no rows, or while torch.compile or torch.export traces.
     """
     if compiling() or compiler._is_compiling_flag:
         return False

@@ -269,7 +269,7 @@ def bind_waiting() -> None:
 
 
 def refused(cls: type) -> str | None:
-    """Return the reason if all instances of a class with an overlay currently run stock, else None."""
+    """Return the reason if replaced code makes all instances of a class with an overlay run stock, else None."""
     if cls in waiting:
         from hf_rocm.overlay.replacements import origin
 

@@ -1,4 +1,4 @@
-"""The state after a failed capture, with a stand-in for a GPU's graph."""
+"""The state after a failed capture, with a stand-in for a GPU graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kept(monkeypatch):
 
 
 def test_a_capture_interrupted_by_the_step_is_freed(kept):
-    """The graph of the capture may contain collectives, for which a communicator would wait."""
+    """The graph may contain collectives, whose communicator is only destroyed once the graph is freed."""
     graph = Graph()
     kept._abandon(graph, Shared)
     assert graph.done == ["capture_end", "reset"]
@@ -45,7 +45,7 @@ def test_a_capture_interrupted_by_the_step_is_freed(kept):
 @pytest.mark.parametrize("name", [*recorder._LEAVE, None])
 @pytest.mark.parametrize("done_already", [True, False])
 def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, kept, monkeypatch):
-    """PyTorch's allocators keep using the graph. They free no memory until the allocation to its pool is ended."""
+    """PyTorch's allocators keep using the graph, and keep all freed memory until allocation to its pool ends."""
     left = []
 
     def leave(*where):

@@ -1,4 +1,7 @@
-"""Random calls return stock's tokens, in fp32, replayed on a CPU. tests/gpu/test_soak.py repeats them on a GPU."""
+"""Random calls in fp32, with steps replayed on a CPU, return stock's tokens.
+
+tests/gpu/test_soak.py repeats the calls on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ NEWEST = max(TESTED) == RELEASE
 CALLS, IN_THREADS, AFTER_CHANGES = (60, 20, 4) if NEWEST else (12, 8, 2)
 
 
-def test_sixteen_families():
+def test_the_newest_release_has_sixteen_families():
     assert len(FAMILIES) == 16 or not NEWEST
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_calls(family):
+def test_random_calls_return_stock_tokens(family):
     soak = Soak(family, longest=18)
     assert soak.differing(range(CALLS)) == []
     soak.assert_recorded(CALLS)

@@ -43,7 +43,7 @@ def short_buffers(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_calls(family, short_buffers):
+def test_random_calls_return_stock_tokens(family, short_buffers):
     soak = Soak(family, device="cuda", **SIZES.get(family, {"d_model": 256}))
     assert soak.differing(range(60)) == []
     soak.assert_recorded(60)

@@ -85,9 +85,9 @@ def test_a_step_runs_as_one_operation(dtype, name):
 
 
 def exactly(model, call):
-    """The result of `call` with a float64 copy of this stock model, whose layers run the eager operations.
+    """The result of `call` with a prepared float64 copy of this stock model, whose layers run the eager operations.
 
-    Stock layers can't serve as the reference, because they call functions that always compute in fp32.
+    A float64 copy with stock layers would be less exact, because they call functions that always compute in fp32.
     """
     copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
     copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
@@ -281,7 +281,7 @@ def test_replaced_parts_are_called_as_in_stock(name, change, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast_layers_are_stock(dtype, name):
-    """PyTorch's autocast rules determine the dtypes of products and states."""
+    """PyTorch's autocast rules determine the dtypes of GEMMs and states."""
     results = []
     stock, prepared = pair(name, dtype)
     with torch.autocast("cpu", torch.bfloat16), ops.recording() as routes:

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if HERE and os.environ.get("TRITON_INTERPRET") == "1":
         return
-    reason = "not run: needs Triton, in interpreter mode since its import (scripts/test creates the environment)"
+    reason = "not run: needs Triton, imported in interpreter mode (scripts/test creates the environment)"
     for item in items:
         if "tests/triton/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -134,7 +134,7 @@ def test_rounded_gemms_of_aiter_come_first(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [INT8, 128], ids=str)
-def test_the_first_use_check(kind):
+def test_the_first_use_check_passes(kind):
     group = 0 if kind == INT8 else kind
     spec = MANY._replace(format=torch.int32 if group else kind, group=group, k=128)
     assert probe_cases.check("quantized_linear", "triton", quantized.DEQUANTIZE, spec) is None

@@ -168,7 +168,7 @@ def test_quantized_linear_compiles_into_one_graph():
 @each_code
 @pytest.mark.parametrize("scales", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
-def test_the_first_use_check(name, rows, scales, code):
+def test_the_first_use_check_passes(name, rows, scales, code):
     spec = INT4._replace(group=64, k=256, n=32, rows=rows, scale_dtype=scales, code=code)
     assert probe_cases.check("quantized_linear", "triton", name, spec) is None
 

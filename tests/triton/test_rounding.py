@@ -1,4 +1,4 @@
-"""Rows rounded by the Triton kernel equal those of PyTorch's operations, bit by bit."""
+"""Rows rounded by the Triton kernel equal those of PyTorch's operations bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
     assert rows.dtype == format and rows.is_contiguous() and scale.is_contiguous()
     assert scale.dtype == FP32 and torch.equal(scale.isnan(), its_scale.isnan())
     assert torch.equal(scale.nan_to_num(), its_scale.nan_to_num())
-    finite = its_scale.isfinite()[:, 0]  # a row without a finite scale is not finite, whatever its numbers are
+    finite = its_scale.isfinite()[:, 0]  # with any other scale, the row is not finite, whatever its 8-bit numbers
     assert torch.equal(rows[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
@@ -98,7 +98,7 @@ def test_a_tier_that_was_named_for_linear_layers_is_not_replaced(tier):
     x = random(3, 64, dtype=BF16)
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         rows, scale = round_rows(x, INT8)
-    assert routes == []  # PyTorch's operations, without a route of their own
+    assert routes == []  # PyTorch's operations ran, which record no route
     expected, its_scale = quantize_rows(x, INT8)
     assert torch.equal(rows, expected) and torch.equal(scale, its_scale)
 
@@ -110,7 +110,7 @@ def test_one_graph_contains_pytorchs_operations():
 
 
 @pytest.mark.parametrize("dim", [64, 5000])
-def test_the_first_use_check(dim):
+def test_the_first_use_check_passes(dim):
     kind = probe_cases.kind("round_rows", SPEC._replace(dim=dim))
     assert probe_cases.check("round_rows", "triton", rounding.NAME, kind) is None
 

@@ -78,7 +78,7 @@ def test_contiguous_layers_move_nothing(attention, aside):
     assert all(torch.equal(attention.state_dict()[name], tensor) for name, tensor in before.items())
 
 
-def test_memory_is_imported_on_its_own_device(attention, monkeypatch):
+def test_memory_is_exported_on_its_own_device(attention, monkeypatch):
     """PyTorch can only export tensors of the current GPU."""
     current, exported = [], []
 

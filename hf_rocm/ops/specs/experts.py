@@ -30,7 +30,8 @@ class ExpertsSpec(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The layout of the weights, and the operation between the two GEMMs; see `hf_rocm.ops.experts`."""
+    """The layout of the weights, whether the routing weights scale the input, and the operation between the two GEMMs;
+    see `hf_rocm.ops.experts`."""
 
     activation: str
     transposed: bool

@@ -1,4 +1,4 @@
-"""The experts of every token through hf_rocm's kernel: one program of one warp per token."""
+"""Choose the experts of every token with hf_rocm's kernel: one program of one warp per token."""
 
 from __future__ import annotations
 

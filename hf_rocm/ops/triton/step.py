@@ -1,5 +1,5 @@
-"""The start and the end of a decode step through hf_rocm's kernels: its inputs, what is derived from its logits, and
-the appended tokens.
+"""The start and the end of a decode step through hf_rocm's kernels: its inputs, the outputs computed from its logits,
+and the appended tokens.
 """
 
 from __future__ import annotations

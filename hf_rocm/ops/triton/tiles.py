@@ -38,8 +38,8 @@ class LinearTile(NamedTuple):
         return {"PARTS": self.parts, "SPLITS": self.splits, "BLOCK_M": self.m, **shared}
 
 
-# On GPUs with so many compute units that tiles of 64 columns leave most of them idle, narrow tiles are used up to this
-# number of columns. The numbers are computed (docs/kernels.md), not measured.
+# On these GPUs, tiles of 64 columns would leave too many compute units idle or with too few bytes in flight, so narrow
+# tiles are used up to this number of columns. The numbers are computed (docs/kernels.md), not measured.
 _NARROW_UP_TO = {"gfx942": 16384, "gfx950": 24576}
 
 

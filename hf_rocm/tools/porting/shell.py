@@ -163,7 +163,7 @@ def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
 
 
 def _without_documents(text: str) -> str:
-    """Return the text without the lines of here-documents, which are data."""
+    """Return the text with empty lines in place of here-documents, which are data."""
     if "<<" not in text:
         return text
     kept, end = [], ""

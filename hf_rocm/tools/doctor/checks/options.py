@@ -17,7 +17,7 @@ RESTRICTING = {
     "USE_AITER_ATTENTION": ("0", "attention runs without aiter"),
     "USE_AITER_GEMM": ("0", "linear layers run without aiter"),
     "USE_AITER_MOE": ("0", "MoE layers run without aiter"),
-    "USE_OPTIMIZED_OPS": ("0", "activations, norms and rotations run without aiter"),
+    "USE_OPTIMIZED_OPS": ("0", "activations, norms and RoPE run without aiter"),
 }
 
 

@@ -76,7 +76,7 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: nothing is truncated, and rich is not imported for it
         subcommand_metavar="COMMAND [ARGUMENTS]",
-        context_settings={"help_option_names": ["-h", "--help"]},  # of every command: contexts inherit it
+        context_settings={"help_option_names": ["-h", "--help"]},  # for every command: contexts inherit them
         help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays "
         "unchanged, and every change can be undone.",
     )

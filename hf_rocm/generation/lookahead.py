@@ -120,7 +120,7 @@ class Lookahead:
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
-        self._copies = HostCopies()  # of the tokens of queued steps
+        self._copies = HostCopies()  # copies of the tokens of queued steps
         self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:

@@ -40,7 +40,7 @@ class Verification:
 
     def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
         self._processors = processors
-        self._copies = HostCopies()  # of the tokens of steps
+        self._copies = HostCopies()  # copies of the tokens of steps
         self.tokens = HostTokens()
         self.lookahead = Lookahead(self.tokens, early=early)
 

@@ -91,9 +91,9 @@ class PrenormResidual:
         return output if self.added or self.residual is None else self.residual + output
 
     def last_product(self, linear: Any, x: Tensor) -> Tensor:
-        """Return linear(x) + residual as one operation if linear is plain or a `PackedLinear`, else only linear(x).
+        """Return linear(x) + residual as one operation if linear is plain or an unhooked `PackedLinear`.
 
-        x: [..., N] → [..., K]. Sets `added` if the result includes the residual.
+        Otherwise returns linear(x). x: [..., N] → [..., K]. Sets `added` if the result includes the residual.
         """
         if self.residual is not None and isinstance(linear, PackedLinear) and _is_unhooked(linear):
             self.added = True
@@ -118,8 +118,8 @@ SEPARATE = PrenormResidual(None, None, one_kernel=False)
 def can_fuse(x: Tensor) -> bool:
     """Return whether GEMMs of x can include the norm before them and the sum after them.
 
-    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile or
-    torch.export traces, under autocast or a function transform, and for a subclass of Tensor.
+    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile, torch.export or
+    torch.jit traces, under autocast, a function transform or forward AD, and for a subclass of Tensor.
     """
     return ops.rides_along(x) and not is_pytorchs(x)
 

@@ -120,7 +120,7 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
     """Raise `Unsupported` for a tensor that is not part of the format, and `LoadError` for a missing or invalid one."""
     unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
     if unknown:
-        raise Unsupported(f"its layers have a tensor {unknown[0]} ({prefix})")
+        raise Unsupported(f"its layers have an unexpected tensor {unknown[0]} ({prefix})")
     for name, wanted in expected.items():
         entry = tensors.get(name)
         if entry is None:

@@ -120,7 +120,7 @@ def awq(config: Mapping[str, Any]) -> StoredFormat:
     """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise Unsupported(f"its AWQ version is {version!r}, but only 'gemm' is read")
+        raise Unsupported(f"its AWQ version is {version!r}, but only 'gemm' is supported")
     if config.get("zero_point") is False:
         raise Unsupported("it was quantised by AWQ without zero points")
     return Awq("AWQ", _group(config))
@@ -133,7 +133,7 @@ def gptq(config: Mapping[str, Any]) -> StoredFormat:
     if version not in ("gptq", "gptq_v2"):
         raise Unsupported(f"its GPTQ checkpoint_format is {version!r}")
     if config.get("is_marlin_format"):
-        raise Unsupported("its GPTQ weights are in marlin's order")
+        raise Unsupported("its GPTQ weights have marlin's layout")
     if config.get("dynamic"):
         raise Unsupported("its layers have several schemes (dynamic)")
     return Gptq("GPTQ", _group(config), version == "gptq")
@@ -142,7 +142,7 @@ def gptq(config: Mapping[str, Any]) -> StoredFormat:
 def _group(config: Mapping[str, Any]) -> int:
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if bits != 4:
-        raise Unsupported(f"its weights have {bits} bits, but this format is only read with 4 bits")
+        raise Unsupported(f"its weights have {bits} bits, but only 4 bits are supported in this format")
     if group not in _GROUPS:
-        raise Unsupported(f"its groups have {group} numbers")
+        raise Unsupported(f"its group size is {group}")
     return int(group)

@@ -78,7 +78,7 @@ class Bitsandbytes(FourBitFormat):
         state = _parsed(tensors[self._state].values())
         size = state.get("blocksize")
         if not isinstance(size, int) or size < _SMALLEST or size & (size - 1):
-            raise Unsupported(f"its blocks have {size!r} numbers")
+            raise Unsupported(f"its block size is {size!r}")
         if state.get("nested_blocksize", PER_FACTOR) != PER_FACTOR:
             raise Unsupported(f"its scales are quantised in blocks of {state['nested_blocksize']!r}")
         if state.get("nested_dtype", "float32") != "float32":
@@ -202,7 +202,7 @@ def four_bits(config: Mapping[str, Any]) -> StoredFormat:
     only_known({name: value for name, value in config.items() if value != defaults.get(name)}, _SETTINGS, "checkpoint")
     storage, code = config.get("bnb_4bit_quant_storage") or "uint8", config.get("bnb_4bit_quant_type", "fp4")
     if storage != "uint8":
-        raise Unsupported(f"its numbers are stored as {storage} (bnb_4bit_quant_storage), but only uint8 is read")
+        raise Unsupported(f"its weights are stored as {storage} (bnb_4bit_quant_storage), but only uint8 is supported")
     if code not in CODES:
         raise Unsupported(f"its bnb_4bit_quant_type is {code!r}")
     return Bitsandbytes("bitsandbytes", 64, code, False)
@@ -211,4 +211,4 @@ def four_bits(config: Mapping[str, Any]) -> StoredFormat:
 @stored_format("bitsandbytes_8bit")
 def eight_bits(config: Mapping[str, Any]) -> StoredFormat:
     """Raise `Unsupported`, because no kernel supports 8-bit checkpoints of bitsandbytes."""
-    raise Unsupported("its weights have 8 bits (LLM.int8), but bitsandbytes checkpoints are only read with 4 bits")
+    raise Unsupported("its weights have 8 bits (LLM.int8), but only 4-bit checkpoints of bitsandbytes are supported")

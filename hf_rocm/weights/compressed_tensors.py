@@ -183,7 +183,7 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     if format == "pack-quantized":
         if (bits, number) != (4, "int"):
             raise Unsupported(
-                f"its weights have {bits} bits of type {number} in a packed format, but only int4 is read"
+                f"its weights have {bits} bits of type {number} in a packed format, but only int4 is supported"
             )
         if inputs:
             raise Unsupported("its weights have 4 bits and its activations are quantised")

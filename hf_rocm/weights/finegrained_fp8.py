@@ -65,5 +65,5 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     if size is None:
         return FinegrainedFp8("fp8", FP8, "tensor", False)
     if list(size) != [BLOCK, BLOCK]:
-        raise Unsupported(f"its blocks have {' × '.join(map(str, size))} numbers")
+        raise Unsupported(f"its block size is {' × '.join(map(str, size))}")
     return FinegrainedFp8("fp8", FP8, "block", True)

@@ -132,7 +132,7 @@ def _scales(size: float, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def awq(n: int, k: int, group: int) -> Tensors:
-    spread = math.sqrt(2) * _INT4_SPREAD  # of a number minus its zero point
+    spread = math.sqrt(2) * _INT4_SPREAD  # the standard deviation of a number minus its zero point
     return {
         "qweight": _words(k, n // 8),
         "qzeros": _words(k // group, n // 8),

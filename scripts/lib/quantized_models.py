@@ -24,7 +24,7 @@ from lib import packed_checkpoints as checkpoints
 
 BF16 = "bf16"
 _WARM_UP = 2  # rounds that are not timed: the first one records the steps
-_FAMILIES = ("linear", "experts")  # of the operations whose routes are shown and compared with the eager tier
+_FAMILIES = ("linear", "experts")  # operations of these families are shown and compared with the eager tier
 _USABLE = 0.95  # the share of the device's memory that may be used
 
 

@@ -112,7 +112,7 @@ def _package(interpreter: Interpreter) -> Path:
 
 
 def _show_sources(settings: Pass) -> None:
-    """Link the sources of transformers to src/transformers in the tree, where some tests read them."""
+    """Create src/transformers in the tree as a link to transformers' sources, because some tests read them there."""
     link = settings.tree / "src" / "transformers"
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)

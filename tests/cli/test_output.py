@@ -67,7 +67,7 @@ def test_a_table_that_cannot_fit_is_not_cut(
     assert ROW[1] in shown and ROW[2] in shown and shown.split().count("words") == 31
 
 
-def test_a_long_line_continues_below_its_last_column_or_with_its_indent(
+def test_a_long_line_continues_below_its_last_column_or_with_a_deeper_indent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

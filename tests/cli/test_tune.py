@@ -100,7 +100,7 @@ def test_invalid_arguments_cause_one_error(arguments, code, words, tmp_path, cap
     assert words in captured.err + captured.out and "Traceback" not in captured.err
 
 
-def test_a_float32_model_causes_a_hint_to_name_a_dtype(tmp_path, capsys):
+def test_the_hint_for_a_float32_model_suggests_a_dtype(tmp_path, capsys):
     path = str(models.save_checkpoint("llama", tmp_path, torch.float32))
     capsys.readouterr()  # discard the progress bar that transformers prints when it saves
     assert main(["tune", path, "--prompt", "5"]) == 1

@@ -71,7 +71,7 @@ def test_a_rolling_cache_has_the_last_keys(tier):
     torch.testing.assert_close(output.double(), torch.cat((first, second)), rtol=0, atol=1e-6)
 
 
-def test_lengths_equal_the_equivalent_mask():
+def test_lengths_give_the_same_result_as_the_equivalent_mask():
     """`ops.attention` returns the same result with `CacheRows` as with the equivalent mask."""
     query, key, value = tensors((2, 4, 2, 1, 12, 8, 8), torch.float32)
     lengths, starts = torch.tensor([10]), torch.tensor([0, 7])

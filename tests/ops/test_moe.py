@@ -304,7 +304,7 @@ def test_the_check_of_gradients_clamps_some_values_and_not_others():
 
 
 @needs_grouped_mm
-def test_a_failed_check_affects_only_calls_with_its_terms(monkeypatch):
+def test_a_check_that_fails_with_gradients_affects_only_calls_with_gradients(monkeypatch):
     """An implementation that failed with gradients still serves calls without gradients."""
     operation = registry.operations()["experts"]
     check = probe_cases.check

@@ -52,7 +52,7 @@ def _limits(spec: ExpertsSpec) -> str | None:
 
 
 def _gain(spec: ExpertsSpec) -> str | None:
-    """Why GEMMs over all tokens of an expert are preferred, or None if not or if the triton tier was requested."""
+    """Why GEMMs over all tokens of an expert are preferred, or None if they aren't or the triton tier was requested."""
     if 0 < spec.pairs <= PAIRS or options.current().tier("experts") == "triton":
         return None
     return f"there are more than {PAIRS} token-expert pairs: each would read its expert's weights again"

@@ -35,7 +35,7 @@ class OpCase:
     """One call.
 
     inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes the tensors of such a
-    set. bytes, flops: lower bounds for one call.
+    set. bytes, flops: estimates for one call.
     """
 
     operation: str

@@ -21,7 +21,11 @@ Points = dict[str, dict[str, Tensor]]  # layer → point → [N, D]
 
 @dataclass(eq=False)
 class Run:
-    """The results of one run of a case, by call. finals: [N, V]. inputs: layer → its input."""
+    """The results of one run of a case.
+
+    finals, points, inputs: one item per call; finals: [N, V]; inputs: layer → its input. ran: the operations of hf_rocm
+    that ran, by layer and path. routes: the calls of operations, with their tiers.
+    """
 
     finals: list[Tensor] = field(default_factory=list)
     points: list[Points] = field(default_factory=list)

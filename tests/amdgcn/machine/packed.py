@@ -143,7 +143,7 @@ def _mixed_source(operand: Operand, half: int, is_half: int) -> Reader:
 
 
 def _bitop3(c: Compiling) -> Step | None:
-    """v_bitop3 computes any bitwise function of a, b and c: its result is bit 4a + 2b + c of a table.
+    """v_bitop3 computes any bitwise function of a, b and c: every bit of its result is bit 4a + 2b + c of a table.
 
     With 16 bits, op_sel selects the half of each source and, last, of the destination. The other half of the
     destination is unchanged, so that code that expects zeros there fails.

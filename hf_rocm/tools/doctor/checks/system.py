@@ -23,7 +23,7 @@ def system(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "system",
             f"this is {name}",
-            means="ROCm supports only Linux (and Windows through WSL); models run stock here",
+            means=f"ROCm does not support {name}; models run stock here",
             fix="use a Linux machine with an AMD GPU",
         )
     else:

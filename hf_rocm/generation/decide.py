@@ -16,7 +16,7 @@ from torch import nn
 from hf_rocm import features
 from hf_rocm.generation import beams, encoder_decoder, hybrid, recorder, speculation, user_cache
 from hf_rocm.generation.methods import own
-from hf_rocm.generation.watch import KNOWN, watches_of
+from hf_rocm.generation.watch import KNOWN, attributes_of, modules_of, watches_of
 from hf_rocm.weights.tensor_parallel import mesh_of
 
 # Some of the methods that hooks.py replaces. A class that overrides one of these is refused.
@@ -100,7 +100,12 @@ def refuses_ranks(model: Any) -> str | None:
 
 def refuses_device(model: nn.Module) -> str | None:
     """Return why steps can't be recorded on the devices of the model's weights, or None."""
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {
+        parameter.device
+        for module in modules_of(model)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
     if torch.device("meta") in devices:
         return "some of its weights are offloaded, and loaded again for every call of their layer"
     if len(devices) > 1:
@@ -181,23 +186,27 @@ _RETURNED = ("output_hidden_states", "output_attentions")
 def refuses_modules(model: nn.Module) -> str | None:
     """Return a sentence about user code that a replay would skip (a hook, an assigned function or a class), or None."""
     seen: set[type] = set()
-    for name, module in model.named_modules():
-        where = name or "the model"
+    for module in modules_of(model):
         own = module.__dict__
-        hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-        if any(_is_foreign(hook) for hook in hooks):
-            return f"a replay would not run the hook of {where}"
+        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+            if hooks and any(map(_is_foreign, hooks.values())):
+                return f"a replay would not run the hook of {_name(module, model)}"
         if "forward" in own and _is_foreign(own["forward"]):
-            return f"a replay would not run the forward that was set on {where}"
-        if name:
-            for attribute, value in own.items():
-                if value.__class__ in _FUNCTIONS and _is_foreign(value):
-                    return f"a replay would not run the {attribute} that was set on {where}"
+            return f"a replay would not run the forward that was set on {_name(module, model)}"
+        if module is not model:
+            for attribute in attributes_of(module):
+                if own[attribute].__class__ in _FUNCTIONS and _is_foreign(own[attribute]):
+                    return f"a replay would not run the {attribute} that was set on {_name(module, model)}"
         kind = type(module)
-        if kind not in seen and kind.__module__.split(".")[0] not in KNOWN:
-            return f"{where} is of type {kind.__name__}, whose code a replay would not run"
-        seen.add(kind)
+        if kind not in seen:
+            if kind.__module__.split(".")[0] not in KNOWN:
+                return f"{_name(module, model)} is of type {kind.__name__}, whose code a replay would not run"
+            seen.add(kind)
     return None
+
+
+def _name(module: nn.Module, model: nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module) or "the model"
 
 
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hf_rocm.generation.watch import Watches
+from hf_rocm.generation.watch import Watches, attributes_of, modules_of
 from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
 
@@ -45,31 +45,27 @@ def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
     facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), *_global_state()]
     if getattr(model, "config", None) is not None:
         facts.append(_settings(model.config))
-    seen: set[int] = set()
-    waiting: list[nn.Module] = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        facts += (_Identity(module), _Identity(type(module)))
+    for module in modules_of(model):
+        kept.append(type(module))
+        facts += (_identity(module), id(type(module)))
         _add_attributes(module, facts, kept)
-        waiting += [child for child in module._modules.values() if child is not None]
     return Fingerprint(tuple(facts), tuple(kept))
 
 
-# Attributes of `nn.Module` itself, attributes that are handled separately, and attributes that don't affect a step.
-_IGNORED = frozenset(nn.Module().__dict__) | {
-    "config",
-    "generation_config",
-    "_cache",
-    "_compiled_call",
-    "_last_compile_config",
-    "_previous_max_cache_length",
-    "_hf_rocm_stayed",
-    "_hf_rocm_report",
-    "_hf_rocm_inputs_note",
-}
+# Attributes that are handled separately, and attributes that don't affect a step.
+_IGNORED = frozenset(
+    (
+        "config",
+        "generation_config",
+        "_cache",
+        "_compiled_call",
+        "_last_compile_config",
+        "_previous_max_cache_length",
+        "_hf_rocm_stayed",
+        "_hf_rocm_report",
+        "_hf_rocm_inputs_note",
+    )
+)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
@@ -80,11 +76,14 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
     if SLOT in own:
         facts += _shuffled(module, kept)
     for parameters in (own["_parameters"], own["_buffers"]):
-        facts += [None if tensor is None else _place(tensor) for tensor in parameters.values()]
+        if parameters:
+            facts += [None if tensor is None else _place(tensor) for tensor in parameters.values()]
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
         if hooks:
             facts += [_fact(hook, kept) for hook in hooks.values()]
-    for name in own.keys() - _IGNORED:
+    for name in attributes_of(module):
+        if name in _IGNORED:
+            continue
         value = own[name]
         facts.append(name)
         if isinstance(value, dict):
@@ -104,19 +103,30 @@ def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
 
 
 def _fact(value: Any, kept: list[object]) -> Hashable:
+    if type(value) in _PLAIN or value is None:
+        return cast(Hashable, value)
     if isinstance(value, Tensor):
         return _place(value)
     if isinstance(value, _PLAIN):
-        return value
+        return cast(Hashable, value)
     if type(value) in (list, tuple):
         return tuple(_fact(item, kept) for item in value)
     if type(value) is dict:
         return tuple((str(key), _fact(item, kept)) for key, item in value.items())
     try:
-        return _Identity(value)
+        return _identity(value)
     except TypeError:  # it does not support weak references
         kept.append(value)
         return id(value)
+
+
+def _identity(value: Any) -> Hashable:
+    """A weak reference that equals only references to the same object, while this is alive.
+
+    Python keeps one plain `weakref.ref` per object, which is faster. It is not used for classes with their own `__eq__`,
+    because references to equal objects are equal.
+    """
+    return weakref.ref(value) if type(value).__eq__ is object.__eq__ else _Identity(value)
 
 
 class _Identity:

@@ -7,6 +7,7 @@ of the call of `generate`, and steps are not recorded for a model that calls cod
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -53,7 +54,7 @@ def watches_of(model: nn.Module) -> Watches:
 
     Returns the same object as long as no function is replaced, and the classes and the config's strings stay the same.
     """
-    key = _classes(model), frozenset(_strings(getattr(model, "config", None), ""))
+    key = frozenset(map(type, modules_of(model))), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
         call = Watch(_references(*key), strangers=True)
@@ -68,18 +69,31 @@ def last_watches_of(model: nn.Module) -> Watches:
     return watches_of(model) if last is None else last[1]
 
 
-def _classes(model: nn.Module) -> frozenset[type]:
-    """The classes of all modules. `Module.modules` takes eight times as long, and this function runs on every call."""
-    classes: set[type] = set()
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model, each once. `Module.modules` takes eight times as long, and every call needs them."""
+    modules: list[nn.Module] = []
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is not None and id(module) not in seen:
             seen.add(id(module))
-            classes.add(type(module))
-            waiting += module._modules.values()
-    return frozenset(classes)
+            modules.append(module)
+            waiting += reversed(module._modules.values())
+    return modules
+
+
+def attributes_of(module: nn.Module) -> tuple[str, ...]:
+    """The names in a module's `__dict__`, sorted, without those that every `nn.Module` has."""
+    return _further(tuple(module.__dict__))
+
+
+@lru_cache(maxsize=256)
+def _further(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*names} - _OF_EVERY_MODULE))
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def _may_change_during_a_call(reference: Reference) -> bool:

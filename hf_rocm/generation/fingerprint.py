@@ -123,8 +123,8 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
 def _identity(value: Any) -> Hashable:
     """A weak reference that equals only references to the same object, while this is alive.
 
-    Python keeps one plain `weakref.ref` per object, which is faster. It is not used for classes with their own `__eq__`,
-    because references to equal objects are equal.
+    Python keeps one plain `weakref.ref` per object, which makes it fast. It is not used for classes with their own
+    `__eq__`, because references to equal objects are equal.
     """
     return weakref.ref(value) if type(value).__eq__ is object.__eq__ else _Identity(value)
 

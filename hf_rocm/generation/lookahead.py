@@ -96,7 +96,7 @@ def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
     if arguments["generation_config"].prompt_lookup_num_tokens is None:
         return "an assistant drafts"
     if type(arguments.get("past_key_values")) is not DecodeCache:
-        return "the cache has states that a step updates in place"
+        return "the model is an encoder-decoder model, or has recurrent states"
     return None if observer is None else f"{observer} may change what the next step reads"
 
 

@@ -17,8 +17,8 @@ from hf_rocm.layers.decoder import PreNormLayer
 from hf_rocm.layers.delta import delta_tokens, gated_delta
 from hf_rocm.layers.encoder import PostNormOutput, PreNormEncoderLayer, norm_and_sum, norm_of_sum
 from hf_rocm.layers.experts import (
-    GatedMixture,
-    SoftmaxMixture,
+    GatedMoE,
+    SoftmaxMoE,
     StackedExperts,
     given_experts,
     listed_experts,
@@ -34,7 +34,7 @@ from hf_rocm.layers.router import GroupedRouter, TopKRouter
 
 __all__ = [
     "GatedMLP",
-    "GatedMixture",
+    "GatedMoE",
     "GroupedRouter",
     "JoinedMLP",
     "PlainMLP",
@@ -42,7 +42,7 @@ __all__ = [
     "PreNormEncoderLayer",
     "PreNormLayer",
     "RMSNorm",
-    "SoftmaxMixture",
+    "SoftmaxMoE",
     "StackedExperts",
     "TopKRouter",
     "activated",

@@ -65,7 +65,7 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
-class SoftmaxMixture:
+class SoftmaxMoE:
     """A sparse MLP whose `experts` are a list of gated MLPs, routed by a softmax over the logits of its child `gate`.
 
     experts: the names of an expert's gate, up and down layers and its activation. normalise: whether the routing
@@ -97,9 +97,9 @@ class SoftmaxMixture:
 
 
 @dataclass(frozen=True)
-class GatedMixture:
+class GatedMoE:
     """DeepSeek's sparse MLP: `experts` is a list of gated MLPs, the child `gate` returns ids and weights, and
-    `shared_experts` is applied to every row. experts: as in `SoftmaxMixture`."""
+    `shared_experts` is applied to every row. experts: as in `SoftmaxMoE`."""
 
     experts: tuple[str, str, str, str] = ("gate_proj", "up_proj", "down_proj", "act_fn")
 

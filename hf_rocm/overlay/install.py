@@ -25,7 +25,11 @@ from hf_rocm.overlay.plan import Action, Plan
 
 # Not `.py`: transformers reads every `*.py` in its model folders when it is imported.
 LEFTOVER = ".hf-rocm-tmp"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if hasattr(signal, name)  # Windows lacks SIGHUP
+)
 
 
 class Interrupted(BaseException):

@@ -62,7 +62,7 @@ class CopiedExperts(WeightGroup):
         return (bool, ())  # a copied module has no shuffled copies until it is prepared
 
 
-def is_mixture(module: nn.Module) -> bool:
+def is_moe(module: nn.Module) -> bool:
     """Whether hf_rocm runs this module's experts as one block: a list that it stacks, or stacked parameters."""
     binding = bind.binding_of(module)
     return binding is not None and (bool(binding.experts) or _parameters(module) is not None)

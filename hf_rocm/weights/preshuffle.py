@@ -73,7 +73,7 @@ def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
     for path, module in model.named_modules():
         if id(module) in grouped:
             continue
-        if experts_shuffled.is_mixture(module):
+        if experts_shuffled.is_moe(module):
             reason, cost = _shuffle_experts(module, wanted, wanted.budget - used, others)
             if reason is None:
                 done[f"{path} (experts)"] = "a copy"

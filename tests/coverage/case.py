@@ -77,14 +77,14 @@ class Case:
                 return self.older[below]
         return self.attention
 
-    def mixture(self) -> str | None:
+    def moe_class(self) -> str | None:
         """The class whose replaced forward must run the experts in the installed release, or None."""
         below = [expert for expert in sorted(self.experts, key=Version) if Version(expert) > RELEASE]
         return self.experts[below[0]] if below else None
 
     def routes(self) -> bool:
         """Whether the case declares routed experts for the installed release, served or stock."""
-        return self.experts_stay_stock or self.mixture() is not None
+        return self.experts_stay_stock or self.moe_class() is not None
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
         """A stock model with weights large enough that every part affects the output."""

@@ -130,7 +130,7 @@ def _support(
     every = set().union(*ran.values()) if ran else set()
     names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
-    norms, mixture = (
+    norms, moe_class = (
         any("RMSNorm" in name for name in names),
         any(re.search("Experts|SparseMoe|Moe?E$|MoE", name) for name in names),
     )
@@ -149,7 +149,7 @@ def _support(
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
         "rope": _ran({"rope"}, every, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
-        "MoE": _ran({"experts", "shuffled_experts"}, every, mixture, "hf_rocm does not serve its kind of experts"),
+        "MoE": _ran({"experts", "shuffled_experts"}, every, moe_class, "hf_rocm does not serve its kind of experts"),
         "recorded": _recorded(model),
     }
     if marks["fused gate/up"] == NONE and gated:

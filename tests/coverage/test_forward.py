@@ -32,7 +32,7 @@ def compare(case, models, run):
         with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
             actual = run(prepared)
         assert_served(prepared, case.classes(), routes, hits)
-        assert_experts_served(prepared, case.mixture(), routes, hits)
+        assert_experts_served(prepared, case.moe_class(), routes, hits)
     dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from GEMMs that were rounded to the dtype
     assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
     if alike.scores:

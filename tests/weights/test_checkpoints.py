@@ -27,7 +27,7 @@ SHARED: dict[str, Any] = {
     "pad_token_id": 0,
 }
 BIASED = {"attention_bias": True, "mlp_bias": True}
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[list[str], int]]]]
     "biases of q, k and v alone": ("Qwen2", {}, {"model.layers.0.self_attn": (ATTENTION, 128)}),
     "a shared expert": (
         "Qwen2Moe",
-        {**MIXTURE, "shared_expert_intermediate_size": 72},
+        {**MOE, "shared_expert_intermediate_size": 72},
         {"model.layers.1.mlp.shared_expert": (GATE_UP, 144)},
     ),
     "shared experts": (

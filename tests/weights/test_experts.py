@@ -36,7 +36,7 @@ class Expert(nn.Module):
 Expert.forward.__module__ = "transformers.models.some.modeling_some"  # only stock forwards may be skipped
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     def __init__(self, bias=False):
         super().__init__()
         torch.manual_seed(1)
@@ -54,21 +54,21 @@ class Mixture(nn.Module):
 
 
 def make(bias=False):
-    mixture = Mixture(bias)
-    assert Stacked.form(mixture, NAMES) is None
-    return mixture
+    moe = MoE(bias)
+    assert Stacked.form(moe, NAMES) is None
+    return moe
 
 
-def same(mixture):
+def same(moe):
     """Check that the stacked blocks and the modules compute the same results."""
-    stack = stacked(mixture)
+    stack = stacked(moe)
     assert stack is not None
     with torch.no_grad():
         output = ops.experts(
             X, stack.gate_up, stack.down, IDS, WEIGHTS, gate_up_bias=stack.gate_up_bias, down_bias=stack.down_bias
         )
-        exact = copy.deepcopy(mixture).double()
-        assert_as_good_as_eager(output, mixture.one_by_one(X), exact.one_by_one(X.double()))
+        exact = copy.deepcopy(moe).double()
+        assert_as_good_as_eager(output, moe.one_by_one(X), exact.one_by_one(X.double()))
 
 
 @pytest.fixture(autouse=True)
@@ -79,69 +79,69 @@ def no_grad():
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 def test_stacking_and_unstacking_keep_values_and_objects(bias):
-    mixture = Mixture(bias)
-    parameters = dict(mixture.named_parameters())
+    moe = MoE(bias)
+    parameters = dict(moe.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     for _ in range(2):
-        assert Stacked.form(mixture, NAMES) is None and Stacked.why_not(mixture, NAMES) is None
-    stack = stacked(mixture)
+        assert Stacked.form(moe, NAMES) is None and Stacked.why_not(moe, NAMES) is None
+    stack = stacked(moe)
     assert stack.gate_up.shape == (E, 2 * I, H) and stack.down.shape == (E, H, I)
     assert (stack.gate_up_bias is not None) is bias
-    same(mixture)
+    same(moe)
     for step in ("stacked", "unstacked"):
-        for name, parameter in mixture.named_parameters():
+        for name, parameter in moe.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         assert len(storages) == len(parameters)  # PyTorch reports separate storages
         assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
-        Stacked.restore(mixture)
-    assert stacked(mixture) is None and not [name for name in mixture.__dict__ if name.startswith("_hf_rocm")]
+        Stacked.restore(moe)
+    assert stacked(moe) is None and not [name for name in moe.__dict__ if name.startswith("_hf_rocm")]
 
 
 def test_stacking_needs_no_second_copy():
-    mixture = make()
-    stack = stacked(mixture)
-    first, last = mixture.experts[0], mixture.experts[E - 1]
+    moe = make()
+    stack = stacked(moe)
+    first, last = moe.experts[0], moe.experts[E - 1]
     assert first.w1.weight.data_ptr() == stack.gate_up.data_ptr()
     assert first.w3.weight.data_ptr() == stack.gate_up[0, I:].data_ptr()
     assert last.w2.weight.data_ptr() == stack.down[E - 1].data_ptr()
     blocks = stack.gate_up.nbytes + stack.down.nbytes
-    assert blocks == sum(parameter.nbytes for parameter in mixture.parameters())
+    assert blocks == sum(parameter.nbytes for parameter in moe.parameters())
 
 
 def test_writing_into_a_parameter_writes_into_the_block():
-    mixture = make()
-    mixture.experts[2].w2.weight.mul_(2)
-    mixture.load_state_dict({name: value * 1.5 for name, value in mixture.state_dict().items()})
-    same(mixture)
+    moe = make()
+    moe.experts[2].w2.weight.mul_(2)
+    moe.load_state_dict({name: value * 1.5 for name, value in moe.state_dict().items()})
+    same(moe)
 
 
-def replace_parameter(mixture):
-    mixture.experts[1].w1.weight = nn.Parameter(torch.randn(I, H))
+def replace_parameter(moe):
+    moe.experts[1].w1.weight = nn.Parameter(torch.randn(I, H))
 
 
-def replace_data(mixture):
-    mixture.experts[4].w2.weight.data = torch.randn(H, I)
+def replace_data(moe):
+    moe.experts[4].w2.weight.data = torch.randn(H, I)
 
 
-def transpose_in_place(mixture):
-    mixture.experts[0].w1.weight.data = mixture.experts[0].w1.weight.data.view(H, I).t()
+def transpose_in_place(moe):
+    moe.experts[0].w1.weight.data = moe.experts[0].w1.weight.data.view(H, I).t()
 
 
-def shorten(mixture):
-    mixture.experts[0].w1.weight.data = mixture.experts[0].w1.weight.data[: I // 2]
+def shorten(moe):
+    moe.experts[0].w1.weight.data = moe.experts[0].w1.weight.data[: I // 2]
 
 
-def assign(mixture):
-    mixture.load_state_dict({name: value.clone() for name, value in mixture.state_dict().items()}, assign=True)
+def assign(moe):
+    moe.load_state_dict({name: value.clone() for name, value in moe.state_dict().items()}, assign=True)
 
 
-def drop_an_expert(mixture):
-    del mixture.experts[4]
+def drop_an_expert(moe):
+    del moe.experts[4]
 
 
-def swap_experts(mixture):
-    mixture.experts[0], mixture.experts[1] = mixture.experts[1], mixture.experts[0]
+def swap_experts(moe):
+    moe.experts[0], moe.experts[1] = moe.experts[1], moe.experts[0]
 
 
 @pytest.mark.parametrize(
@@ -150,39 +150,39 @@ def swap_experts(mixture):
     ids=lambda change: change.__name__,
 )
 def test_a_block_is_freed_when_its_weights_move(change):
-    mixture = make()
-    change(mixture)
-    assert stacked(mixture) is None and is_idle(mixture.__dict__[SLOT], MOVED)
-    assert Stacked.why_not(mixture, NAMES) is not None
-    Stacked.restore(mixture)
+    moe = make()
+    change(moe)
+    assert stacked(moe) is None and is_idle(moe.__dict__[SLOT], MOVED)
+    assert Stacked.why_not(moe, NAMES) is not None
+    Stacked.restore(moe)
 
 
-def hook(mixture):
-    mixture.experts[3].register_forward_hook(lambda *_: None)
+def hook(moe):
+    moe.experts[3].register_forward_hook(lambda *_: None)
 
 
-def hook_a_layer(mixture):
-    mixture.experts[3].w2.register_forward_pre_hook(lambda *_: None)
+def hook_a_layer(moe):
+    moe.experts[3].w2.register_forward_pre_hook(lambda *_: None)
 
 
-def hook_an_activation(mixture):
-    mixture.experts[0].act_fn.register_forward_hook(lambda *_: None)
+def hook_an_activation(moe):
+    moe.experts[0].act_fn.register_forward_hook(lambda *_: None)
 
 
-def own_forward(mixture):
-    mixture.experts[2].forward = lambda x: x
+def own_forward(moe):
+    moe.experts[2].forward = lambda x: x
 
 
-def own_forward_of_a_layer(mixture):
-    mixture.experts[2].w3.forward = lambda x: x
+def own_forward_of_a_layer(moe):
+    moe.experts[2].w3.forward = lambda x: x
 
 
-def an_adapter(mixture):
-    mixture.experts[2].w3 = nn.Sequential(mixture.experts[2].w3)
+def an_adapter(moe):
+    moe.experts[2].w3 = nn.Sequential(moe.experts[2].w3)
 
 
-def another_class(mixture):
-    mixture.experts[2].w3.__class__ = type("Other", (nn.Linear,), {})
+def another_class(moe):
+    moe.experts[2].w3.__class__ = type("Other", (nn.Linear,), {})
 
 
 @pytest.mark.parametrize(
@@ -191,68 +191,68 @@ def another_class(mixture):
     ids=lambda touch: touch.__name__,
 )
 def test_modules_replaced_by_the_user_are_called(touch):
-    mixture = make()
-    touch(mixture)
-    assert stacked(mixture) is None
-    assert Stacked.why_not(mixture, NAMES) is not None
+    moe = make()
+    touch(moe)
+    assert stacked(moe) is None
+    assert Stacked.why_not(moe, NAMES) is not None
 
 
 def test_with_gradients_the_modules_run():
-    mixture = make()
+    moe = make()
     with torch.enable_grad():
-        assert stacked(mixture) is None
-        assert "no_grad" in Stacked.why_not(mixture, NAMES)
-    assert stacked(mixture) is not None
-    mixture.requires_grad_(False)
+        assert stacked(moe) is None
+        assert "no_grad" in Stacked.why_not(moe, NAMES)
+    assert stacked(moe) is not None
+    moe.requires_grad_(False)
     with torch.enable_grad():
-        assert stacked(mixture) is not None
+        assert stacked(moe) is not None
 
 
 def test_with_functional_call_the_modules_run():
-    mixture = make()
-    lent = {name: torch.zeros_like(value) for name, value in mixture.named_parameters()}
+    moe = make()
+    lent = {name: torch.zeros_like(value) for name, value in moe.named_parameters()}
     seen = []
-    mixture.forward = lambda: seen.append(stacked(mixture))
-    torch.func.functional_call(mixture, lent, ())
-    assert seen == [None] and isinstance(stacked(mixture), Stacked)
+    moe.forward = lambda: seen.append(stacked(moe))
+    torch.func.functional_call(moe, lent, ())
+    assert seen == [None] and isinstance(stacked(moe), Stacked)
 
 
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
 )
 def test_a_copy_has_separate_blocks(how):
-    mixture = make()
-    twin = how(mixture)
-    assert isinstance(stacked(twin), Stacked) and stacked(twin) is not stacked(mixture)
+    moe = make()
+    twin = how(moe)
+    assert isinstance(stacked(twin), Stacked) and stacked(twin) is not stacked(moe)
     twin.experts[0].w1.weight.zero_()
     same(twin)
-    same(mixture)
+    same(moe)
 
 
 def test_the_experts_of_a_moved_model_are_stacked_again():
-    bind.replaces(Mixture, experts=NAMES)(lambda self, stock, x: stock(self, x))
+    bind.replaces(MoE, experts=NAMES)(lambda self, stock, x: stock(self, x))
     try:
-        mixture = make().to(torch.bfloat16)
-        stack = stacked(mixture)
+        moe = make().to(torch.bfloat16)
+        stack = stacked(moe)
         assert stack is not None and stack.gate_up.dtype == torch.bfloat16
-        assert stack.gate_up.data_ptr() == mixture.experts[0].w1.weight.data_ptr()
+        assert stack.gate_up.data_ptr() == moe.experts[0].w1.weight.data_ptr()
     finally:
-        bind.unbind(Mixture)
-    assert "_apply" not in Mixture.__dict__
+        bind.unbind(MoE)
+    assert "_apply" not in MoE.__dict__
 
 
 def test_lists_of_different_experts_are_refused():
     assert Stacked.form(nn.Module(), NAMES) == "there is no list of experts"
-    other = Mixture()
+    other = MoE()
     other.experts[1].act_fn = nn.GELU()
     assert "activation of expert 1" in Stacked.form(other, NAMES)
-    other = Mixture()
+    other = MoE()
     other.experts[1].w3 = nn.Linear(H, I, bias=True)
     assert "bias" in Stacked.form(other, NAMES)
-    other = Mixture()
+    other = MoE()
     other.experts[2].to("meta")
     assert "meta" in Stacked.form(other, NAMES)
-    other = Mixture()
+    other = MoE()
     other.experts[2].w1.weight = other.experts[3].w1.weight
     assert "share memory" in Stacked.form(other, NAMES)
     assert SLOT not in other.__dict__

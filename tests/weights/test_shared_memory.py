@@ -85,7 +85,7 @@ def listed_experts(model):
 
 def test_stacked_experts_are_not_moved_either():
     if not listed_experts(make("mixtral")):
-        pytest.skip("this release keeps the experts of a mixture in stacked parameters, which nothing moves")
+        pytest.skip("this release keeps the experts of an MoE block in stacked parameters, which nothing moves")
     prepared, other = make("mixtral"), make("mixtral")
     other.load_state_dict(prepared.state_dict(), assign=True)
     hf_rocm.prepare(prepared, force=True)

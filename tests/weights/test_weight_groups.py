@@ -33,7 +33,7 @@ from hf_rocm.weights.shuffled_copy import ShuffledCopy
 from hf_rocm.weights.shuffled_parameter import ShuffledGroup, ShuffledLinear
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import Group
-from tests.weights.test_experts import NAMES, Mixture
+from tests.weights.test_experts import NAMES, MoE
 
 WIDTH = 64
 NAMED = ("a", "b")
@@ -123,7 +123,7 @@ EXAMPLES: dict[type[WeightGroup], Example] = {
         exact=False,
     ),
     Stacked: Example(
-        Mixture,
+        MoE,
         lambda module: Stacked.form(module, NAMES),
         run=_stacked,
         one_by_one=_listed,

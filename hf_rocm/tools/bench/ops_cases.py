@@ -25,7 +25,7 @@ OPERATIONS = (
     "experts",
 )
 TOKENS = (1, 4, 8)  # the numbers of tokens per decode step for which experts are measured
-MIXTURE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
+MOE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has none
 FEW = 16  # the largest number of rows that fused linear kernels support
 ROUTING = "routing"  # selects a measurement of the router's overhead instead of an operation
 
@@ -80,7 +80,7 @@ class _Dims:
         self.kv_heads: int = settings.get("num_key_value_heads", self.heads)
         self.head_dim: int = settings.get("head_dim", self.hidden // self.heads)
         self.vocabulary: int = settings["vocab_size"]
-        self.mixture = settings if "moe_intermediate_size" in settings else SHAPES[MIXTURE].settings
+        self.moe = settings if "moe_intermediate_size" in settings else SHAPES[MOE].settings
 
 
 def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -128,7 +128,8 @@ def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
                 activation = "silu" if gated else None
                 return ops.fused_linear(x, weight, norm=ops.Norm(further, 1e-5), activation=activation)
 
-            read = sizes.item * (n * k + rows * (n + k))
+            columns, further_numbers = (n // 2 if gated else n), (k if normed else rows * n)
+            read = sizes.item * (n * k + rows * (k + columns) + further_numbers)
             yield OpCase("fused_linear", f"{name}, M {rows}, N {n}, K {k}", inputs, call, read, 2.0 * rows * n * k)
 
 
@@ -234,9 +235,9 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     """Yield the cases of routed experts. The experts of every token are random, and the same in all sets of inputs."""
-    mixture = dims.mixture
-    h, i, k = mixture["hidden_size"], mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
-    e = mixture["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU
+    moe = dims.moe
+    h, i, k = moe["hidden_size"], moe["moe_intermediate_size"], moe["num_experts_per_tok"]
+    e = moe["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU
 
     def call(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return ops.experts(x, gate_up, down, ids, weights)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.tolerance import allowed_error
 from hf_rocm.tools.verify.check import FAILED, NOT_RUN, PASSED, Check, Fault
-from hf_rocm.tools.verify.judge import is_mixture
+from hf_rocm.tools.verify.judge import is_moe
 from hf_rocm.tools.verify.model_under_test import Subject, is_causal_lm
 
 TOKENS = "greedy tokens", "generate compared with stock, token by token"
@@ -96,7 +96,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
         )
     # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
     # is compared
-    worst = (behind.median() if is_mixture(subject) else behind.max()).item()
+    worst = (behind.median() if is_moe(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:
         place = int((behind > bound).nonzero()[0])

@@ -137,12 +137,12 @@ def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Di
     With routed experts, a token that is routed to another expert has a large error, and so do the tokens that attend to
     it. For such models, the median over the positions is compared.
     """
-    if not is_mixture(subject):
+    if not is_moe(subject):
         return off, allowed([stock], subject.dtype)
     return replace(off, worst=off.median), Allowed(allowed_error(stock.median, subject.dtype), math.inf)
 
 
-def is_mixture(subject: Subject) -> bool:
+def is_moe(subject: Subject) -> bool:
     """Return whether some of the model's layers route tokens to experts."""
     return any(isinstance(getattr(subject.text_config, name, None), int) for name in _EXPERTS)
 

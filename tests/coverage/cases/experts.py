@@ -47,7 +47,7 @@ RECURRENT = {"assisted": "it has a recurrent state"}
 CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
 
 
-def mixture(name: str, new: str = "Experts") -> dict[str, str]:
+def moe_classes(name: str, new: str = "Experts") -> dict[str, str]:
     """Experts are lists of modules up to 4.57, and stacked parameters in later releases."""
     return {"5.0": f"{name}SparseMoeBlock", "99": f"{name}{new}"}
 
@@ -59,7 +59,7 @@ EXPERTS = [
         "MixtralConfig",
         {**SMALL, **LOCAL},
         ("MixtralAttention",),
-        experts=mixture("Mixtral"),
+        experts=moe_classes("Mixtral"),
     ),
     Case(
         "mixtral",
@@ -67,7 +67,7 @@ EXPERTS = [
         "MixtralConfig",
         {**SMALL, **LOCAL, "sliding_window": 8},
         ("MixtralAttention",),
-        experts=mixture("Mixtral"),
+        experts=moe_classes("Mixtral"),
         variant="window",
         stock_can_not=CROPS,
     ),
@@ -78,7 +78,7 @@ EXPERTS = [
         {**SMALL, **FEW, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [0]},
         ("Qwen2MoeAttention",),
         older={"5.0": ("Qwen2MoeSdpaAttention",)},
-        experts=mixture("Qwen2Moe"),
+        experts=moe_classes("Qwen2Moe"),
     ),
     Case(
         "qwen3_moe",
@@ -86,7 +86,7 @@ EXPERTS = [
         "Qwen3MoeConfig",
         {**SMALL, **FEW, "head_dim": 24, "attention_bias": True, "norm_topk_prob": True, "mlp_only_layers": [0]},
         ("Qwen3MoeAttention",),
-        experts=mixture("Qwen3Moe"),
+        experts=moe_classes("Qwen3Moe"),
     ),
     Case(
         "olmoe",
@@ -95,7 +95,7 @@ EXPERTS = [
         {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5, "attention_bias": True},
         ("OlmoeAttention",),
         older={"5.0": ("OlmoeSdpaAttention",)},
-        experts=mixture("Olmoe"),
+        experts=moe_classes("Olmoe"),
     ),
     Case(
         "flex_olmo",
@@ -103,7 +103,7 @@ EXPERTS = [
         "FlexOlmoConfig",
         {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
         ("FlexOlmoAttention",),
-        experts=mixture("FlexOlmo"),
+        experts=moe_classes("FlexOlmo"),
         since="4.57",
     ),
     Case(
@@ -113,7 +113,7 @@ EXPERTS = [
         {**SMALL, **LOCAL, "attention_bias": True, "lm_head_bias": True},
         ("PhimoeAttention",),
         older={"5.0": ("PhimoeSdpaAttention",)},
-        experts=mixture("Phimoe"),
+        experts=moe_classes("Phimoe"),
         stock_can_not={"training": "its routing draws random numbers"},
     ),
     Case(
@@ -176,7 +176,7 @@ EXPERTS = [
         "MiniMaxM2Config",
         {**SMALL, **LOCAL, "head_dim": 24, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         ("MiniMaxM2Attention",),
-        experts=mixture("MiniMaxM2"),
+        experts=moe_classes("MiniMaxM2"),
         since="5.0",
     ),
     Case(
@@ -229,7 +229,7 @@ EXPERTS = [
             "use_bias": True,
         },
         ("Ernie4_5_MoeAttention",),
-        experts=mixture("Ernie4_5_Moe"),
+        experts=moe_classes("Ernie4_5_Moe"),
         since="4.54",
     ),
     Case(
@@ -268,7 +268,7 @@ EXPERTS = [
         "MiniMaxConfig",
         {**SMALL, **LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
         ("MiniMaxAttention",),
-        experts=mixture("MiniMax"),
+        experts=moe_classes("MiniMax"),
         stock_can_not={"cache": "it needs a special cache", "assisted": "its cache can't be cropped"},
     ),
     Case(
@@ -297,7 +297,7 @@ EXPERTS = [
         "Qwen3NextConfig",
         QWEN3_NEXT,
         ("Qwen3NextAttention",),
-        experts=mixture("Qwen3Next"),
+        experts=moe_classes("Qwen3Next"),
         since="5.5",
         stock_can_not=RECURRENT,
     ),
@@ -307,7 +307,7 @@ EXPERTS = [
         "Qwen3NextConfig",
         QWEN3_NEXT,
         ("Qwen3NextAttention",),
-        experts=mixture("Qwen3Next"),
+        experts=moe_classes("Qwen3Next"),
         since="4.57",
         until="5.5",
         stock_can_not={**RECURRENT, "cache": "up to 5.4 it needs a special cache"},

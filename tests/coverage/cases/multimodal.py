@@ -3,7 +3,7 @@
 from tests.coverage import inputs
 from tests.coverage.case import SMALL, Case
 from tests.coverage.cases.encoders import IMAGE, QWEN_VISION, qwen_vl
-from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, mixture
+from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, moe_classes
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
@@ -130,7 +130,7 @@ MULTIMODAL = [
             rope_scaling=INTERLEAVED,
         ),
         ("Qwen3VLMoeTextAttention", "Qwen3VLMoeVisionAttention"),
-        experts=mixture("Qwen3VLMoeText"),
+        experts=moe_classes("Qwen3VLMoeText"),
         since="4.57",
         kind="images in text",
     ),
@@ -140,7 +140,7 @@ MULTIMODAL = [
         "Qwen3_5MoeTextConfig",
         {**SMALL, **QWEN3_5},
         ("Qwen3_5MoeAttention",),
-        experts=mixture("Qwen3_5Moe"),
+        experts=moe_classes("Qwen3_5Moe"),
         since="5.2",
         stock_can_not={"assisted": "a recurrent state can't be cropped"},
     ),
@@ -150,7 +150,7 @@ MULTIMODAL = [
         "Qwen3_5MoeConfig",
         qwen_vl(QWEN_VISION | {"depth": 2, "num_position_embeddings": 16}, **QWEN3_5, rope_scaling=INTERLEAVED),
         ("Qwen3_5MoeAttention", "Qwen3_5MoeVisionAttention"),
-        experts=mixture("Qwen3_5Moe"),
+        experts=moe_classes("Qwen3_5Moe"),
         since="5.2",
         kind="images in text",
         variant="images",
@@ -254,7 +254,7 @@ MULTIMODAL = [
             rope_scaling=INTERLEAVED,
         ),
         ("Qwen3OmniMoeThinkerTextAttention", "Qwen3OmniMoeVisionAttention"),
-        experts=mixture("Qwen3OmniMoeThinkerText"),
+        experts=moe_classes("Qwen3OmniMoeThinkerText"),
         since="4.57",
         kind="images in text",
     ),

@@ -24,7 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
         "transformers.models.deepseek_v3.modeling_deepseek_v3",
         DeepseekV3Experts=layers.StackedExperts(),
         DeepseekV3NaiveMoe=layers.StackedExperts(),
-        DeepseekV3MoE=layers.GatedMixture(),
+        DeepseekV3MoE=layers.GatedMoE(),
     )
     overlay.binds(DeepseekV3DecoderLayer, layers.PreNormLayer())
     if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)

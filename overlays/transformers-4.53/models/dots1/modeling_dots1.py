@@ -23,7 +23,7 @@ if overlay is not None and overlay.wanted(__name__):
         "transformers.models.dots1.modeling_dots1",
         Dots1Experts=layers.StackedExperts(),
         Dots1NaiveMoe=layers.StackedExperts(),
-        Dots1MoE=layers.GatedMixture(),
+        Dots1MoE=layers.GatedMoE(),
     )
     overlay.binds(Dots1DecoderLayer, layers.PreNormLayer())
     if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)

@@ -34,7 +34,7 @@ if overlay is not None and overlay.wanted(__name__):
         return layers.pack_outputs(self.o_proj(output), weights, past_key_values)
 
     @overlay.replaces(GraniteMoeMoE)
-    def granitemoe_mixture(self, stock, layer_input):
+    def granitemoe_block(self, stock, layer_input):
         plain = layers.untouched(self.router, self.input_linear, self.output_linear)
         run = layers.given_experts(
             self,

@@ -38,7 +38,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights, past_key_values
 
     @overlay.replaces(JambaSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def jamba_mixture(self, stock, hidden_states):
+    def jamba_moe_block(self, stock, hidden_states):
         run = layers.listed_experts(self, hidden_states)
         if run is None:
             return stock(self, hidden_states)

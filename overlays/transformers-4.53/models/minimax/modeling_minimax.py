@@ -20,9 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(MiniMaxRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
-    overlay.binds(
-        MiniMaxSparseMoeBlock, layers.SoftmaxMixture(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise")
-    )
+    overlay.binds(MiniMaxSparseMoeBlock, layers.SoftmaxMoE(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise"))
 
     @overlay.replaces(MiniMaxAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def minimax_attention(

@@ -18,9 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
-    overlay.binds(
-        MixtralSparseMoeBlock, layers.SoftmaxMixture(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise")
-    )
+    overlay.binds(MixtralSparseMoeBlock, layers.SoftmaxMoE(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise"))
     overlay.binds(MixtralDecoderLayer, layers.PreNormLayer(mlp="block_sparse_moe"))
 
     @overlay.replaces(MixtralAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
-    overlay.binds(OlmoeSparseMoeBlock, layers.SoftmaxMixture(normalise="norm_topk_prob"))
+    overlay.binds(OlmoeSparseMoeBlock, layers.SoftmaxMoE(normalise="norm_topk_prob"))
 
     @overlay.replaces(OlmoeSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def olmoe_attention(

@@ -31,7 +31,7 @@ if overlay is not None and overlay.wanted(__name__):
         return layers.pack_outputs(self.o_proj(output.flatten(2)), weights, past_key_values)
 
     @overlay.replaces(PhimoeSparseMoeBlock, experts=("w1", "w3", "w2", "act_fn"))
-    def phimoe_mixture(self, stock, hidden_states):
+    def phimoe_block(self, stock, hidden_states):
         jitter = "jitter in training stays stock" if self.training and self.input_jitter_noise > 0 else None
         run = layers.listed_experts(self, hidden_states, extra_reason=jitter)
         if run is None:

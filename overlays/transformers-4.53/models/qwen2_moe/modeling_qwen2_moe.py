@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
     overlay.binds(
         Qwen2MoeSparseMoeBlock,
-        layers.SoftmaxMixture(normalise="norm_topk_prob", shared=("shared_expert", "shared_expert_gate")),
+        layers.SoftmaxMoE(normalise="norm_topk_prob", shared=("shared_expert", "shared_expert_gate")),
     )
 
     @overlay.replaces(Qwen2MoeSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))

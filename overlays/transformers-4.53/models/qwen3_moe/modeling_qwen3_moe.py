@@ -21,13 +21,13 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds_first(
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         Qwen3MoeExperts=layers.StackedExperts(),
-        Qwen3MoeSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+        Qwen3MoeSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
     )
     if not layers.before("5.6"):  # older routers are part of the MoE block, or return probabilities instead of logits
         overlay.binds_first(
             "transformers.models.qwen3_moe.modeling_qwen3_moe",
             Qwen3MoeTopKRouter=layers.TopKRouter(normalise="norm_topk_prob"),
-            Qwen3MoeSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+            Qwen3MoeSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
         )
     overlay.binds(Qwen3MoeDecoderLayer, layers.PreNormLayer())
 

@@ -21,7 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds_first(
         "transformers.models.deepseek_v2.modeling_deepseek_v2",
         DeepseekV2Experts=layers.StackedExperts(),
-        DeepseekV2MoE=layers.GatedMixture(),
+        DeepseekV2MoE=layers.GatedMoE(),
     )
     overlay.binds(DeepseekV2DecoderLayer, layers.PreNormLayer())
 

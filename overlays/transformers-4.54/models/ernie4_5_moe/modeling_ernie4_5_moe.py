@@ -42,7 +42,7 @@ if overlay is not None and overlay.wanted(__name__):
         return layers.project_out(self, output.flatten(2), fused=fused), weights
 
     @overlay.replaces(Ernie4_5_MoeSparseMoeBlock, experts=("gate_proj", "up_proj", "down_proj", "act_fn"))
-    def ernie4_5_moe_mixture(self, stock, hidden_states):
+    def ernie4_5_moe_block(self, stock, hidden_states):
         run = layers.listed_experts(self, hidden_states)
         if run is None:
             return stock(self, hidden_states)

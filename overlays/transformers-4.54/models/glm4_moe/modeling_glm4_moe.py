@@ -23,7 +23,7 @@ if overlay is not None and overlay.wanted(__name__):
         "transformers.models.glm4_moe.modeling_glm4_moe",
         Glm4MoeExperts=layers.StackedExperts(),
         Glm4MoeNaiveMoe=layers.StackedExperts(),
-        Glm4MoeMoE=layers.GatedMixture(),
+        Glm4MoeMoE=layers.GatedMoE(),
     )
     overlay.binds(Glm4MoeDecoderLayer, layers.PreNormLayer())
     if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)

@@ -20,7 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds_first(
         "transformers.models.flex_olmo.modeling_flex_olmo",
         FlexOlmoExperts=layers.StackedExperts(),
-        FlexOlmoSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+        FlexOlmoSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
     )
 
     @overlay.replaces(FlexOlmoAttention, fuses=("q_proj", "k_proj", "v_proj"))

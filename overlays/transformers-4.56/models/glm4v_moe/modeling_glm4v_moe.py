@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(Glm4vMoeTextRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Glm4vMoeisionMlp, layers.GatedMLP())
     overlay.binds(Glm4vMoeTextMLP, layers.GatedMLP())
-    overlay.binds(Glm4vMoeTextMoE, layers.GatedMixture())
+    overlay.binds(Glm4vMoeTextMoE, layers.GatedMoE())
     overlay.binds(Glm4vMoeTextDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Glm4vMoeTextAttention, fuses=("q_proj", "k_proj", "v_proj"))

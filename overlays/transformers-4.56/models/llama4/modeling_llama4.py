@@ -54,7 +54,7 @@ if overlay is not None and overlay.wanted(__name__):
         return (query * scales[:, None, None]).to(query.dtype)
 
     @overlay.replaces(Llama4TextMoe)
-    def llama4_mixture(self, stock, hidden_states):
+    def llama4_moe_block(self, stock, hidden_states):
         rows = hidden_states.reshape(-1, self.hidden_dim)  # [T, H]
         run = layers.given_experts(
             self,

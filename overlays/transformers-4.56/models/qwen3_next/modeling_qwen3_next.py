@@ -25,7 +25,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds_first(
         "transformers.models.qwen3_next.modeling_qwen3_next",
         Qwen3NextExperts=layers.StackedExperts(),
-        Qwen3NextSparseMoeBlock=layers.SoftmaxMixture(
+        Qwen3NextSparseMoeBlock=layers.SoftmaxMoE(
             normalise="norm_topk_prob", shared=("shared_expert", "shared_expert_gate")
         ),
     )

@@ -27,7 +27,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds_first(
         "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
         Qwen3OmniMoeThinkerTextExperts=layers.StackedExperts(),
-        Qwen3OmniMoeThinkerTextSparseMoeBlock=layers.SoftmaxMixture(normalise="norm_topk_prob"),
+        Qwen3OmniMoeThinkerTextSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
     )
     overlay.binds(Qwen3OmniMoeThinkerTextDecoderLayer, layers.PreNormLayer())
 

@@ -59,7 +59,7 @@ if overlay is not None and overlay.wanted(__name__):
     else:
 
         @overlay.replaces(Qwen3VLMoeTextSparseMoeBlock)
-        def qwen3_vl_moe_mixture(self, stock, hidden_states):
+        def qwen3_vl_moe_block(self, stock, hidden_states):
             rows = hidden_states.flatten(0, 1)  # [T, H]
             run = layers.given_experts(
                 self,

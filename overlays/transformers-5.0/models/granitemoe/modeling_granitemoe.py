@@ -33,7 +33,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output), weights
 
     @overlay.replaces(GraniteMoeMoE)
-    def granitemoe_mixture(self, stock, layer_input):
+    def granitemoe_block(self, stock, layer_input):
         plain = layers.untouched(self.router, self.input_linear, self.output_linear)
         run = layers.given_experts(
             self,

@@ -126,7 +126,10 @@ def _identity(value: Any) -> Hashable:
     Python keeps one plain `weakref.ref` per object, which makes it fast. It is not used for classes with their own
     `__eq__`, because references to equal objects are equal.
     """
-    return weakref.ref(value) if type(value).__eq__ is object.__eq__ else _Identity(value)
+    return weakref.ref(value) if type(value).__eq__ is _BY_IDENTITY else _Identity(value)
+
+
+_BY_IDENTITY: Any = object.__eq__
 
 
 class _Identity:

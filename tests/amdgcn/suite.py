@@ -49,6 +49,7 @@ SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": N
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_attend_into_cache": "test_queries_and_keys_are_rotated_as_in_the_two_operations",
+    "test_begin_step": "test_begin_step",
     "test_decode": "test_single_queries",
     "test_delta": "test_gated_delta_step",
     "test_delta_prefill": "test_gated_delta_prefill[one token",

@@ -15,7 +15,8 @@ from hf_rocm.ops.look_up_drafts import stock as looked_up_by_torch
 from hf_rocm.ops.registry import operations
 from tests.generation.conftest import counted, generate, make, prompt
 from tests.triton.routed import routed
-from tests.triton.test_step import appended, check, check_start
+from tests.triton.test_begin_step import check_start
+from tests.triton.test_step import appended, check
 
 pytestmark = pytest.mark.gpu
 

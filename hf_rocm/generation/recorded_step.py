@@ -48,7 +48,9 @@ class Recorded:
         self._changing = [index for index, place in enumerate(places) if place is not inputs.tensors[index]]
         self.schedule = Schedule()
         self._recording: Recording
-        self._recording, _ = recorder.record(lambda: self._write(run(places)))
+        with ops.recording(this_thread=True) as routes:
+            self._recording, _ = recorder.record(lambda: self._write(run(places)))
+        self.routes = {(route.operation, route.tier): route for route in routes}.values()  # of every operation once
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
         """Called before the recording, with the outputs of an uncaptured run."""

@@ -273,7 +273,7 @@ class Runner:
         most = _MOST + cache.longest_step - 1  # every number of drafts needs its own recording
         _drop_oldest(cache.recordings, most - 1)
         cache.recordings[key] = step
-        self._state.recorded += 1
+        self._state.recorded, self._state.routes = self._state.recorded + 1, step.routes
         return outputs
 
     def _reorder(self, rows: Tensor) -> None:

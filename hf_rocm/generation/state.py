@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Collection
 from itertools import count
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_rocm.generation import graph_teardown
 from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 from hf_rocm.generation.states import States
+from hf_rocm.ops.registry import Route
 
 # In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
 SETTINGS = "_hf_rocm_graphs"
@@ -36,6 +38,7 @@ class State:
         self.wrong_replay: str | None = None  # the reason why it has stopped, if a replay differed from its step
         self.calls = 0  # the number of calls of generate over a DecodeCache
         self.recorded = 0  # the number of recorded steps
+        self.routes: Collection[Route] = ()  # of every operation in the last recorded step
         self.replayed = 0  # the number of replayed steps after the first comparison
         self.compared = 0  # the number of these replayed steps that were compared
         # a counter that changes whenever a call switches the model's experts implementation, for all threads

@@ -7,6 +7,7 @@ user named a tier or required aiter, and that tier can't serve the call, the cal
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -223,7 +224,8 @@ def device_of(tensor: Tensor) -> Device:
 
 
 _operations: dict[str, Operation[Any]] = {}
-_recorders: list[list[Route]] = []
+# the routes that are collected, and the thread whose calls are collected, or None for all
+_recorders: list[tuple[list[Route], int | None]] = []
 _watchers: list[Watcher] = []
 
 
@@ -239,16 +241,19 @@ def forget_choices() -> None:
 
 
 @contextmanager
-def recording() -> Iterator[list[Route]]:
-    """Within the block, collect the route of every call into a list of `Route`. Compiled code is not recorded."""
+def recording(*, this_thread: bool = False) -> Iterator[list[Route]]:
+    """Within the block, collect the route of every call into a list of `Route`. Compiled code is not recorded.
+
+    this_thread: leave out the calls of other threads.
+    """
     routes: list[Route] = []
-    _recorders.append(routes)
+    _recorders.append((routes, threading.get_ident() if this_thread else None))
     _drop_calls()
     try:
         yield routes
     finally:
         # compared by identity, because the lists of nested blocks may be equal
-        del _recorders[next(index for index, recorder in enumerate(_recorders) if recorder is routes)]
+        del _recorders[next(index for index, (collected, _) in enumerate(_recorders) if collected is routes)]
         _drop_calls()
 
 
@@ -275,8 +280,9 @@ def _recorded(operation: Operation[Any], implementation: Implementation[Any]) ->
     def recorded(*args: Any, **kwargs: Any) -> Any:
         tensors = args if operation.terms is None else args[0]
         shapes = tuple(tuple(tensors[position].shape) for position in operation.recorded)
-        for recorder in _recorders:
-            recorder.append(Route(operation.name, implementation.tier, implementation.name, shapes))
+        for routes, thread in _recorders:
+            if thread is None or thread == threading.get_ident():
+                routes.append(Route(operation.name, implementation.tier, implementation.name, shapes))
         result = implementation.call(*args, **kwargs)
         for watcher in _watchers:
             watcher(operation.name, result)

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from torch import nn
+
+
+class Served(Protocol):
+    """An operation, and the tier that serves it."""
+
+    @property
+    def operation(self) -> str: ...
+    @property
+    def tier(self) -> str: ...
+
+
+def by_tier(served: Iterable[Served]) -> str:
+    """Return the operations, each once, grouped by tier: `linear, rope by triton; finish_step by torch`."""
+    tiers: dict[str, dict[str, None]] = {}
+    for one in served:
+        tiers.setdefault(one.tier, {})[one.operation] = None
+    return "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in tiers.items())
 
 
 def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
@@ -36,6 +54,8 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
             lines.append(
                 f"recorded steps: {state.recorded}, replayed steps: {state.replayed}, calls of generate: {state.calls}"
             )
+        if state.routes:
+            lines.append(f"kernels of the last recorded step: {by_tier(state.routes)}")
         if state.compared:
             lines.append(f"{state.compared} of the replayed steps were compared again with uncaptured steps")
         if caches:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
+from hf_rocm.tools.decoding import by_tier
 from hf_rocm.tools.tuning.coverage import Tuning
 from hf_rocm.tools.wrapping import width, wrapped
 
@@ -236,14 +237,11 @@ def _decoding(lines: Iterable[str]) -> Iterator[str]:
 
 def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
     """Yield the operations by tier, and the reasons why no faster tier serves them, each reason once."""
-    served: dict[str, dict[str, None]] = {}
     refused: dict[tuple[str, str], dict[str, None]] = {}
     for kernel in kernels:
-        served.setdefault(kernel.tier, {})[kernel.operation] = None
         for name, reason in kernel.refused:
             refused.setdefault((name.partition("/")[0], reason), {})[kernel.operation] = None
-    groups = "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in served.items())
-    yield f"kernels: {groups}"
+    yield f"kernels: {by_tier(kernels)}"
     everything = len({kernel.operation for kernel in kernels})
     for (tier, reason), operations in list(refused.items())[:_REASONS]:
         where = "" if len(operations) == everything else f" ({', '.join(operations)})"

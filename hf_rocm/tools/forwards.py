@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_rocm.tools.decoding import by_tier
+
 
 def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     """Return sentences about the models in `model` that don't generate; none if `model` isn't prepared."""
@@ -42,6 +44,9 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
     recordings, nbytes = state.summary()
     if state.recorded:
         yield f"recorded forwards: {state.recorded}, replayed forwards: {state.replayed}"
+    latest = state.latest_recording()
+    if latest is not None:
+        yield f"kernels of the last used recording: {by_tier(latest.routes)}"
     if state.compared:
         yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
     if recordings:

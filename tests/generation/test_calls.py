@@ -177,6 +177,8 @@ def test_explain_lists_recorded_and_uncaptured_calls(pair):
     explanation = hf_rocm.explain(prepared).decoding
     assert explanation[0] == "steps are recorded and replayed"
     assert explanation[1] == "recorded steps: 1, replayed steps: 8, calls of generate: 1"
+    operations, _, tier = explanation[2].removeprefix("kernels of the last recorded step: ").rpartition(" by ")
+    assert tier == "torch" and {"linear", "rms_norm", "finish_step"} < set(operations.split(", "))
     assert "uncaptured × 1: the call uses no cache" in explanation
     off = hf_rocm.explain(hf_rocm.prepare(prepared, force=True, graphs=False))
     assert off.decoding[0] == "steps run uncaptured: graphs are switched off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -187,6 +188,17 @@ def test_a_cached_lookup_runs_no_python_and_recording_leaves_no_trace(operation)
     assert operation.calls[CPU, 2] is plain
     operation.calls.make = None
     assert operation.calls[CPU, 2] is plain
+
+
+@pytest.mark.parametrize(("this_thread", "expected"), [(False, 2), (True, 1)])
+def test_calls_of_other_threads_can_be_left_out(this_thread, expected):
+    x = torch.ones(2, 4)
+    with ops.recording(this_thread=this_thread) as routes:
+        ops.act_and_mul(x, activation="silu")
+        thread = threading.Thread(target=ops.act_and_mul, args=(x,), kwargs={"activation": "silu"})
+        thread.start()
+        thread.join()
+    assert [route.operation for route in routes] == ["act_and_mul"] * expected
 
 
 def test_watchers_get_results_of_operations_that_were_called_before():

@@ -1,4 +1,4 @@
-"""Wrap text to the width of the terminal, for the commands, `explain` and `check_version`.
+"""Wrap text to the width of the terminal, for the commands, `explain`, `verify` and `check_version`.
 
 This module imports only the standard library, so that `check_version` is cheap to import.
 """

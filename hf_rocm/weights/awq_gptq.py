@@ -77,7 +77,7 @@ class Awq(_Transposed):
 
 @dataclass(frozen=True)
 class Gptq(_Transposed):
-    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the group of every input.
+    """`qweight`: [K / 8, N] int32; `g_idx`: [K], the group of every input, optional.
 
     one_less: whether the stored zero points are one too small.
     """

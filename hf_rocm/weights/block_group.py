@@ -153,7 +153,7 @@ class BlockGroup(WeightGroup):
     def leave(self, module: Module, *, shared: bool = False) -> None:
         """Move parameters that are still in this group to their own memory.
 
-        A single parameter that is not moved would keep the whole block alive.
+        A single parameter that is not moved would keep its whole allocation alive. Does nothing during a graph capture.
         shared: also move parameters whose memory is shared with another tensor.
         """
         if capturing():

@@ -118,7 +118,7 @@ def _parameter_refusal(parameter: Tensor | None) -> str | None:
 def tensor_refusal(parameter: Tensor, *, alone: bool = False) -> str | None:
     """Return why this tensor can't become part of a block, as a sentence without its subject, or None.
 
-    alone: no other tensor uses its storage, so its size does not matter.
+    alone: no other tensor uses its storage, so the size of the storage does not matter.
     """
     if parameter.is_meta:
         return "is on the meta device"

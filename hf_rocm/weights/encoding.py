@@ -31,8 +31,8 @@ class QuantizedWeight(nn.Module):
     scale: Tensor
     bias: Tensor | None
     zeros: Tensor | None
-    step = 1  # rows that are encoded together
-    per_scale = 1  # rows that share their scales
+    step = 1  # the number of rows that are encoded together
+    per_scale = 1  # the number of rows that share their scales
     code: str | None = None  # the name of the table of 4-bit numbers
     experts: type[Any] | None = None  # the class that replaces stacked experts; None if they keep their dtype
     rounds = False  # whether x is rounded too, if it has many rows

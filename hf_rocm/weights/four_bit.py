@@ -1,6 +1,7 @@
 """4-bit weights with one scale per group: `int4` in groups of 128, `int4-g64` and `int4-g32` in smaller groups.
 
-Weights from checkpoints may also have a code (a table of the 16 numbers) and quantised scales.
+Weights from checkpoints may also have zero points, inputs in another order, a code (a table of the 16 numbers) and
+quantised scales.
 """
 
 from __future__ import annotations

@@ -157,14 +157,18 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
 
     Returns None if they are fused now, or if fusing is deferred to the first use of the group or to the move to a GPU.
     It is deferred for weights that are still mapped from the checkpoint, and for weights on the CPU of a module that
-    hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. At its peak,
-    memory use is higher by one block, plus the tensors between its parts if they are moved.
+    hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. If the reason
+    is that other tensors share the memory of the weights, a call fuses the layers once those tensors are gone. At its
+    peak, memory use is higher by one block, plus the tensors between its parts if they are moved.
     """
     return _kind(module, names).form(module, tuple(names))
 
 
 def unfuse(module: Module) -> None:
-    """Move every parameter of a fused group back to its own ordinary memory. Values and objects do not change."""
+    """Move the parameters of a fused group back to their own ordinary memory. Values and objects do not change.
+
+    Parameters whose memory is shared with another tensor are moved only if they are sharded.
+    """
     kind = kind_in(module)
     if kind in (Fused, Shards):
         kind.restore(module)

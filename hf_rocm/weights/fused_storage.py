@@ -42,7 +42,10 @@ def capturing() -> bool:
 
 
 def is_aliased(parameter: Tensor) -> bool:
-    """Whether another tensor uses the parameter's storage and would not move with the parameter."""
+    """Whether another tensor uses the parameter's storage and would not move with the parameter.
+
+    False if this release of PyTorch does not count the references to a storage.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
     own = 2  # references by the parameter and by the storage object that this call creates
     return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)

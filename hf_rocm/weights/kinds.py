@@ -1,4 +1,4 @@
-"""All kinds of weight groups. Every kind is registered in its own file, and all files of this package are imported."""
+"""All kinds of weight groups. The files of this package register them, and `import_all` imports all files."""
 
 from __future__ import annotations
 

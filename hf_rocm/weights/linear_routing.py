@@ -112,7 +112,8 @@ def route_linear(
     layers inside their instances) or modules. force: as in `prepare`.
 
     Returns a `Routed`, whose `undo()` or `with` block reverts the routing, as `hf_rocm.restore` does. Raises
-    `OptionError` or `TierUnavailable`, without changing anything, if the backend is not available.
+    `OptionError` if an argument is invalid, and `OptionError` or `TierUnavailable` if the backend is not available. No
+    layer is changed then.
     """
     require_module(model, "route_linear")
     excluded = tuple(_checked(entry) for entry in exclude)
@@ -179,7 +180,7 @@ def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
 
 
 def _wanted(backend: str, force: bool | None, what: str) -> bool:
-    """Whether to route on this machine. Raises if the backend is unknown or not available."""
+    """Whether to route on this machine. Raises `OptionError` if an argument is invalid or the backend unavailable."""
     backend_of(backend)
     require_switches(force=force)
     if force is False:

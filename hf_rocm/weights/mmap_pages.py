@@ -51,7 +51,8 @@ def give_back(tensor: Tensor) -> None:
 def release_freed(nbytes: int) -> None:
     """Make the C library return freed memory to the system, after `nbytes` of weights were freed on the CPU.
 
-    Otherwise the library keeps freed blocks of up to 32 MB, which can add up to a second copy of the model.
+    Otherwise the library keeps freed blocks of up to 32 MB, which can add up to a second copy of the model. Does
+    nothing for less than 1 MiB, or if the C library is not glibc.
     """
     trim = _trim()
     if nbytes >= _WORTH and trim is not None:

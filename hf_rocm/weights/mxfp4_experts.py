@@ -37,9 +37,10 @@ class Mxfp4Experts(nn.Module):
         return True
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """hidden_states: [T, H]; routing_weights: [T, k], for T tokens with k experts each.
+        """hidden_states: [T, H]; router_indices, routing_weights: [T, k], for T tokens with k experts each.
 
-        Before transformers 5, their shapes are [B, S, H] and [T, E].
+        Before transformers 5, hidden_states has the shape [B, S, H], and routing_weights [T, E]. Returns the shape of
+        hidden_states.
         """
         weights = routing_weights
         if self.follows:

@@ -1,4 +1,7 @@
-"""Weights in MXFP4, kind `mxfp4`: 4-bit floats, rounded to nearest, in blocks of 32 that share a power of two."""
+"""Weights in MXFP4, kind `mxfp4`: 4-bit floats in blocks of 32 that share a power of two.
+
+`quantize` rounds to nearest; the numbers of a checkpoint are not rounded.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any
 def preshuffle(model: nn.Module, wanted: Settings) -> dict[str, Any]:
     """Shuffle the eligible weights of a model, as copies or in place. Returns a report in plain builtins.
 
-    Weights that were shuffled with other settings are restored first. Layers that were shuffled with the same settings
+    All weights are restored if the mode is `off`, the threshold is negative, or copies have no budget. Otherwise,
+    weights that were shuffled with other settings are restored first. Layers that were shuffled with the same settings
     are not restored, and stale copies are updated; experts are shuffled again.
     """
     if wanted.mode == "off" or wanted.threshold < 0 or not (wanted.budget or wanted.threshold == 0):

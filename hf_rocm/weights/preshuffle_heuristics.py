@@ -1,7 +1,8 @@
 """The known gains from shuffled weights, on which `preshuffle="auto"` is based.
 
 None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
-same kernels and is applied only to the cases that it covers.
+same kernels. It is applied only to its GPU, dtype and sizes, from its release of aiter on. The threshold, not the
+entry, determines the number of rows.
 """
 
 from __future__ import annotations

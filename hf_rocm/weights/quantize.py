@@ -254,7 +254,7 @@ def _forget_format(model: nn.Module) -> None:
 
 
 def _empty(linear: Linear, keep: bool) -> None:
-    """Free a layer's parameters, or keep its weight in host memory."""
+    """Free a layer's bias, and free its weight or keep it in host memory."""
     for name, parameter in list(linear.named_parameters()):
         with torch.inference_mode(parameter.is_inference()):
             data = parameter.data
@@ -276,7 +276,7 @@ def _relative_error(actual: Tensor, wanted: Tensor) -> float:
 
 
 def freeze(model: nn.Module) -> list[str]:
-    """Freeze all parameters, because quantised layers have no gradients. Returns those that required gradients."""
+    """Freeze all parameters, because quantised layers have no gradients. Returns the names of the frozen parameters."""
     required = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name in required:
         model.get_parameter(name).requires_grad_(False)

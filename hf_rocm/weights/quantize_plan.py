@@ -1,4 +1,4 @@
-"""Plan which linear layers of a model are quantised together, with a reason for every layer that is not quantised."""
+"""Plan which layers and experts of a model are quantised together, with a reason for those that are not quantised."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Formats in which checkpoints store quantised linear layers, and the encodings that represent the same numbers.
+"""Formats in which checkpoints store quantised layers and experts, and encodings that represent the same numbers.
 
-A format names the tensors of a layer. The large ones become rows of a `QuantizedWeight` and are recreated from them
-byte for byte. The small ones are kept unchanged. No number is rounded in either direction.
+A format names the tensors of a layer. The large ones of a linear layer become rows of a `QuantizedWeight` and are
+recreated from them byte for byte. The small ones are kept unchanged, as are all tensors of experts. No number is
+rounded in either direction.
 """
 
 from __future__ import annotations

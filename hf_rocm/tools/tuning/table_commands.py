@@ -1,4 +1,4 @@
-"""The implementation of `hf-rocm tune list`, `check` and `merge`. Prints nothing."""
+"""The implementation of `hf-rocm tune list`, `check` and `merge`. It prints nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Listed:
-    """One table of an inventory. holds_for: the GPUs or the release that it is for."""
+    """One table of an inventory. holds_for: the GPU and the release, or only the release, that it is for."""
 
     role: str
     holds_for: str
@@ -93,7 +93,7 @@ class MergedFile:
 
 
 def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tuple[list[Checked], Release, Gpu | None]:
-    """Check every file for this release of aiter and, if known, this GPU."""
+    """Check every file for this release of aiter and, if known, this GPU. Returns also the release and the GPU."""
     meant, here = machine.release(release), machine.gpu(gpu)
     return [_checked(path, meant, here) for path in files], meant, here
 
@@ -103,8 +103,9 @@ def merge(
 ) -> MergedFile:
     """Merge tables into one. Never writes to an input file.
 
-    Raises `TableError` if a file can't be read or has invalid lines, `OptionError` if gpu is not valid, and
-    `TuningError` if the release is not supported, or if there is no input or no valid output file.
+    Raises `TableError` if a file that the user named can't be read or has invalid lines, `OptionError` if gpu is not
+    valid, and `TuningError` if the release is not supported, if there is nothing to merge, if output is None and no
+    GPU is known, or if the output file is also an input, is inside the aiter package, or can't be written.
     """
     meant, here = machine.release(release), machine.gpu(gpu)
     named = options.tuned_files() if files is None else list(files)
@@ -128,7 +129,7 @@ def merge(
 
 
 def inventory() -> Inventory:
-    """List all tables and recordings, with an error for every unusable table."""
+    """List all tables and recordings, with an error for every table for aiter that can't be used."""
     release, gpu = machine.release(), machine.gpu()
     installed = release.folder is not None
     inventory = Inventory(

@@ -38,7 +38,8 @@ def variables(file: Path) -> dict[str, str]:
 def tune(shapes: Sequence[Gemm], file: Path, *, progress: Progress | None = None) -> list[Gemm]:
     """Run every GEMM once with tuning enabled, and add the results to `file`.
 
-    Returns the shapes that did not fit in memory. Raises `TuningError` if there is no AMD GPU under ROCm.
+    Returns the shapes that did not fit in memory. Raises `TuningError` if there is no AMD GPU under ROCm
+    or if the file can't be written.
     """
     if torch.version.hip is None or not torch.cuda.is_available():
         raise TuningError("TunableOp needs an AMD GPU under ROCm")

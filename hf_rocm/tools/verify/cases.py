@@ -166,7 +166,7 @@ def window_of(subject: Subject) -> int | None:
 
 @contextmanager
 def _window(subject: Subject, window: int | None) -> Iterator[None]:
-    """Set a shorter window within the block, in the model's config and in the layers that copied it."""
+    """Set this window within the block, in the config and in the layers that copied it. None changes nothing."""
     owners: list[Any] = [subject.text_config, *subject.model.modules()] if window else []
     own = [(owner, value) for owner in owners if isinstance(value := vars(owner).get("sliding_window"), int)]
     try:

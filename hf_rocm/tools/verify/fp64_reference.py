@@ -26,7 +26,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Make the model compute in `dtype` within the block. blocks: modules whose weights are widened together."""
+    """Make the model compute in `dtype` within the block. The weights of one of `blocks` are widened together."""
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     arounds: dict[int, Around] = {}
     for module in model.modules():

@@ -60,9 +60,9 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
 
 def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = True) -> Tensor:
-    """Generate greedily, and ignore the model's generation config. prompt: [B, S]. Returns [B, S + new].
+    """Generate greedily with the model's pad token and an otherwise default generation config.
 
-    recorded: False disables recorded steps.
+    prompt: [B, S]. recorded: False disables recorded steps. Returns [B, S + new].
     """
     model: Any = subject.model
     options = {} if recorded else {"disable_compile": True}

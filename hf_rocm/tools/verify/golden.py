@@ -37,7 +37,7 @@ class Golden(NamedTuple):
 def save(
     file: Path, subject: Subject, cases: dict[str, Case], references: dict[str, Reference] | None = None
 ) -> dict[str, Any]:
-    """Record the stock model on this machine. references: case → reference, if it is known. Returns the header."""
+    """Record the stock model on this machine. references: case name → reference, if known. Returns the header."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -90,9 +90,9 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
 
 def _rerouted(subject: Subject, actual: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor | None:
-    """Return [N] bool: the rows that were routed to different experts, because two scores are almost equal.
+    """Return [N] bool: the rows that were routed to different experts, as happens if two scores are almost equal.
 
-    None if no router was recorded.
+    None if the model has no routed experts, or if no router was recorded.
     """
     config = subject.text_config
     experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)

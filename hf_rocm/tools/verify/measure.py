@@ -22,8 +22,9 @@ GUIDES = 5e-2  # rtol and atol that porting guides use
 class Difference:
     """The difference between two tensors a and b, [N, D].
 
-    largest, mean: the maximum and mean of the absolute differences. worst, typical, median: the maximum, mean and
-    median over the positions of ‖a − b‖ / ‖b‖, where ‖b‖ is at least the median norm of all positions.
+    finite: whether a is finite; if not, the other fields are NaN. largest, mean: the maximum and mean of the absolute
+    differences. worst, typical, median: the maximum, mean and median over the positions of ‖a − b‖ / ‖b‖, where ‖b‖ is
+    at least the median norm of all positions.
     """
 
     finite: bool

@@ -29,7 +29,8 @@ class Recorder:
 
     Names are paths relative to the layer. keeps: [B, S] masks for the current call, one for each length that its
     tensors may have. inside: the layers whose inner points are recorded; for other layers, only the output is recorded.
-    forced: layer → the input that replaces the computed one.
+    rotary: also record the results of the model file's own rotary functions. forced: layer → the input that replaces
+    the computed one.
     """
 
     def __init__(

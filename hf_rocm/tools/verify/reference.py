@@ -76,8 +76,8 @@ def run(
 ) -> Run:
     """Run a case in the model's current state.
 
-    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. within: a function that
-    returns a context manager for a call.
+    inside: the layers whose inner points are recorded. forced: the inputs of layers, by call. rotary: as in
+    `Recorder`. within: a function that returns a context manager for a call.
     """
     result = Run()
     recorder = Recorder(subject.blocks, subject.outside, inside=inside or set(), rotary=rotary)

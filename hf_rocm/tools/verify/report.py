@@ -1,7 +1,7 @@
 """The result of verify, as text, as an SVG chart, and as builtins.
 
-The text has one line per check, the failures, the wrong layers, and the verdict. The details also contain the
-other layers, the end results, and the kernels.
+The text has one line per check, the failures, the wrong layers, and the verdict. The details also contain other
+layers, the end results, and the kernels. At most 12 layers are listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYERS = 12  # the maximum number of listed layers: those whose errors are clos
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`: `str()` in short, `details()` in full, `to_dict()` for programs (builtins only)."""
+    """The result of `verify`. `str()` is a short report, `details()` a full one; `to_dict()` returns builtins only."""
 
     model: str
     machine: dict[str, str]
@@ -88,7 +88,7 @@ def _verdict(result: Verification) -> str:
 
 def _next(result: Verification) -> str:
     if result.passed:
-        return "hf-rocm bench MODEL; hf-rocm verify --all shows every layer"
+        return "hf-rocm bench MODEL; hf-rocm verify --all also shows the layers' errors"
     return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; report it with `hf-rocm env`"
 
 

@@ -52,10 +52,10 @@ def verify(
     model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
     text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
     compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
-    record. progress: a function that is called with the name of each check. Returns a `Verification`. Raises
-    `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised) or ids are not
-    valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a `torch.nn.Module`, force is
-    neither a bool nor None, or a file is not a path.
+    record. progress: a function that is called with the name of each stage. Returns a `Verification`. Raises
+    `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised), stock can't run
+    the first case or ids are not valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a
+    `torch.nn.Module`, force is neither a bool nor None, or a file is not a path.
     """
     require_module(model, "verify")
     require_switches(force=force)
@@ -119,8 +119,8 @@ def record(
 ) -> dict[str, Any]:
     """Record a golden file from a stock model, on any machine. Returns its header.
 
-    Raises `VerifyError` if the model is not supported or ids are not valid, and `GoldenError` if the file can't be
-    written.
+    Raises `VerifyError` if the model is not supported, stock can't run a case or ids are not valid, and `GoldenError`
+    if the file can't be written.
     """
     subject = Subject(model)
     with _evaluating(model):
@@ -152,7 +152,7 @@ def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
     ids = ids.reshape(-1).cpu() if isinstance(ids, Tensor) else torch.empty(0)
     if len(ids) < 64 or ids.dtype != torch.long or not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise VerifyError(
-            "ids must be at least 64 integer tokens of this model's vocabulary",
+            "ids must be at least 64 int64 tokens of this model's vocabulary",
             facts={"found": f"{len(ids)} tokens of dtype {ids.dtype}", "vocabulary": size},
         )
     return ids

@@ -1,4 +1,4 @@
-"""Check that preparing leaves no trace in saved files or in a restored model."""
+"""Check that preparing changes no weight, and leaves no trace in saved files or in a restored model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
         free = shutil.disk_usage(folder).free
         if free < 1.2 * size:
             where = tempfile.gettempdir()
-            note = f"a copy takes {size / 2**30:.1f} GiB, but only {free / 2**30:.1f} is free in {where}"
+            note = f"saving needs {1.2 * size / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free in {where}"
             return Check(*SAVED, NOT_RUN, note=f"{note}; set TMPDIR to another folder")
         actual = _saved(subject.model, Path(folder))
         after = run(subject, case, subject.dtype)

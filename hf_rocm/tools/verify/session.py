@@ -20,7 +20,7 @@ TRIED_AGAIN = (PROMPT, FILLED)  # later checks use the values inside layers of t
 
 
 class Session:
-    """The results so far. known: name → examined case."""
+    """The results so far. known: name → examined case, for the cases that were run."""
 
     def __init__(self, subject: Subject, progress: Progress) -> None:
         self.subject, self.progress = subject, progress

@@ -23,7 +23,7 @@ NAME, TITLE = "training", "loss and gradients compared with a CPU reference"
 
 
 def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
-    """Compare one row's loss and the gradients of all parameters with stock on the CPU.
+    """Compare one row's loss and the gradients of all floating-point parameters with stock on the CPU.
 
     The reference is a copy in host memory that runs in fp32, or in fp64 for an fp32 model. A second copy, in the
     model's dtype, gives the bound. The two copies don't exist at the same time.
@@ -55,7 +55,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
 
 
 def _where(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
-    """Return the last wrong layer. Gradients are computed backwards from the last layer, so the error began there."""
+    """Return the fault in the last wrong layer, from which the backward pass propagates the error to earlier layers."""
 
     def layer_of(name: str) -> str:
         return next((block for block in subject.blocks if name.startswith(f"{block}.")), name.rpartition(".")[0])
@@ -103,7 +103,8 @@ def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Ten
 def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor], step: float) -> dict[str, Difference]:
     """Map parameters to the differences of their gradients, each compared as one vector.
 
-    A gradient that is only rounding error, such as a key bias's, has no meaningful norm, so the median norm is used.
+    The difference is relative to the gradient's norm. A gradient that is only rounding error, such as a key bias's, has
+    no meaningful norm, so the median norm is used.
     """
     sizes = {name: value.double().norm().item() for name, value in expected.items()}
     usual = statistics.median(sizes.values())

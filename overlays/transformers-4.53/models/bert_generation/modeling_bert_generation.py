@@ -2,7 +2,7 @@
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
 without a cache. Calls with cross-attention, a cache, a head mask, requested attention weights or relative positions
-stay stock. Stock implements only `eager`, and its mask is already causal.
+stay stock. Stock implements only `eager`, and the mask of a decoder is already causal.
 """
 
 try:

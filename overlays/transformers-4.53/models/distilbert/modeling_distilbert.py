@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.distilbert.modeling_distilbert, 4.53 to 4.57.
 
-Calls with pruned heads, a head mask, requested attention weights, or different inputs for queries, keys and values
-stay stock.
+The attention of layers with pruned heads stays stock, as do calls with a head mask, requested attention weights, or
+different inputs for queries, keys and values.
 """
 
 try:
@@ -34,7 +34,7 @@ if overlay is not None and overlay.wanted(__name__):
         if query is not key or key is not value:
             return "calls with different inputs for queries, keys and values stay stock"
         if self.pruned_heads or any(value is not None and value is not False for value in more):
-            return "pruned heads, head masks and attention weights stay stock"
+            return "layers with pruned heads, and calls with a head mask or requested attention weights, stay stock"
         return None
 
     @overlay.replaces(TransformerBlock)

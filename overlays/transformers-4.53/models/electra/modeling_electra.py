@@ -2,7 +2,7 @@
 
 Served: both residual sums with their LayerNorms, and self-attention of an encoder or, from 4.54 on, of a decoder
 without a cache. Attention with relative positions stays stock, and so do calls with cross-attention, a cache, a head
-mask or requested attention weights. Stock implements only `eager`, and its mask includes causality.
+mask or requested attention weights. Stock implements only `eager`, and the mask of a decoder is already causal.
 """
 
 try:

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.internvl.modeling_internvl, 4.53 and up.
 
-Served: the vision tower. The overlay for the language model's type serves the language model.
+Served: attention and the RMS norms of the vision tower. The overlay for the language model's type serves the language
+model.
 """
 
 try:

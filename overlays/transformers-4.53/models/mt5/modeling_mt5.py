@@ -28,7 +28,7 @@ if overlay is not None and overlay.wanted(__name__):
         **kwargs,
     ):
         extra_reason = (
-            "pruned heads and extra positional arguments stay stock"
+            "layers with pruned heads, and calls with extra positional arguments, stay stock"
             if more or getattr(self, "pruned_heads", None)
             else None
         )

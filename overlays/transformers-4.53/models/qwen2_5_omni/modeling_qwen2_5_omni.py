@@ -53,7 +53,9 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(Qwen2_5OmniVisionAttention, fuses=("q", "k", "v"))
     def qwen2_5_omni_vision_attention(self, stock, hidden_states, cu_seqlens, *more, rotary_pos_emb=None, **kwargs):
         extra_reason = (
-            "the call has no angles, or has extra positional arguments" if more or rotary_pos_emb is None else None
+            "the call has no rotary_pos_emb, or has extra positional arguments"
+            if more or rotary_pos_emb is None
+            else None
         )
         if layers.fallback_reason(self, None, kwargs, extra_reason=extra_reason):
             if rotary_pos_emb is not None:

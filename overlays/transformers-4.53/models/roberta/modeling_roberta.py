@@ -1,7 +1,8 @@
 """ROCm overlay of transformers.models.roberta.modeling_roberta, 4.53.
 
-Served: both residual sums with their LayerNorms, and self-attention of encoders. Decoders, relative positions, and
-calls with cross-attention, a cache, a head mask or requested attention weights stay stock.
+Served: both residual sums with their LayerNorms, and self-attention of an encoder. The attention of decoders and
+of models with relative positions stays stock, as do calls with cross-attention, a cache, a head mask or requested
+attention weights.
 """
 
 try:

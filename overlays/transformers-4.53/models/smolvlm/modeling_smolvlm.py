@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.smolvlm.modeling_smolvlm, 4.53 and up.
 
-Served: the vision tower's attention. The language model is a separate model type with its own overlay.
+Served: the vision tower's attention. The overlay for the language model's type serves the language model.
 """
 
 try:

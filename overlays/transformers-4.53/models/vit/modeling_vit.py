@@ -10,7 +10,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    # before 4.56, layers return tuples, and attention returns its weights only on request; later, it returns a pair
+    # before 4.56, attention and layers return tuples, with the attention weights only on request; from 4.56 on,
+    # attention returns a pair, and layers return a tensor
     alone = layers.before("4.56")
 
     @overlay.replaces(ViTSelfAttention, fuses=("query", "key", "value"))

@@ -162,9 +162,9 @@ class RecordedStep(Recorded):
 class Alarm:
     """Records on the device whether a replay has returned outputs that are not finite.
 
-    The recorded step adds 0 to a number if its outputs are finite, else another number or NaN, at no cost on the host. At every
-    eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so it never
-    waits. Comparisons and the end of a call read the number itself.
+    The recorded step adds 0 to a number if its outputs are finite, else another number or NaN, at no cost on the host.
+    At every eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so
+    it never waits. Comparisons and the end of a call read the number itself.
     """
 
     EVERY = 8

@@ -55,7 +55,7 @@ class Rows:
     def append(self, ids: Tensor, tokens: Tensor, unfinished: Tensor, pad: Tensor | None) -> Tensor | None:
         """Append the next tokens, [B]. Returns the tokens so far, [B, S + 1]; None if the kernel can't append them.
 
-        Also returns None if the result of criteria other than one for end tokens is needed.
+        Also returns None if criteria other than one `EosTokenCriteria` may end a row.
 
         unfinished: the unfinished rows before this step, [B]. pad: the padding token, [], or None if the loop does not
         give it to rows that have ended.

@@ -85,7 +85,7 @@ class Pool:
         return cache
 
     def put(self, cache: DecodeCache) -> None:
-        """Keep a cache for the next call, unless no call has used it.
+        """Keep a cache for the next call, if a call has written to it.
 
         Drops the oldest caches while their number or memory exceeds its limit.
         """

@@ -3,7 +3,8 @@
 After the choice of the next tokens, the sampling loop gives the padding token to rows that have ended, appends the
 tokens, calls the stopping criteria, and checks whether any row is unfinished. This takes five to eleven kernels
 between two recorded steps. Here, stand-ins represent the values in between, and appending the tokens computes all
-of them in one kernel (`ops.append_tokens`). Any other use of a stand-in computes the value, as in stock.
+of them in one kernel (`ops.append_tokens`). Any other use of a stand-in computes the value with
+transformers' operations.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Rows:
 
     def append(self, ids: Tensor, tokens: Tensor, unfinished: Tensor, pad: Tensor | None) -> Tensor | None:
         """Append the next tokens, [B]. Returns the tokens so far, [B, S + 1]; None if the kernel can't append them.
+
+        Also returns None if criteria other than one `EosTokenCriteria` may end a row.
 
         unfinished: the unfinished rows before this step, [B]. pad: the padding token, [], or None if the loop does not
         give it to rows that have ended.

@@ -23,7 +23,8 @@ Step = Callable[[Mapping[str, Any]], Any]
 def stepping(model: nn.Module, cache: DecodeCache, step: Step) -> Iterator[None]:
     """Within the block, this thread's calls of the model over this cache call `step`, except for the prompt.
 
-    `step` takes the keyword arguments of the call. Calls of the model from within `step` are not affected.
+    `step` takes the keyword arguments of the call. Calls with positional arguments, and calls of the model from within
+    `step`, are not affected.
     """
     before = _thread.steps
     _thread.steps = model, cache, step

@@ -1,8 +1,8 @@
 """Replace methods that transformers calls on a model's class while it generates, but only for marked models.
 
 As with forwards, no class is replaced, and no instance gets an attribute that would be wrong in a copy or a pickle. The
-method on the class checks the instance for a mark, which is a plain builtin. The class keeps the method as long as
-there is a marked model of the class, or a marked copy, that was not restored.
+method on the class checks the instance for a mark, whose value has a builtin type. The class keeps the method as long
+as there is a marked model of the class, or a marked copy, that was not restored.
 """
 
 from __future__ import annotations

@@ -106,7 +106,10 @@ def _seen(
 
 
 def _applies(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is for a prepared model, with a mask that is composed only of transformers' own functions."""
+    """Whether a call is for a prepared model, with a mask that is composed only of transformers' own functions.
+
+    False while a compiler traces, for positional arguments, and if another tool has replaced the entry.
+    """
     config = kwargs.get("config")
     if is_compiling() or args or config is None or not change.live:  # compiled code keeps transformers' functions
         return False

@@ -85,7 +85,10 @@ class Pool:
         return cache
 
     def put(self, cache: DecodeCache) -> None:
-        """Keep a cache for the next call. Drops the oldest caches while their number or memory exceeds its limit."""
+        """Keep a cache for the next call, if a call has written to it.
+
+        Drops the oldest caches while their number or memory exceeds its limit.
+        """
         device = cache.attending[0].keys.device if cache.is_initialized else None
         if device is None:
             return

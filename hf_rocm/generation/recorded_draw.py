@@ -67,8 +67,8 @@ class RecordedDraw(Recorded):
         """Return whether a replay draws the tokens that `torch.multinomial` draws from the same state of the generator.
 
         The probabilities must be bitwise equal too. If the results may vary, it is enough that one of a few replays
-        equals one of a few uncaptured draws. Between these replays the logits are replaced, so that a replay of stale
-        logits does not count as equal.
+        equals one of a few uncaptured draws. Between these, the recording is replayed with other logits and other
+        noise, so that a replay of stale logits does not count as equal.
         """
         # on a GPU, a failed assertion would end the process before a wrong draw could be rejected
         self._compared.fill_(True)

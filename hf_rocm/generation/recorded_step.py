@@ -82,7 +82,7 @@ class Recorded:
         self._recording.replay()
 
     def again(self) -> None:
-        """Replay with the inputs of the last replay, to measure its time. Writes the same values again."""
+        """Replay without copying inputs: with those of the last replay, or with resident inputs that were set since."""
         self._recording.replay()
 
 
@@ -164,9 +164,9 @@ class RecordedStep(Recorded):
 class Alarm:
     """Records on the device whether a replay has returned outputs that are not finite.
 
-    The recorded step adds 0 to a number for every finite output and NaN for any other, at no cost on the host. At every
-    eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so it never
-    waits. Comparisons and the end of a call read the number itself.
+    The recorded step adds 0 to a number if its outputs are finite, else another number or NaN, at no cost on the host.
+    At every eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so
+    it never waits. Comparisons and the end of a call read the number itself.
     """
 
     EVERY = 8
@@ -205,8 +205,9 @@ def largest(outputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _logits(outputs: Mapping[str, Any]) -> Tensor | None:
-    """The logits of a step, [B, N, V]. transformers converts them to fp32, which preserves the order of values in all
-    dtypes except fp64.
+    """The logits of a step, [B, N, V], or None if there are none of this shape or if they are fp64.
+
+    transformers converts them to fp32, which preserves the order of values in all dtypes except fp64.
     """
     logits = outputs.get("logits")
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.dtype == torch.float64:

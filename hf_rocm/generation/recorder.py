@@ -39,6 +39,8 @@ class Recorder(Protocol):
 class GraphRecorder:
     """Records with `torch.cuda.CUDAGraph`. All recordings of a device share one memory pool, which is never freed.
 
+    After a capture that was invalidated, later recordings use a new pool.
+
     Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
     nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
     does with `mode="reduce-overhead"`, the allocator does not reuse that memory elsewhere. Recordings that share memory
@@ -144,7 +146,7 @@ def _no_collection() -> Iterator[None]:
 def _begin(graph: Any, shared: _Shared) -> None:
     """Begin a capture without blocking the device's random generator for other threads.
 
-    A capture registers the state of the generator, and other threads that draw from it would raise an error. So the
+    A capture registers the state of the generator, and drawing from it in another thread would raise an error. So the
     capture gets a copy of the state. Recording a step that draws random numbers fails, as intended.
     """
     generator: Any = torch.cuda.default_generators[shared.device.index]

@@ -183,7 +183,7 @@ class Step:
         return residents.input_ids
 
     def confirm(self, cache: DecodeCache, position: int, tokens: int) -> None:
-        """Set the position of a step whose inputs `begin` has set without it. The arguments are those of `begin`."""
+        """Set the position of a step whose inputs `begin` has set without it. cache, tokens: those of `begin`."""
         length = cache.length
         self._position = position
         self.residents, _ = self._placed[tokens]
@@ -193,7 +193,10 @@ class Step:
         cache.level(length)
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
-        """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens."""
+        """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens.
+
+        In a call that verifies drafts, remove the growing arguments instead.
+        """
         if self.verifies:
             if not self._removed:
                 self._given = {name: value[..., : self._position + 1] for name, value in self._given.items()}

@@ -277,7 +277,7 @@ class Runner:
         return outputs
 
     def _reorder(self, rows: Tensor) -> None:
-        """Reorder the batch of the cache: the uncaptured reordering at first, then a replay of its recording."""
+        """Reorder the batch of the cache: uncaptured at first, then by a replay of the recorded reordering."""
         cache, state = self.cache, self._state
         if state.disabled is not None or self._uncaptured:
             return reorder(cache.rows_of_beams(), rows)
@@ -344,7 +344,7 @@ class Runner:
         return result.outputs
 
     def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
-        """Disable recording. The uncaptured results are right unless they depend on values that replays wrote."""
+        """Disable recording. Raises `Rewind` if the uncaptured results may depend on values that replays wrote."""
         where = "" if not (result.here and result.intact) else " on another rank"
         what = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
         reason = f"a replayed step differed from the step itself{where}, {what}"

@@ -13,7 +13,7 @@ _MOST = 256
 
 
 class Seen:
-    """The steps over one cache. Its entry in the cache's dict of recordings is removed together with these."""
+    """The steps over one cache. Its entry in the cache's dict of recordings is removed when the dict is cleared."""
 
     def __init__(self) -> None:
         self._replayed: dict[tuple[int | None, int], Hashable] = {}

@@ -82,7 +82,10 @@ class _Criteria(StoppingCriteriaList):
         return Stopped(lambda: stopped, rows, none=none)
 
     def _acting(self, length: int) -> EosTokenCriteria | None | Literal[False]:
-        """The only criterion that may stop a row at this length; None if there is none, False if there are others."""
+        """The only criterion that may stop a row at this length, if it is an `EosTokenCriteria`; None if there is none.
+
+        False if other criteria may stop a row, or if a function of transformers' criteria was replaced.
+        """
         acting = [criterion for criterion in self._stock if _acts(criterion, length)]
         if len(acting) > 1 or any(type(criterion) is not EosTokenCriteria for criterion in acting):
             return False
@@ -95,7 +98,7 @@ class _Criteria(StoppingCriteriaList):
         return all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in self._stock) and _skipped().holds()
 
     def ends(self, length: int) -> Tensor | None | Literal[False]:
-        """The end tokens that end a row of this length; None if no row ends, False if other criteria apply."""
+        """The end tokens that end a row of this length; None if no row ends, False if `_acting` returns False."""
         criterion = self._acting(length)
         return criterion.eos_token_id if isinstance(criterion, EosTokenCriteria) else criterion
 
@@ -116,7 +119,7 @@ class _Criteria(StoppingCriteriaList):
 
 
 def _acts(criterion: Any, length: int) -> bool:
-    """Return whether a criterion may stop at this length, or warn that it exceeds the model's maximum."""
+    """Return whether a criterion may stop a row at this length, or warn that the length exceeds the model's maximum."""
     if type(criterion) is not MaxLengthCriteria:
         return True
     position = criterion.max_position_embeddings

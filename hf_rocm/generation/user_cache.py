@@ -2,7 +2,7 @@
 
 The keys and values of the cache are copied to the `DecodeCache` when the call begins. When the call ends, the new ones
 are written back with the cache's own `update`. So the user's object has the type, the contents and the length that it
-would have in stock.
+would have without hf_rocm.
 """
 
 from __future__ import annotations

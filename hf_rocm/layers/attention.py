@@ -75,7 +75,7 @@ def fallback_reason(
     overlay. beyond_sdpa: the model's attention has terms that SDPA lacks, so that transformers' default for it is
     `eager`. pages: the overlay serves flash attention over pages: it passes `arguments` and the layer's terms to
     `visible_keys`.
-    The reason is stored on the module for `explain`.
+    The reason is stored on the module for `explain`, except while torch.compile or torch.export traces.
     """
     reason = _reason(module, mask, arguments, dropout, beyond_sdpa, pages) or extra_reason
     traced = compiling() or compiler._is_compiling_flag
@@ -305,6 +305,6 @@ def _kernel_takes(
     )
     if not kernel_serves(decode._operation, tuple(spec)):
         return False
-    # a kernel that the user registered for attention is preferred to ours for lengths
+    # a kernel that the user registered for attention is preferred to hf_rocm's kernel for lengths
     own = decode._operation.choose(tuple(spec)).implementation.tier == "user"
     return own or not user_serves(query, key, value, mask, softcap=softcap, sinks=sinks)

@@ -1,8 +1,8 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
-In a recorded step of one token, one kernel computes all of it. Kernels that write keys and values replace `update` only
-in caches where it is known to write them and to do nothing else: transformers' static layers, checked by the digests of
-their definitions, and the cache of recorded decode steps.
+In a recorded step of one token, one kernel can compute all of it. Kernels that write keys and values replace `update`
+only in caches where it is known to write them and to do nothing else: transformers' static layers, checked by the
+digests of their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ STAYED = "_hf_rocm_stayed"
 
 
 def note(module: nn.Module, reason: str | None) -> None:
-    """Store the reason, or remove an older one. If there is neither, this costs one dictionary lookup."""
+    """Store the reason, or remove an older one. If there is neither, this costs one dictionary lookup.
+
+    Does nothing while torch.compile or torch.export traces.
+    """
     if torch.compiler.is_compiling():
         return
     if reason is not None:

@@ -107,7 +107,7 @@ def flash_attn_with_kvcache(
     """Append k and v, [B, S_q, Hkv, D], if given, to the pages of each row, and attend causally.
 
     k_cache, v_cache: [pages, page size, Hkv, D]. cache_seqlens: [B], the number of keys before those of the queries;
-    −1 for a row without a request. block_table: [B, N]. Returns [B, S_q, H, D_v].
+    −1 for a row without a request. block_table: [B, N], or [B, N + 1] with `RingPages`. Returns [B, S_q, H, D_v].
     """
     terms = _terms(q, softmax_scale, True, window_size, softcap, s_aux)
     slots = None

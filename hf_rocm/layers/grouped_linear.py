@@ -54,7 +54,7 @@ def project(
 ) -> tuple[Tensor, ...] | None:
     """Split `product` into the layers' outputs [..., N_i], which are views of one tensor.
 
-    Returns None if `product` does.
+    Returns None if `product` does, or if another thread has dropped the group in the meantime.
 
     head_dim: x is [B, S, K], and the outputs are split into heads: [B, N_i / head_dim, S, head_dim].
     """

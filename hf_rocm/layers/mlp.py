@@ -51,7 +51,10 @@ class GatedMLP:
     def forward(
         self, module: Any, stock: Callable[..., Any], x: Tensor, fused: PrenormResidual | None = None
     ) -> Tensor:
-        """Run the MLP. x: [..., hidden]. Returns [..., hidden]. Without fused weights the stock forward runs."""
+        """Run the MLP. x: [..., hidden]. Returns [..., hidden].
+
+        The stock forward runs if `grouped_linear.product` returns None, for example without fused weights.
+        """
         function = child(module, self.activation)
         known = self.activation if function is None else activation_of(function)
         if fused is None:

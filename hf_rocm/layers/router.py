@@ -78,7 +78,10 @@ class GroupedRouter:
 
 
 def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
-    """Return whether a router computes a plain GEMM of plain parameters, without gradients and outside a trace."""
+    """Return whether a router computes a plain GEMM of plain parameters, without gradients and outside a trace.
+
+    False if aiter is required for linear layers.
+    """
     if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
         return False
     current = options.current()

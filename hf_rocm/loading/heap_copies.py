@@ -65,7 +65,7 @@ def where_needed() -> Iterator[None]:
 
 
 def _open_through_heap(change: Change) -> Callable[..., Any]:
-    """Return a `safe_open` whose tensors have separate memory."""
+    """Return a `safe_open` whose tensors have separate memory, except on MPS and for files that are not mapped."""
 
     def safe_open(filename: Any, framework: Any = "pt", device: Any = "cpu", **arguments: Any) -> Any:
         stock: Callable[..., Any] = change.original
@@ -77,7 +77,7 @@ def _open_through_heap(change: Change) -> Callable[..., Any]:
 
 
 class _Wrapper:
-    """A proxy that forwards the attributes that it lacks to the wrapped object."""
+    """A proxy: attributes that it lacks are those of the wrapped object."""
 
     def __init__(self, wrapped: Any, device: Any) -> None:
         self._wrapped, self._device = wrapped, device

@@ -95,7 +95,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether autocast, a function transform, forward AD, tracing or a Tensor subclass sends the call to PyTorch."""
+    """Whether autocast, a function transform, forward AD, torch.jit.trace or a Tensor subclass leaves it to PyTorch."""
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)

@@ -122,7 +122,7 @@ def _ends(lengths: Tensor) -> Tensor:
 def _kernel_serves(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, window: int | None, softcap: bool, sinks: bool
 ) -> bool:
-    """Whether a kernel serves packed sequences or lengths, but none serves the mask itself."""
+    """Whether a kernel serves packed sequences or lengths and, for few queries, none serves the mask itself."""
     s_q = query.shape[2]
     if s_q <= FEW_QUERIES and mask_serves(query, key, value, mask.dtype, softcap=softcap, sinks=sinks):
         return False

@@ -1,8 +1,8 @@
 """Routed experts in PyTorch: grouped GEMMs, batched GEMMs for few tokens, and two loops.
 
-The gathered and grouped forms don't synchronise with the host, so they can be recorded in a graph. There are two
-exceptions: the grouped form synchronises if PyTorch has no kernel for the dtype on this GPU (recent GPUs have one for
-bf16), and if not all dequantised experts fit into the temporary memory. Both loops synchronise.
+`gathered` and `grouped` don't synchronise with the host, so they can be recorded in a graph. There are two exceptions:
+`grouped` synchronises if PyTorch has no kernel for the dtype on this GPU (recent GPUs have one for bf16), and if not
+all dequantised experts fit into the temporary memory. Both loops synchronise.
 """
 
 from __future__ import annotations

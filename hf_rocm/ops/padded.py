@@ -40,7 +40,7 @@ class CacheRows:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute the attention that the mask describes. Returns [B, S_q, H, D_v], zeros for queries without keys."""
+        """Compute the attention that the mask describes, with `decode_attention`. Returns [B, S_q, H, D_v]."""
         return decode_attention(
             query,
             key,
@@ -82,7 +82,7 @@ class Packed:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Like `CacheRows.attend`, but sinks must be None."""
+        """Like `CacheRows.attend`, but with `varlen_attention`: sinks must be None, and padding queries get zeros."""
         b, h, s_q, _ = query.shape
         output = varlen_attention(
             query.transpose(1, 2).flatten(0, 1)[self.queries],

@@ -195,7 +195,7 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
 def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function that serves a call, or `otherwise` if the user named or required a tier that can't serve it.
 
-    It is used for variants of another operation, whose options apply to them: the user chose the tier for that one.
+    It is used for variants of another operation, whose options apply to them: the user chose a tier for that operation.
     """
     try:
         return operation.calls[spec]

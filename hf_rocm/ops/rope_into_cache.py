@@ -181,7 +181,7 @@ def _triton_refuses(spec: RopeIntoCacheSpec, device: Device) -> str | None:
 
 
 def parts_refuse(*names: str) -> str | None:
-    """Why one of our kernels must not replace these operations: the user chose how one of them runs. Otherwise None."""
+    """Why one kernel must not replace these operations, or None: the user may have chosen how one of them runs."""
     current = options.current()
     for name in names:
         if current.aiter.get(name) is Switch.REQUIRED and current.tier(name) is None:

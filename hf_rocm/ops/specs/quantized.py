@@ -28,7 +28,7 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    # how many numbers of a row share a scale; 0: each row has one. 8-bit weights: the size of a square block
+    # how many numbers of a row share a scale; 0: a row has one scale. 8-bit weights: the size of a square block
     group: int = 0
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False

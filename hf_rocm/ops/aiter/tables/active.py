@@ -18,9 +18,9 @@ from hf_rocm.ops.aiter.tables.table import Table, read
 def before_import() -> None:
     """Merge the tables into one file and set it as aiter's table. Called right before aiter is imported.
 
-    Changes nothing if neither the user nor `hf-rocm tune` has added rows. Raises `TableError`, with the lines, if a
-    file that the user named in AITER_CONFIG_GEMM_BF16 can't be used, and `TuningError` if aiter's own table has unknown
-    columns. For invalid lines and unusable files that the user did not name, it only warns.
+    Changes nothing if neither the user nor `hf-rocm tune` has added rows, or if hf_rocm does not support the tables of
+    this release. Raises `TableError`, with the lines, if a file that the user named in AITER_CONFIG_GEMM_BF16 can't be
+    used. For invalid lines and unusable files that the user did not name, it only warns.
     """
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):

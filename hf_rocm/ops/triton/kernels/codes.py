@@ -98,7 +98,7 @@ def run_of(half, PLACE: tl.constexpr, SELECT: tl.constexpr):
 def _coded_pairs(words, half, low, low_end, high, high_end, SIGNED: tl.constexpr):
     """`coded` for two words at a time, so that both numbers of a run end up in one register.
 
-    NVIDIA's instruction reads the places of four bytes from 4 bits each. They come from two runs of both words.
+    NVIDIA's instruction reads the indices of four bytes from 4 bits each. They come from two runs of both words.
     """
     if SIGNED:
         return tl.inline_asm_elementwise(
@@ -122,13 +122,13 @@ def _coded_pairs(words, half, low, low_end, high, high_end, SIGNED: tl.constexpr
 
 @triton.jit
 def _lookup(table, places, SELECT: tl.constexpr):
-    """Four of the eight bytes of an int64."""
+    """Four of the eight bytes of an int64. places: as in `_select`."""
     return _select(table.to(tl.int32), (table >> 32).to(tl.int32), places, SELECT)
 
 
 @triton.jit
 def _select(first, second, places, SELECT: tl.constexpr):
-    """Four of the eight bytes of first and second, whose places are 0 … 7."""
+    """Four of the eight bytes of first and second. places: their indices, 0 … 7, one per byte."""
     if SELECT == _AMD:
         return tl.inline_asm_elementwise(
             "v_perm_b32 $0, $1, $2, $3", "=v,v,v,v", [second, first, places], dtype=tl.int32, is_pure=True, pack=1

@@ -41,7 +41,7 @@ def mxfp4_gate_up(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """BLOCK_N columns of one pair."""
+    """Compute BLOCK_N columns of one pair."""
     pair = tl.program_id(0)
     first = tl.program_id(1) * BLOCK_N
     dtype: tl.constexpr = out.dtype.element_ty
@@ -79,7 +79,7 @@ def mxfp4_down(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
+    """Compute BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -115,7 +115,7 @@ def _added_up(
     blocks,  # K / 32
     BLOCKS: tl.constexpr,
 ):
-    """x · weight in fp32, block by block along K."""
+    """Add the elementwise products of x and the weight to sums in fp32, some blocks of K at a time."""
     for start in tl.range(0, blocks, BLOCKS):
         index = start + block
         inside = index < blocks

@@ -32,7 +32,7 @@ def matrix_vector(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of the result for one row of x, without matrix instructions."""
+    """Compute BLOCK_N columns of the result for one row of x, without matrix instructions."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]

@@ -55,5 +55,5 @@ def _of_text(text: str, weights: int, source: str) -> int:
 def _refused(budget: object, source: str) -> OptionError:
     return OptionError(
         f"{source}{budget} is not valid",
-        facts={"allowed": "bytes (an integer, or text such as 4GiB), or a share of the weights (0.0 to 1.0, or 25%)"},
+        facts={"allowed": "bytes (an integer, or text such as 4GiB), or a share (0.0 to 1.0, or 25%)"},
     )

@@ -53,7 +53,10 @@ class ModelOrCommand(Group):
         return super().parse_args(ctx, args)
 
     def _refuse_misspelt(self, ctx: Any, args: list[str]) -> None:
-        """Raise a usage error if the first of two words is almost the name of a command. A model is a single word."""
+        """Raise a usage error if the first of two words is almost the name of a command, and not an existing path.
+
+        A model is a single word.
+        """
         word, others = args[0], [name for name in self.commands if name != "model"]
         near = difflib.get_close_matches(word, others, 1, 0.7)
         if near and len(args) > 1 and not args[1].startswith("-") and not Path(word).exists():
@@ -92,7 +95,10 @@ def _write_commands(formatter: Any, title: str, commands: Iterable[tuple[str, An
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Parse positive integers such as `1,8,32`. Returns them sorted, without duplicates. Raises `OptionError`."""
+    """Parse positive integers up to 10⁷, such as `1,8,32`. Returns them sorted, without duplicates.
+
+    Raises `OptionError` for any other text.
+    """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) <= 10**7 for word in words):
         raise OptionError(f"{option} {text} is not valid", hint=f"pass integers: {option} 1,8,32")

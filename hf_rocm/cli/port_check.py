@@ -78,7 +78,10 @@ def _full(report: Report, shown: int | None) -> Iterator[str]:
 
 
 def _summary(report: Report) -> list[str]:
-    """Return one line per rule, the number of skipped files by reason, the verdict and the next step, in 25 lines."""
+    """Return one line per rule, the number of skipped files by reason, the verdict and the next step.
+
+    Rules that do not fit in 25 lines are only counted.
+    """
     end = []
     for label, thing, reasons in (("not read", "file", report.unread), ("left out", "path", report.left_out)):
         if reasons:

@@ -150,8 +150,8 @@ class Reads(_BasicOperators):
     def finish(self) -> None:
         """Release the stored results of the forward after it has ended.
 
-        A tensor on the device that no operator returned, and that no longer exists, was created from host values, for
-        example by `torch.tensor(0.0, device="cuda")`. PyTorch's copy of such values can't be observed or recorded.
+        A small tensor on the device that no operator returned, and that no longer exists, was created from host values,
+        for example by `torch.tensor(0.0, device="cuda")`. PyTorch's copy of such values can't be observed or recorded.
         """
         self._kept.clear()
         self._log.clear()

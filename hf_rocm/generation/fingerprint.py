@@ -121,7 +121,7 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
 
 
 def _identity(value: Any) -> Hashable:
-    """A weak reference that equals only references to the same object, while this is alive.
+    """A weak reference that equals only references to the same object, as long as that object is alive.
 
     Python keeps one plain `weakref.ref` per object, which makes it fast. It is not used for classes with their own
     `__eq__`, because references to equal objects are equal.

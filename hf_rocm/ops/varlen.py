@@ -83,7 +83,7 @@ def varlen_attention(
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
-    length. Sequences may be empty; the output is zero for queries after the last sequence. The other arguments
+    lengths. Sequences may be empty; the output is zero for queries after the last sequence. The other arguments
     are those of `attention`.
 
     Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] in fp32 (fp64 for fp64): the natural

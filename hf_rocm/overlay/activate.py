@@ -99,7 +99,7 @@ def _usable(state: FileState) -> Overlay:
 
 
 def _execute(overlay: Overlay) -> ModuleType:
-    """Return the overlay's module. Executes it unless it was executed before and its classes are still bound."""
+    """Return the overlay's module. Executes it unless that was done before and one of its classes is still bound."""
     name = f"{_PACKAGE}.{overlay.directory.replace('-', '_').replace('.', '_')}.{overlay.model}"
     module = sys.modules.get(name)
     if module is not None and _bound_by(module):

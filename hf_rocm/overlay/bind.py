@@ -261,7 +261,10 @@ def _checkpointed(cls: Any, stock: Forward, forward: Forward) -> Forward:
 
 
 def bind_waiting() -> None:
-    """Bind the classes that had another library's forward when their overlay ran and have the stock forward now."""
+    """Bind the classes that had another library's forward when their overlay ran and have the stock forward now.
+
+    Overlays without a bound class are skipped.
+    """
     homes = {id(binding.home) for binding in bindings()}  # the homes of bound overlays
     for cls, (home, bind) in list(waiting.items()):
         if id(home) in homes and _stock(cls):

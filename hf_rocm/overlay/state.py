@@ -95,7 +95,7 @@ class FileState:
 
     @property
     def skippable(self) -> bool:
-        """Whether `skip_changed` may skip the file: it is outgrown, or does not match its overlay and has no block."""
+        """Whether `skip_changed` may skip the file: it is outgrown, or it exists, has no block and is `CHANGED`."""
         unpatched = self.installed is Installed.NO and self.data is not None
         return self.outgrown or (self.match is Match.CHANGED and unpatched)
 

@@ -36,7 +36,8 @@ def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
 def fused_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
     """Like `refuses`, for a fused GEMM."""
     if spec.activation is not None and spec.rows != 1 and spec.k % 16 and (device.arch or "").startswith("gfx11"):
-        return f"on RDNA 3, a wait is missing from our gated kernel's code unless K is a multiple of 16, got {spec.k}"
+        reason = "on RDNA 3, a wait is missing from our gated kernel's code for M > 1"
+        return f"{reason}, unless K is a multiple of 16, got {spec.k}"
     return refuses(spec, device) or parts_refuse(spec)
 
 

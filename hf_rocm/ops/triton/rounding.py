@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.quantized import RoundingSpec
 
 NAME = "round_rows_kernel"
-WIDEST = rounding_tile(2**30)[0]  # columns that a program reads at a time
+WIDEST = rounding_tile(2**30)[0]  # the largest number of columns that a program reads at a time
 
 
 def refuses(spec: RoundingSpec, device: Device) -> str | None:
@@ -30,7 +30,7 @@ def refuses(spec: RoundingSpec, device: Device) -> str | None:
     if spec.dtype not in DTYPES:
         return f"our kernel rounds fp32, bf16 and fp16, not {spec.dtype}"
     if spec.format not in (INT8, fp8_of(device)):  # without such instructions, the compiler rounds twice
-        return f"{device.arch} has no instruction that rounds to {spec.format}"
+        return f"{device.arch or 'this device'} has no instruction that rounds to {spec.format}"
     return format_refuses(spec, device)
 
 

@@ -1,5 +1,5 @@
 """The start and the end of a decode step through hf_rocm's kernels: its inputs, the outputs computed from its logits,
-and the appended tokens.
+the appended tokens, and the lookup of drafts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`hf-rocm bench --tp N`: start N ranks that share one model, wait for them, and return the segment of rank 0.
 
-The ranks are plain processes with their own store. So a failure of one rank is detected at once, even while the others
-wait for it, and its exception or signal is reported. Then all ranks are stopped, and no result is written.
+The ranks are plain processes, and their store is in this process. So a failure of one rank is detected at once, even
+while the others wait for it, and its exception or signal is reported. Then all ranks are stopped, and no result is
+written.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def local(parameter: Any) -> Any:
 
 
 def windows(model: Any) -> list[int | None]:
-    """Return the sliding window of every attention layer in tokens; None for full attention."""
+    """Return the sliding window of every layer in tokens; None for layers without one, such as full attention."""
     config = _text(model)
     layers = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

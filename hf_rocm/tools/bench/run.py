@@ -94,7 +94,10 @@ def bench(
     progress: Progress,
     parity: bool = True,
 ) -> Segment:
-    """Measure every case on all sides in interleaved rounds. Raises `Mismatch` if hf_rocm's results are wrong."""
+    """Measure every case on all sides, in interleaved rounds if the caches of all sides fit in memory.
+
+    parity: whether to check the results first. Raises `Mismatch` if those of hf_rocm are wrong.
+    """
     progress(f"{subject.name}: building the model")
     model = subject.load()
     reference = Reference(model) if parity else None

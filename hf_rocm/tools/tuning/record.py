@@ -33,7 +33,8 @@ def record(
 ) -> list[Gemm]:
     """Return the GEMMs of a prefill and a decode step as in `generate`, for every combination of batch and prompt.
 
-    Layers that the loader fuses count as one. Raises `TuningError` if the model does not take tokens.
+    A model that does not generate runs a single forward pass. Layers that the loader fuses count as one. Raises
+    `TuningError` if the model does not take tokens.
     """
     runs = [(batch, prompt) for batch in batches for prompt in prompts]
     with Recording() as seen, torch.no_grad(), options.override(tiers={**options.current().tiers, "linear": "torch"}):

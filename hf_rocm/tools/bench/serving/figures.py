@@ -76,7 +76,7 @@ def by_case(cases: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
-    """Return the header and rows for one load: a column per side, and one for hf_rocm's improvement over stock."""
+    """Return the header and rows for one load: a column per side and, if there are two, one for the ratio to stock."""
     both = len(group) == 2
     rows = [_row("tokens per second", [f"{case['rate']:.{0 if case['rate'] >= 100 else 1}f}" for case in group],
                  _ratio(group[-1]["rate"], group[0]["rate"]) if both else "")]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One run of `hf-rocm bench serve`: compare both servers' answers to the same requests, and measure every load on both.
+"""One run of `hf-rocm bench serve`: compare both servers' answers to the same requests, and measure every load.
 
 Only one server runs at a time, since a server fills the GPU's memory with its cache.
 """
@@ -40,8 +40,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Settings:
     """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
-    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds. sides: those
-    that are measured; answers are always compared.
+    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds. sides: the
+    measured sides; hf_rocm's is always measured, and the answers of both are always compared.
     """
 
     batching: bool = True
@@ -54,7 +54,7 @@ class Settings:
 def bench_serving(
     subject: Subject, loads: Sequence[Load], settings: Settings, *, segment: str, progress: Progress
 ) -> Segment:
-    """Measure every load on both servers.
+    """Compare the answers of both servers, and measure every load on the servers of `settings.sides`.
 
     Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
     server fails, and `Mismatch` if hf_rocm's answers differ from stock's by more than the tolerance.

@@ -71,7 +71,7 @@ class Server:
     def explained(self, *, timeout: float = 30.0) -> list[str]:
         """Return `explain`'s sentences about batches and recorded steps in this server's model.
 
-        The list is empty for stock, and if the server does not answer within `timeout` seconds.
+        The list is empty for stock, on Windows, and if the server ends or does not answer within `timeout` seconds.
         """
         file = self.folder / "explained.json"
         if self.side != PREPARED or not hasattr(signal, "SIGUSR1"):

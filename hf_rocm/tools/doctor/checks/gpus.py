@@ -1,4 +1,4 @@
-"""The architectures of the GPUs, the tiers that support them, and overrides that report another architecture."""
+"""The GPUs' architectures, their tiers, overrides of the architecture, and the memory that integrated GPUs share."""
 
 from __future__ import annotations
 

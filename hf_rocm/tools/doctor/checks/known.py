@@ -227,7 +227,7 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
 
 
 def _padded_rows(facts: Facts) -> Iterator[Finding]:
-    """Check for a float16 model, in which left-padded query rows without a visible key can become NaN."""
+    """Check for a float16 model in transformers ≥ 5: left-padded query rows without a visible key can become NaN."""
     named = facts.model
     here = version(facts.transformers.version)
     if named is None or named.dtype != "float16" or here is None or here.major < MASKS_UNCORRECTED:

@@ -110,7 +110,10 @@ def _matches(interface: str, wanted: str) -> bool:
 
 
 def _elsewhere(facts: Facts) -> Iterator[Finding]:
-    """Check that the host name resolves to an address of this host. Otherwise gloo uses the loopback address."""
+    """Check that the host name resolves to an address of this host, if ranks run on several hosts.
+
+    Otherwise gloo uses the loopback address.
+    """
     here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
     several = here.isdecimal() and int(here) < int(everywhere)
     if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):

@@ -78,7 +78,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
 
 
 def _library(facts: Facts) -> Iterator[Finding]:
-    """Report the RCCL that torch was built with and the one that is loaded, which may differ."""
+    """Warn if the loaded RCCL has another major or minor version than the one that torch was built with."""
     built, loaded = facts.torch_answer.facts.get("collectives"), facts.torch_answer.facts.get("collectives_loaded")
     if not built or not loaded:
         return

@@ -4,9 +4,9 @@ A `Change` is a record: an owner (a class, a module, a registry), a name, the or
 replacement. Everything else in hf_rocm declares changes and names their user. A change is applied for its first user
 and undone when its last user is released. Users are referenced weakly, so the changes for a model end with the model.
 
-If other code has wrapped or replaced our replacement in the meantime, that code's value is kept. Our change is then no
-longer `live`, and a replacement that is not live only calls the original. If our replacement becomes the current value
-again, the next operation undoes it.
+If other code has wrapped or replaced hf_rocm's replacement in the meantime, that code's value is kept. The change is
+then no longer `live`, and a replacement that is not live only calls the original. If the replacement becomes the
+current value again, the next operation undoes it.
 
 Garbage collection can run while PyTorch compiles or iterates over a table of hooks. So the callback for a collected
 user only records the user, and the next operation undoes the user's changes.
@@ -119,7 +119,7 @@ _undone: WeakSet[Change] = WeakSet()  # undone changes that something still refe
 def apply(*changes: Change, user: Any) -> None:
     """Apply these changes for a user, all or none. Changes that this user already has are skipped.
 
-    A change that was undone is written again only if the current value is its original or one of our replacements.
+    A change that was undone is written again only if the current value is its original or one of hf_rocm's replacements.
     Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
     """
     with _operation():
@@ -305,7 +305,7 @@ def _same(change: Change) -> Change | None:
 
 
 def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
-    """Return the value below our replacements, whether their changes are live or undone."""
+    """Return the value below hf_rocm's replacements, whether their changes are live or undone."""
     changes = [*_live.get(place, ()), *(change for change in _undone if change.place == place)]
     while (change := next((change for change in changes if change.replacement is value), None)) is not None:
         value = change.original

@@ -84,7 +84,7 @@ def show(comparison: Comparison) -> None:
             counts = _counts(model, results)
             hits = str(sum(comparison.hits(model).values())) if name == "overlaid" else ""
             rows.append((f"{model}, {name}", *(str(counts[outcome]) for outcome in OUTCOMES), hits))
-    table(("", *OUTCOMES, "our forwards"), rows)
+    table(("", *OUTCOMES, "hf_rocm's forwards"), rows)
     say()
     for test in comparison.regressions:
         after = comparison.overlaid.get(test)

@@ -126,7 +126,7 @@ CASES = [
         "gfx90a",
     ),
     (PACKED, VARLEN, {"dtype": FP32}, "aiter's attention takes fp16 and bf16, not fp32"),
-    (PACKED, VARLEN, {"lse": True}, "our call to flash_attn_varlen_func does not return the log-sum-exp"),
+    (PACKED, VARLEN, {"lse": True}, "the call to flash_attn_varlen_func does not return the log-sum-exp"),
     # mha_fwd with lengths
     (decode.refuses, DECODING, {"grad": True}, "mha_fwd has no gradient"),
     (decode.refuses, DECODING, {"softcap": True}, "mha_fwd has no softcap"),

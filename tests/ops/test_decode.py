@@ -84,7 +84,7 @@ def test_lengths_give_the_same_result_as_the_equivalent_mask():
 
 REFUSALS = [
     (decode.refuses, DECODING, {"few_queries": False, "one_query": False}, "at most 16 queries for each row"),
-    (decode.refuses, DECODING, {"grad": True}, "our decode kernel has no gradient"),
+    (decode.refuses, DECODING, {"grad": True}, "the decode kernel has no gradient"),
     (decode.refuses, DECODING, {"dtype": torch.float64}, "supports fp32, bf16 and fp16, not torch.float64"),
     (decode.refuses, DECODING, {"dtype": torch.float32}, "less accurate than fp32 requires"),
     (decode.refuses, DECODING, {"value_dim": 512}, "head dims must be at most 256, got 64 and 512"),
@@ -96,7 +96,7 @@ REFUSALS = [
         {"one_query": False, "square": True},
         "at most 16 queries, and several only with more keys",
     ),
-    (decode.attention_refuses, ATTENTION, {"grad": True}, "our decode kernel has no gradient"),
+    (decode.attention_refuses, ATTENTION, {"grad": True}, "the decode kernel has no gradient"),
 ]
 
 

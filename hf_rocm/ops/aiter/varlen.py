@@ -39,7 +39,7 @@ def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
 def packed_refuses(spec: VarlenSpec, device: Device) -> str | None:
     reason = detect.unavailable(device) or limits(spec)
     if reason is None and spec.lse:
-        return "our call to flash_attn_varlen_func does not return the log-sum-exp"
+        return "the call to flash_attn_varlen_func does not return the log-sum-exp"
     return reason or _refuses(spec, device)
 
 

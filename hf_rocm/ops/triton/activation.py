@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def refuses(spec: ActivationSpec | ActSpec, device: Device) -> str | None:
     """Why the kernel can't serve this activation, or None."""
     if spec.grad:
-        return "our activation kernel has no gradient"
+        return "the activation kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our activation kernel supports fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the activation kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     return detect.unavailable(device)
 
 

@@ -43,7 +43,7 @@ def refuses(spec: DecodeSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return "our decode kernel takes at most 16 queries for each row"
+        return "the decode kernel takes at most 16 queries for each row"
     return limits(spec, device)
 
 
@@ -53,9 +53,9 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.weights:
-        return "our decode kernel doesn't return attention weights"
+        return "the decode kernel doesn't return attention weights"
     if not (spec.one_query or spec.few_queries):
-        return "our decode kernel takes at most 16 queries, and several only with more keys than queries"
+        return "the decode kernel takes at most 16 queries, and several only with more keys than queries"
     return limits(spec, device) or _gain(spec, device)
 
 
@@ -79,7 +79,7 @@ def paged_refuses(spec: PagedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return "our decode kernel takes at most 16 queries for each row"
+        return "the decode kernel takes at most 16 queries for each row"
     return limits(spec, device)
 
 
@@ -115,15 +115,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
 def limits(spec: DecodeSpec | AttentionSpec | PagedSpec | AttendIntoCacheSpec, device: Device) -> str | None:
     """Why the kernel doesn't support the gradient, dtype or head dims of a call, or None."""
     if spec.grad:
-        return "our decode kernel has no gradient"
+        return "the decode kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our decode kernel supports fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the decode kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.dtype == torch.float32 and device.kind == "cuda":
         return "a GPU's exponential function is less accurate than fp32 requires"  # measured on an H200
     if max(spec.head_dim, spec.value_dim) > LARGEST_HEAD:
         return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
     if (device.arch or "").startswith("gfx11") and max(spec.head_dim, spec.value_dim) > 128:
-        return f"on {device.arch} our decode kernel would spill registers for head dims above 128"
+        return f"on {device.arch} the decode kernel would spill registers for head dims above 128"
     return None
 
 

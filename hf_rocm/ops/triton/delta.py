@@ -24,15 +24,15 @@ LARGEST_STATE = 256 * 128  # the state of one head, which a program keeps in reg
 def refuses(spec: DeltaSpec, device: Device) -> str | None:
     """Why the kernels can't compute this step, or None."""
     if spec.grad:
-        return "our gated delta kernels have no gradient"
+        return "the gated delta kernels have no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
         return (
-            f"our gated delta kernels support fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
+            f"the gated delta kernels support fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
         )
     if spec.state_dtype != torch.float32:
-        return f"our gated delta kernels update states in fp32, not {spec.state_dtype}"
+        return f"the gated delta kernels update states in fp32, not {spec.state_dtype}"
     if power_of_two(spec.key_dim) * power_of_two(spec.value_dim) > LARGEST_STATE:
-        return f"our gated delta kernels take states of up to 256 by 128, got {spec.key_dim} by {spec.value_dim}"
+        return f"the gated delta kernels take states of up to 256 by 128, got {spec.key_dim} by {spec.value_dim}"
     return detect.unavailable(device)
 
 

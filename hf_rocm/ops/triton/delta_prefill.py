@@ -25,7 +25,7 @@ LARGEST_KEY = 256
 def refuses(spec: DeltaSpec, device: Device) -> str | None:
     """Why the kernels can't compute this prompt, or None."""
     if spec.key_dim > LARGEST_KEY:
-        return f"our gated delta kernels take key head dims of up to {LARGEST_KEY} for prompts, got {spec.key_dim}"
+        return f"the gated delta kernels take key head dims of up to {LARGEST_KEY} for prompts, got {spec.key_dim}"
     return delta.refuses(spec._replace(key_dim=1, value_dim=1), device)
 
 

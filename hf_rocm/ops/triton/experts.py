@@ -37,17 +37,17 @@ def refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 def _limits(spec: ExpertsSpec) -> str | None:
     if spec.grad:
-        return "our kernels for chosen experts have no gradient"
+        return "the kernels for chosen experts have no gradient"
     if spec.dtype not in DTYPES:
-        return f"our kernels for chosen experts support fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the kernels for chosen experts support fp32, bf16 and fp16, not {spec.dtype}"
     if spec.weight_dtype != spec.dtype:
-        return f"our kernels for chosen experts need one dtype, got {spec.dtype} and {spec.weight_dtype}"
+        return f"the kernels for chosen experts need one dtype, got {spec.dtype} and {spec.weight_dtype}"
     if not spec.contiguous:
         return "the weights aren't contiguous"
     if 2 * spec.hidden * spec.intermediate >= LARGEST:
         return f"one expert has 2³¹ weights or more: {spec.hidden} × {2 * spec.intermediate}"
     if max(spec.hidden, spec.intermediate) > WIDEST:
-        return f"our kernels for chosen experts write at most {WIDEST} columns"
+        return f"the kernels for chosen experts write at most {WIDEST} columns"
     return None
 
 

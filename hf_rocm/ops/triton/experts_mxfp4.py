@@ -45,11 +45,11 @@ def refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.grad:
-        return "our kernels for chosen experts have no gradient"
+        return "the kernels for chosen experts have no gradient"
     if not 0 < spec.pairs <= PAIRS:
         return f"there are more than {PAIRS} token-expert pairs: each would read its expert's weights again"
     if max(spec.hidden, spec.intermediate) > WIDEST:
-        return f"our kernels for chosen experts write at most {WIDEST} columns"
+        return f"the kernels for chosen experts write at most {WIDEST} columns"
     return None
 
 
@@ -59,7 +59,7 @@ def kernels_refuse(spec: ExpertsSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.dtype not in DTYPES:
-        return f"our kernels for MXFP4 support fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the kernels for MXFP4 support fp32, bf16 and fp16, not {spec.dtype}"
     if not spec.contiguous:
         return "the weights aren't contiguous"
     if 2 * spec.hidden * spec.intermediate >= LARGEST:

@@ -35,9 +35,9 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.weights:
-        return "our flash kernel doesn't return attention weights"
+        return "the flash kernel doesn't return attention weights"
     if spec.mask is not None:
-        return "our flash kernel takes no mask"
+        return "the flash kernel takes no mask"
     if spec.one_query:
         return "a single query is left to kernels that split the keys"
     return _limits(spec, device) or _gain(spec, device)
@@ -64,16 +64,16 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
 
 def _limits(spec: VarlenSpec | AttentionSpec, device: Device) -> str | None:
     if spec.grad:
-        return "our flash kernel has no gradient"
+        return "the flash kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our flash kernel supports fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the flash kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.dtype == torch.float32 and device.kind == "cuda":
         return "a GPU's exponential function is less accurate than fp32 requires"  # measured on an H200
     largest = max(spec.head_dim, spec.value_dim)
     if largest > LARGEST_HEAD:
         return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
     if (device.arch or "").startswith("gfx11") and largest > 128:
-        return f"on {device.arch} our flash kernel would spill registers for head dims above 128"
+        return f"on {device.arch} the flash kernel would spill registers for head dims above 128"
     return None
 
 

@@ -36,7 +36,7 @@ def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
 def fused_refuses(spec: FusedLinearSpec, device: Device) -> str | None:
     """Like `refuses`, for a fused GEMM."""
     if spec.activation is not None and spec.rows != 1 and spec.k % 16 and (device.arch or "").startswith("gfx11"):
-        reason = "on RDNA 3, a wait is missing from our gated kernel's code for M > 1"
+        reason = "on RDNA 3, a wait is missing from the gated kernel's code for M > 1"
         return f"{reason}, unless K is a multiple of 16, got {spec.k}"
     return refuses(spec, device) or parts_refuse(spec)
 
@@ -46,23 +46,23 @@ def parts_refuse(spec: FusedLinearSpec | QuantizedSpec) -> str | None:
     if spec.activation is not None and spec.n % 2:
         return f"a gate needs an even N, got {spec.n}"
     if spec.norm_dtype is not None and not spec.one_plus and spec.norm_dtype != spec.dtype:
-        return f"our norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.norm_dtype}"
+        return f"the norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.norm_dtype}"
     if spec.norm_dtype not in (None, *norm.DTYPES):
         return f"the norm's weight is {spec.norm_dtype}"
     if spec.norm_dtype is not None and spec.k > norm.WIDEST:
-        return f"our norm kernel takes rows of at most {norm.WIDEST} elements, got {spec.k}"
+        return f"the norm kernel takes rows of at most {norm.WIDEST} elements, got {spec.k}"
     return None
 
 
 def _limits(spec: LinearSpec | FusedLinearSpec) -> str | None:
     if spec.grad:
-        return "our kernels for few rows have no gradient"
+        return "the kernels for few rows have no gradient"
     if spec.dtype not in DTYPES:
-        return f"our kernels for few rows support bf16 and fp16, not {spec.dtype}"
+        return f"the kernels for few rows support bf16 and fp16, not {spec.dtype}"
     if spec.weight_dtype != spec.dtype or spec.bias_dtype not in (None, spec.dtype):
-        return f"our kernels need one dtype, got {spec.dtype}, {spec.weight_dtype} and a bias of {spec.bias_dtype}"
+        return f"the kernels need one dtype, got {spec.dtype}, {spec.weight_dtype} and a bias of {spec.bias_dtype}"
     if not spec.contiguous:
-        return "our kernels for few rows need a contiguous weight"
+        return "the kernels for few rows need a contiguous weight"
     if spec.n < FEWEST or spec.k < FEWEST:
         return f"N and K must be at least {FEWEST}, got {spec.n} and {spec.k}"
     return None

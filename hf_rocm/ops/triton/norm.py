@@ -33,13 +33,13 @@ def layer_refuses(spec: LayerNormSpec, device: Device) -> str | None:
 
 def _limits(spec: NormSpec | NormAddSpec | LayerNormSpec, *, one_dtype: bool) -> str | None:
     if spec.grad:
-        return "our norm kernel has no gradient"
+        return "the norm kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
-        return f"our norm kernel supports fp32, bf16 and fp16, not {spec.dtype} with a weight of {spec.weight_dtype}"
+        return f"the norm kernel supports fp32, bf16 and fp16, not {spec.dtype} with a weight of {spec.weight_dtype}"
     if one_dtype and spec.weight_dtype != spec.dtype:
-        return f"our norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
+        return f"the norm kernel needs one dtype, got {spec.dtype} and a weight of {spec.weight_dtype}"
     if spec.dim > WIDEST:
-        return f"our norm kernel takes rows of at most {WIDEST} elements, got {spec.dim}"
+        return f"the norm kernel takes rows of at most {WIDEST} elements, got {spec.dim}"
     return None
 
 

@@ -41,15 +41,15 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.round_input:
-        return "our kernels for few rows don't round x"
+        return "the kernels for few rows don't round x"
     if not spec.rows:
         return "M > 64 is left to a dequantised weight and the BLAS library"
     if spec.dtype not in linear.DTYPES:
-        return f"our kernels for few rows support bf16 and fp16, not {spec.dtype}"
+        return f"the kernels for few rows support bf16 and fp16, not {spec.dtype}"
     if spec.bias_dtype not in (None, spec.dtype):
-        return f"our kernels need one dtype, got {spec.dtype} and a bias of {spec.bias_dtype}"
+        return f"the kernels need one dtype, got {spec.dtype} and a bias of {spec.bias_dtype}"
     if spec.shuffled:
-        return "our kernels read weights in plain order, but this weight is shuffled"
+        return "the kernels read weights in plain order, but this weight is shuffled"
     if spec.n < linear.FEWEST or spec.k < linear.FEWEST:
         return f"N and K must be at least {linear.FEWEST}, got {spec.n} and {spec.k}"
     if spec.format == INT4 and run_length(spec.k, spec.group) < _SHORTEST_RUN:
@@ -58,11 +58,11 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return f"for several rows, groups of {spec.code} may have at most {_LONGEST_CODED} numbers, got {spec.group}"
     rdna3 = (device.arch or "").startswith("gfx11")
     if rdna3 and spec.format in (FP8, FP8_FNUZ) and spec.residual and spec.rows > ROWS and spec.k % _EVEN:
-        reason = "on RDNA 3, a wait is missing from the machine code of our fp8 kernel with a residual sum"
+        reason = "on RDNA 3, a wait is missing from the machine code of the fp8 kernel with a residual sum"
         return f"{reason} for M > {ROWS}, unless K is a multiple of {_EVEN}, got {spec.k}"
     more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
     if more and spec.format != INT4 and rdna3:
-        return "on RDNA 3, a wait is missing from the machine code of our 8-bit kernels with a gate or block scales"
+        return "on RDNA 3, a wait is missing from the machine code of the 8-bit kernels with a gate or block scales"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
         return f"with a scale for each block, a gate needs N to be a multiple of {2 * BLOCK}, got {spec.n}"
     return format_refuses(spec, device) or linear.parts_refuse(spec)
@@ -78,9 +78,9 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.rows:
         return "M ≤ 64 is left to the kernels for few rows"
     if spec.dtype not in linear.DTYPES:  # fp32 GEMMs of the BLAS library differ by more than the check allows
-        return f"our kernels dequantise to bf16 and fp16, not {spec.dtype}"
+        return f"the kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
-        return "our kernels read weights in plain order, but this weight is shuffled"
+        return "the kernels read weights in plain order, but this weight is shuffled"
     return format_refuses(spec, device)
 
 

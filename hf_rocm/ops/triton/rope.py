@@ -36,18 +36,18 @@ NO_NORMS = Norms()
 def refuses(spec: RopeSpec | RopeIntoCacheSpec | AttendIntoCacheSpec, device: Device) -> str | None:
     """Why the kernel can't rotate and normalise these heads, or None."""
     if spec.grad:
-        return "our RoPE kernel has no gradient"
+        return "the RoPE kernel has no gradient"
     if spec.dtype not in DTYPES:
-        return f"our RoPE kernel supports fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the RoPE kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.angle_dtype != spec.dtype:
-        return f"our RoPE kernel needs one dtype, got {spec.dtype} and angles of {spec.angle_dtype}"
+        return f"the RoPE kernel needs one dtype, got {spec.dtype} and angles of {spec.angle_dtype}"
     if spec.rotated % 2 or spec.rotated > spec.head_dim:
-        return f"our RoPE kernel rotates pairs of dims within a head, got {spec.rotated} of {spec.head_dim} dims"
+        return f"the RoPE kernel rotates pairs of dims within a head, got {spec.rotated} of {spec.head_dim} dims"
     norm_dtype, one_plus = getattr(spec, "norm_dtype", None), getattr(spec, "one_plus", False)
     if norm_dtype is not None and (norm_dtype not in DTYPES or (norm_dtype != spec.dtype and not one_plus)):
-        return f"our RoPE kernel needs one dtype, got {spec.dtype} and a norm's weight of {norm_dtype}"
+        return f"the RoPE kernel needs one dtype, got {spec.dtype} and a norm's weight of {norm_dtype}"
     if spec.head_dim > WIDEST:
-        return f"our RoPE kernel takes heads of at most {WIDEST} dims, got {spec.head_dim}"
+        return f"the RoPE kernel takes heads of at most {WIDEST} dims, got {spec.head_dim}"
     return detect.unavailable(device)
 
 

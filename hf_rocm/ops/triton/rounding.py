@@ -28,7 +28,7 @@ def refuses(spec: RoundingSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if spec.dtype not in DTYPES:
-        return f"our kernel rounds fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the kernel rounds fp32, bf16 and fp16, not {spec.dtype}"
     if spec.format not in (INT8, fp8_of(device)):  # without such instructions, the compiler rounds twice
         return f"{device.arch or 'this device'} has no instruction that rounds to {spec.format}"
     return format_refuses(spec, device)

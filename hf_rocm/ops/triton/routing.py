@@ -25,18 +25,18 @@ MOST_CHOSEN = 32
 def refuses(spec: RoutingSpec, device: Device) -> str | None:
     """The reason why the kernel can't choose these experts, or None."""
     if spec.grad:
-        return "our routing kernel has no gradient"
+        return "the routing kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
-        return f"our routing kernel supports fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
+        return f"the routing kernel supports fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
     if spec.experts > MOST_EXPERTS or spec.top > MOST_CHOSEN:
         return (
-            f"our routing kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {spec.top} of "
+            f"the routing kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {spec.top} of "
             f"{spec.experts}"
         )
     if not 0 < spec.top <= spec.experts:
         return f"{spec.top} of {spec.experts} experts can't be chosen"
     if spec.biased and spec.scores == "softmax of the chosen":
-        return "our routing kernel adds no bias to logits"
+        return "the routing kernel adds no bias to logits"
     return _groups(spec) or detect.unavailable(device)
 
 
@@ -44,14 +44,14 @@ def _groups(spec: RoutingSpec) -> str | None:
     if spec.groups == 1:
         return None
     if spec.scores not in ("softmax", "sigmoid"):
-        return "our routing kernel supports groups only with softmax or sigmoid scores"
+        return "the routing kernel supports groups only with softmax or sigmoid scores"
     if spec.experts % spec.groups or not 0 < spec.chosen_groups <= spec.groups:
         return f"{spec.chosen_groups} of {spec.groups} groups of {spec.experts} experts can't be chosen"
     size = spec.experts // spec.groups
     if size & (size - 1) or spec.groups & (spec.groups - 1):
         return f"the number of groups and their size must be powers of two, got {spec.groups} of {size}"
     if spec.best not in (1, 2) or size < spec.best:
-        return f"our routing kernel ranks groups by their best one or two experts, not {spec.best}"
+        return f"the routing kernel ranks groups by their best one or two experts, not {spec.best}"
     if spec.chosen_groups * size < spec.top:
         return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top} experts"
     return None

@@ -30,11 +30,11 @@ BLOCK = 1024
 def begin_refuses(spec: BeginStepSpec, device: Device) -> str | None:
     """Why the kernel can't write the inputs of this step, or None."""
     if spec.dtype not in (torch.uint8, *norm.DTYPES):
-        return f"our kernel that begins a step supports masks in bool, fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the kernel that begins a step supports masks in bool, fp32, bf16 and fp16, not {spec.dtype}"
     if not (spec.contiguous and spec.same):
-        return "our kernel that begins a step needs contiguous tensors, and masks of one dtype and batch size"
+        return "the kernel that begins a step needs contiguous tensors, and masks of one dtype and batch size"
     if spec.clocks > MOST_CLOCKS:
-        return f"our kernel that begins a step takes at most {MOST_CLOCKS} positions and lengths, got {spec.clocks}"
+        return f"the kernel that begins a step takes at most {MOST_CLOCKS} positions and lengths, got {spec.clocks}"
     return detect.unavailable(device)
 
 
@@ -83,9 +83,9 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def look_up_refuses(spec: LookUpDraftsSpec, device: Device) -> str | None:
     """Why the kernel can't search for these drafts, or None."""
     if not (spec.contiguous and spec.wide and spec.here):
-        return "our kernel that looks up drafts needs contiguous tensors of int64 on one device"
+        return "the kernel that looks up drafts needs contiguous tensors of int64 on one device"
     if not 0 < spec.ngram <= MOST_NGRAM:
-        return f"our kernel that looks up drafts takes n-grams of at most {MOST_NGRAM} tokens, got {spec.ngram}"
+        return f"the kernel that looks up drafts takes n-grams of at most {MOST_NGRAM} tokens, got {spec.ngram}"
     return detect.unavailable(device)
 
 
@@ -110,13 +110,13 @@ def look_up_drafts(
 def refuses(spec: FinishStepSpec, device: Device) -> str | None:
     """Why the kernels can't serve this step, or None."""
     if spec.grad:
-        return "our kernel for logits has no gradient"
+        return "the kernel for logits has no gradient"
     if spec.dtype not in norm.DTYPES:
-        return f"our kernel for logits supports fp32, bf16 and fp16, not {spec.dtype}"
+        return f"the kernel for logits supports fp32, bf16 and fp16, not {spec.dtype}"
     if not spec.contiguous:
-        return "our kernel for logits needs contiguous tensors"
+        return "the kernel for logits needs contiguous tensors"
     if not 0 < spec.rows <= MOST:
-        return f"our kernel for logits takes at most {MOST} rows, got {spec.rows}"
+        return f"the kernel for logits takes at most {MOST} rows, got {spec.rows}"
     return detect.unavailable(device)
 
 
@@ -164,11 +164,11 @@ def _finish_step(*arguments: Any) -> tuple[Tensor, ...]:
 def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     """Why the kernel can't append the tokens, or None."""
     if not (spec.contiguous and spec.wide and spec.here):
-        return "our kernel that appends tokens needs contiguous tensors of int64 on one device"
+        return "the kernel that appends tokens needs contiguous tensors of int64 on one device"
     if not 0 < spec.rows <= MOST:
-        return f"our kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"
+        return f"the kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"
     if spec.ends > MOST_ENDS:
-        return f"our kernel that appends tokens takes at most {MOST_ENDS} end tokens, got {spec.ends}"
+        return f"the kernel that appends tokens takes at most {MOST_ENDS} end tokens, got {spec.ends}"
     return detect.unavailable(device)
 
 

@@ -1,6 +1,6 @@
 """Train a small Llama-like model from scratch, on text that every Python installation contains.
 
-The demo and the tests need a trained checkpoint without downloading one: the text is the Python language reference that
+With it, the demo and the tests need no download of a trained checkpoint. The text is the Python language reference that
 `help()` shows, and the tokenizer is a BPE learned on it.
 
     python scripts/train_tiny.py OUT [--steps 800]

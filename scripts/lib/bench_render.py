@@ -1,4 +1,4 @@
-"""Generate the tables and the charts of docs/performance.md and the README, and the tables of docs/multi-gpu.md."""
+"""Generate the tables of docs/performance.md and docs/multi-gpu.md, and the charts of the former and of the README."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Built:
-    """The result of one build for one architecture. problems: sentences, empty if the build is good."""
+    """The result of one build for one architecture. problems: the errors, as text; empty if the build is good."""
 
     kernel: str
     form: str
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     """Return 0 if every build is good, else 1."""
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
-        description="Compile every Triton kernel for AMD GPUs, on any machine. Spilled registers, too much local "
-        "memory, GEMMs without matrix instructions and instructions that the tests cannot execute are errors. "
-        "Needs torch, NumPy and Triton.",
+        description="Compile every Triton kernel for AMD GPUs, on any machine. Failed compilations, spilled registers, "
+        "scratch memory, too much local memory, GEMMs without matrix instructions and instructions that the tests "
+        "cannot execute are errors. Needs torch, NumPy and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
@@ -182,7 +182,8 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
 
 
 def _form(build: Any) -> str:
-    """The properties that distinguish a build from the kernel's other builds: types, constants, absent tensors."""
+    """The properties that distinguish a build from the kernel's other builds: types, constants except BLOCK_ sizes, and
+    absent tensors."""
     types = sorted({kind.strip("*") for kind in build.signature.values() if kind.startswith("*")} - {"i64", "i32"})
     words = ["/".join(types)]
     for name, value in build.constants.items():

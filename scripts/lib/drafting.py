@@ -1,4 +1,4 @@
-"""Draft an overlay from a stock file. Recognised classes are bound; all other classes are left to the author."""
+"""Draft an overlay from a stock file. Recognised classes are bound or get a forward; others are left to the author."""
 
 from __future__ import annotations
 

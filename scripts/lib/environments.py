@@ -32,8 +32,7 @@ NEEDS_PYTHON = {"5.23.0": (3, 11)}
 RUNNABLE = tuple(version for version in RELEASES if sys.version_info >= NEEDS_PYTHON.get(version, (3, 10)))
 NEWEST = RUNNABLE[-1]
 
-# AMD's package, and the packages that it imports. AMD's package fails with newer releases of Triton, which torch may
-# require.
+# AMD's package, and packages that it needs. AMD's package fails with newer releases of Triton, which torch may require.
 AITER = ("amd-aiter==0.1.7.post2.dev18", "ninja", "setuptools")
 AITER_TRITON = "triton==3.6.0"
 # This package decodes machine code, to compare it with the assembly that tests/amdgcn executes.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from hf_rocm.overlay.digest import EITHER
 
-Forms = Mapping[str, tuple[str, ...]]  # digest of a form → the releases with this form; the oldest form is first
+Forms = Mapping[str, tuple[str, ...]]  # digest of a definition → the releases that have it; the oldest is first
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

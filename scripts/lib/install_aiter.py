@@ -38,7 +38,7 @@ PYPI_LACKS = (
     "it never finds its table of tuned GEMMs, and its untuned GEMMs run in F.linear",
     "its attention has no sinks (added in 0.1.10), and drops a softcap on bf16 with head dim 128",
     "it has no (1 + w) norm (added in 0.1.17)",
-    "it supports no Radeon except gfx1100",
+    "hf_rocm uses it on no Radeon (aiter supports some from 0.1.19 on)",
 )
 
 SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")

@@ -122,7 +122,7 @@ def _bytes(*shape: int) -> Tensor:
 
 
 def _words(*shape: int) -> Tensor:
-    """Random 4-bit numbers, eight per word; the last dim is that of the words."""
+    """Random 4-bit numbers, eight per word. shape: the dims of the result, in words."""
     return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
 
 
@@ -158,7 +158,7 @@ def gptq_by_activation(n: int, k: int, group: int) -> Tensors:
 
 
 def bitsandbytes(code: str, *, double: bool = False) -> Callable[[int, int, int], Tensors]:
-    """4 bits in blocks of 64. double: with double quantisation, which rounds the scales of the blocks to 8 bits."""
+    """4-bit weights in blocks of 64. double: with double quantisation, which rounds the blocks' scales to 8 bits."""
 
     def layer(n: int, k: int, group: int) -> Tensors:
         count, numbers = n * k // 64, torch.tensor(CODES[code])

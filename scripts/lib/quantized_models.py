@@ -1,8 +1,9 @@
 """Measure generation with quantised weights and with bf16 in one run: time, prefill and memory of each kind of weights.
 
 A kind is bf16, a value of `quantize=`, or a checkpoint format of `packed_checkpoints`. Several models are on the device
-at the same time and are timed in turn, round by round. If their caches do not fit, they are timed one after another,
-with bf16 at the beginning and at the end. A kind that fails is reported, and the others are still measured.
+at the same time and are timed in turn, round by round. If there are more than two and their caches do not fit, they are
+timed one after another, with bf16 at the beginning and at the end. A kind that fails is reported, and the others are
+still measured.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from lib import packed_checkpoints as checkpoints
 
 BF16 = "bf16"
 _WARM_UP = 2  # rounds that are not timed: the first one records the steps
-_FAMILIES = ("linear", "experts")  # operations of these families are shown and compared with the eager tier
+_FAMILIES = ("linear", "experts")  # operations of these families run in the eager tier for the reference logits
 _USABLE = 0.95  # the share of the device's memory that may be used
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured. kinds: in addition to bf16. together: the number of kinds on the device at the same time."""
+    """What is measured. kinds: the kinds besides bf16. together: the number of kinds on the device at the same time."""
 
     shape: str
     kinds: Sequence[str]

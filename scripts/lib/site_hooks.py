@@ -35,7 +35,8 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
 
 
 def table(html: str) -> str:
-    """Return the table in a box. In a table of texts, every cell gets the name of its column as an attribute."""
+    """Return the table in a box. In a table of texts, every cell after the first column gets the name of its column as
+    an attribute. A header row without text is removed."""
     head = [_text(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", html, re.DOTALL)]
     if not any(head):
         html = re.sub(r"<thead>.*?</thead>\n?", "", html, flags=re.DOTALL)

@@ -73,7 +73,7 @@ def run_all(suites: Sequence[Suite]) -> list[Outcome]:
 
 
 class _Running:
-    """A suite whose output goes to a log, shown only if something failed."""
+    """A suite whose output goes to a log, which is shown only if something failed."""
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite

@@ -185,7 +185,11 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="also the slow tests, and the release-dependent tests in every tested release",
     )
-    parser.add_argument("--release", choices=RUNNABLE, help="the tests that depend on transformers, with this release")
+    parser.add_argument(
+        "--release",
+        choices=RUNNABLE,
+        help=f"the tests that depend on transformers, with this release; {NEWEST} also runs most of the other tests",
+    )
     parser.add_argument(
         "--machine-code",
         nargs="*",

@@ -144,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="multiply the standard deviation of transformers' initial weights by this factor (5.x; "
-        "attention over its default weights is nearly uniform)",
+        help="multiply the standard deviation of transformers' initial weights by this factor (only with 5.x), because "
+        "attention with the default weights is nearly uniform",
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one test (default 120)")
     parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment to use")

@@ -93,7 +93,7 @@ def test_sinks_are_applied_through_the_log_sum_exp_if_the_kernel_has_no_sinks(ke
 @pytest.mark.parametrize(
     ("s_q", "s_k", "kernel"), [(7, 7, "mha_fwd"), (130, 130, "fmha_v3_fwd"), (129, 140, "fmha_v3_fwd")]
 )
-def test_flash_attn_func_calls_the_assembly_kernel(kernels, s_q, s_k, kernel, causal):
+def test_flash_attn_func_calls_the_assembly_kernel_for_long_sequences(kernels, s_q, s_k, kernel, causal):
     name, calls = check_attention(kernels, (2, 4, 2, s_q, s_k, 128, 128), torch.bfloat16, causal=causal)
     assert name == "flash_attn_func" and [call.kernel for call in calls] == [kernel]
 

@@ -106,7 +106,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove variables that change how commands print. If scripts/test tests the wheel, also change to a folder
     outside the checkout.
 
-    Otherwise, child processes would start in the checkout and could import it.
+    Child processes that start in the checkout could import it instead of the wheel.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe

@@ -45,7 +45,7 @@ HOST = re.compile(
 SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
 
 # For the smallest share, one case of each of these modules runs: a case of the named function or, if the text contains
-# a bracket, a case whose name starts with the text. Other modules run only in larger shares.
+# a bracket, a case whose name starts with the text. Other modules, except LAST, run only in larger shares.
 FEW = {
     "test_activation": "test_act_and_mul",
     "test_attend_into_cache": "test_queries_and_keys_are_rotated_as_in_the_two_operations",
@@ -139,7 +139,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def finish(config: pytest.Config) -> None:
-    """Write the report."""
+    """Write the report if a file for it was named and no faults are planted."""
     path = config.getoption("--machine-code-report")
     if _record is not None and path is not None and not plants_faults(config):
         _record.write(path)
@@ -153,7 +153,7 @@ def plants_faults(config: pytest.Config) -> bool:
 
 def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
     """Select `count` cases of every module, ordered by a checksum of architecture and name, so that every run selects
-    the same ones.
+    the same ones, and all cases of LAST.
 
     The order starts with one case of every function, then a second one of every function, and so on.
     """

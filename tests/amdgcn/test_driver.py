@@ -75,7 +75,7 @@ def test_storages_are_far_apart_and_views_lie_inside():
 
 
 def test_every_bit_of_an_address_and_every_carry_matters():
-    """In two consecutive launches, the addresses of a storage together set all of the upper 16 bits, and the storage
+    """In two consecutive launches, the addresses of a storage together set all of bits 32 to 47, and the storage
     crosses a multiple of 2³² in exactly one of them. Storages are far apart and keep their alignment."""
     for place in range(12):
         bases = [base(place, turn, 10_000, 0x1230) for turn in range(2)]

@@ -61,7 +61,7 @@ def test_a_proof_has_its_reason(index, after, words):
 
 @pytest.mark.parametrize(("index", "after"), [(6, "v_and_b32_e32 v5, 15, v0"), (1, "s_load_dword s6, s[0:1], 0xc")])
 def test_what_depends_on_an_argument_is_not_proven(index, after):
-    """With a larger argument, the lanes that differ would not be idle. A fault in a load is never proven."""
+    """With a larger argument, the lanes that differ would not be idle. There is no proof for a fault in a load."""
     assert proof(index, after, bound="s6") is None
 
 

@@ -20,7 +20,7 @@ ARCH = "gfx942"  # only one, because Triton caches compiled kernels per process
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Return (a function that calls the kernel and checks its result, the launched code, the reached instructions)."""
+    """Yield (a function that calls the kernel and checks its result, the launched code, the reached instructions)."""
     x, weight = (torch.randn(size, generator=torch.Generator().manual_seed(7)) for size in ((2, 3000), (3000,)))
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 

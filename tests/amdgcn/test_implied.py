@@ -1,4 +1,4 @@
-"""A wait has no effect if none of its operations can be in flight, or if another wait completes them in time."""
+"""A wait has no effect if none of its operations can be in flight, or if another wait completes them early enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reason(*lines, at):
     return implied.implied(one.program("gfx942", list(lines)), at)
 
 
-def test_a_wait_is_implied_if_another_wait_completes_its_operations_in_time():
+def test_a_wait_is_implied_if_another_wait_completes_its_operations_early_enough():
     words = "completes the same operations"
     assert words in reason(LOAD, WAIT, IDLE, WAIT, USE, at=1)
     assert words in reason(LOAD, OTHER, "s_waitcnt vmcnt(1)", "s_waitcnt vmcnt(1)", USE, at=2)

@@ -74,7 +74,10 @@ def test_masks_of_rows_and_banks(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_inactive_sources(arch):
-    """An inactive lane is not a valid source: the destination keeps its value, or becomes 0 with bound_ctrl."""
+    """An inactive lane is not a valid source: the destination keeps its value, or becomes 0 with bound_ctrl.
+
+    With fi on RDNA, inactive lanes are valid sources.
+    """
     source = 100 + np.arange(lanes(arch), dtype=np.uint32)
     active = (1 << lanes(arch)) - 1 & ~0b10
     for bound, expected in (("", 7), (" bound_ctrl:1", 0)):

@@ -220,7 +220,7 @@ def test_every_lane_address_is_checked(arch, offset, lane):
         execute(arch, line, halves, memory=memory, active=(1 << lanes(arch)) - 1 & ~(1 << lane))
 
 
-def test_buffers_need_guard_zones_and_read_only_ones_are_unchanged():
+def test_buffers_need_guard_zones_and_stores_to_read_only_ones_are_errors():
     memory = Memory()
     memory.add(1 << 20, np.zeros(100, np.uint8))
     with pytest.raises(ValueError, match="bytes between"):

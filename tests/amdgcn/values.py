@@ -37,8 +37,8 @@ class Values:
         return number
 
     def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
-        """Yield the index of every instruction, the instruction, and its name without the encoding. Results are
-        recorded afterwards. A dual instruction is yielded as its two halves, with the same index."""
+        """Yield the index of every instruction, the instruction, and its name without `dual_`, `_e32` and `_e64`.
+        Results are recorded afterwards. A dual instruction is yielded as its two halves, with the same index."""
         goals = {
             program.source.labels[instruction.operands[0]]
             for instruction in program.instructions
@@ -60,7 +60,8 @@ class Values:
             self.registers |= written
 
     def result(self, name: str, instruction: Instruction) -> int | None:
-        """The result of an instruction, or None if its operation or one of its modifiers is not implemented here."""
+        """The result of an instruction, or None if its operation or one of its modifiers is not implemented here, or if
+        it is a sum with too many summands."""
         if name == "v_and_b32_sdwa" and instruction.modifiers == _UPPER:
             upper, mask = self.operands(instruction)
             return self.masked(self.shifted(upper, self.constant(16)), mask)

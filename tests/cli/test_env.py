@@ -192,7 +192,7 @@ def test_paths_with_spaces_are_shortened_in_variables_and_findings(block) -> Non
     assert "HF_ROCM_CACHE=…/x\n" in text and "TRITON_CACHE_DIR=…/triton\n" in text
 
 
-def test_the_output_of_this_machine_names_neither_user_nor_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_this_machine_does_not_contain_the_host_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert "hf-rocm" in text and "Python" in text

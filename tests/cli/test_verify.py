@@ -64,7 +64,7 @@ def test_the_report_of_a_model_that_passes_has_at_most_25_lines(tiny_checkpoint,
     assert main(["verify", str(tiny_checkpoint), "--force", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= 80
-    assert "  aiter needs an AMD GPU" in "\n".join(lines), "a reason that all operations share has no list of them"
+    assert "  aiter needs an AMD GPU" in "\n".join(lines), "the operations that share a reason are listed"
 
 
 def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path, capsys):
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
     # docs/amd-owners.md recommends publishing the JSON output
     private = {platform.node(), getpass.getuser(), str(Path.home()), str(tiny_checkpoint.parent), str(tmp_path)}
     assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", printed)]
-    assert not re.search(r"(?<![\w.])/\w+/\w+", printed), "a path"
+    assert not re.search(r"(?<![\w.])/\w+/\w+", printed), "the output contains a path"
     assert checks["golden prompt"]["status"] == checks["golden padded batch"]["status"] == "passed"
     assert "same versions on the same kind of device" in checks["golden prompt"]["note"]
     assert picture.read_text().startswith("<svg")

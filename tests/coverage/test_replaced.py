@@ -81,4 +81,4 @@ def test_a_replaced_rotary_function_is_called(case, trio):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     with choosing(case, chosen), counted() as hits:
         run(prepared)
-    assert all(hits[name] for name in parts), "not served again"
+    assert all(hits[name] for name in parts), "a class is not served again"

@@ -150,7 +150,7 @@ def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> 
 
 
 def _base() -> dict[str, str]:
-    """This process's environment and import path, with one thread, without variables of ranks, GPUs or warnings."""
+    """This process's environment and import path, with one thread, and without rank variables, GPUs and warnings."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
     places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""A failure on one rank ends the job: no hang, the cause is logged, and no process remains."""
+"""A failure on one rank ends the job without a hang. Its cause is logged, and no process remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save(folder, *, heads, groups):
 
 
 def fails(what, checkpoint, extra):
-    """The log of torchrun for a job that failed in time and left no process behind."""
+    """The log of torchrun for a job that failed within the time limit and left no process behind."""
     result = torchrun(SCRIPT, what, checkpoint, extra, timeout=PATIENCE)
     ended = time.time()
     assert result.code not in (0, None), result.log

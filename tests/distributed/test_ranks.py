@@ -1,4 +1,7 @@
-"""Two ranks that load together first compare their facts. If these differ, both raise the same error. One rank logs."""
+"""Two ranks that load together first compare their facts. If these differ, both raise the same error.
+
+One rank logs the messages of a load.
+"""
 
 from __future__ import annotations
 

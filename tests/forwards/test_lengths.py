@@ -165,7 +165,7 @@ def test_a_loss_is_not_padded(pair):
     assert padded(prepared) == {}
 
 
-def test_calls_with_tokens_that_see_no_real_token_are_not_padded(pair):
+def test_calls_with_padding_tokens_far_from_real_tokens_are_not_padded(pair):
     """In some releases, padding tokens far from real ones attend to all tokens, so their results depend on the length.
 
     Calls with such tokens are not padded.

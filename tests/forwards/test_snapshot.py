@@ -43,7 +43,7 @@ def compared(request, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_form_at_the_same_address_is_a_change(change, compared):
+def test_other_strides_shapes_and_dtypes_at_the_same_address_are_changes(change, compared):
     model = Layer().requires_grad_(False)
     taken = Snapshot(model, 0)
     whole = model.linear.weight.data

@@ -75,7 +75,7 @@ def node_dropped(kept, memory):
 
 
 def product_dropped(kept, memory):
-    """A GEMM doesn't run: later operators read the result of the previous replay."""
+    """A GEMM doesn't run: later operators read its result from an earlier replay."""
     del kept[_first(kept, "aten.mm")]
     return kept
 
@@ -123,7 +123,7 @@ def not_finite_logits(kept, memory):
 
 
 def argmax_dropped(kept, memory):
-    """The tokens with the largest logits are those of the previous replay."""
+    """The tokens with the largest logits are those of an earlier replay."""
     del kept[_last(kept, "aten.argmax")]
     return kept
 

@@ -84,7 +84,8 @@ class Soak:
     def differing_in_threads(self, numbers, *, most):
         """Repeat calls in several threads. Returns the numbers of those whose results differ from stock's earlier ones.
 
-        Only greedy calls are repeated, because the threads share the random state. most: the number of repeated calls.
+        Only greedy calls are repeated, because the threads share the random state. most: the largest number of repeated
+        calls.
         """
         numbers = [number for number in numbers if not self.call(number)["do_sample"]][:most]
         assistants = {number: self._assistant(self.prepared) for number in numbers}

@@ -161,7 +161,7 @@ def test_the_call_after_an_error_is_correct(pair):
     assert torch.equal(generate(prepared, prompt(rows=1)), generate(stock, prompt(rows=1)))
 
 
-def test_lengths_are_rounded_up_by_a_quarter_at_most():
+def test_lengths_above_256_are_rounded_up_by_a_quarter_at_most():
     previous = 0
     for tokens in range(1, 5000):
         rounded = bucket(tokens)

@@ -15,7 +15,7 @@ from tests.generation.conftest import counted, generate
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter around a layer, like PEFT's: switched and scaled by plain attributes."""
+    """An adapter around a layer. Like PEFT's adapters, it is switched and scaled by plain attributes."""
 
     def __init__(self, base):
         super().__init__()
@@ -102,7 +102,7 @@ def test_switching_back_to_an_adapter_records_nothing(pair):
 
 
 def test_no_recording_of_a_moved_weight_is_replayed(pair):
-    """The fused block of the old weights is no longer used, neither in uncaptured nor in recorded steps."""
+    """The fused block of the old weights is used neither in uncaptured nor in recorded steps."""
     prepared, stock = pair()
     generate(prepared)
     for _ in range(3):

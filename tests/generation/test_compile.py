@@ -1,5 +1,5 @@
-"""torch.compile: hf_rocm's settings reach the compiler, the user's settings take precedence, and restore removes
-them."""
+"""torch.compile: hf_rocm's settings reach the compiler, the user's settings take precedence, and `restore` removes
+hf_rocm's settings."""
 
 from __future__ import annotations
 

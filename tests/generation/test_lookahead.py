@@ -255,7 +255,7 @@ def test_a_call_that_ends_after_a_launch_overwrote_earlier_tokens_raises(pair, m
 
 
 def test_room_is_counted_after_a_whole_step_was_removed():
-    """A step that runs again at the same position does not make the cache expect more room than it has."""
+    """The capacity is also sufficient if a step runs again at the same position."""
     cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
     cache.drafts = 3
     cache.update(*torch.ones(2, 1, 1, 5, 4), 0)

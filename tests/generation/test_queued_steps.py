@@ -61,7 +61,7 @@ def test_steps_are_queued_if_they_probably_save_time():
 
 
 def search_wrongly(monkeypatch):
-    """Let the device find drafts that begin one token too early."""
+    """Make the search on the device return drafts that begin one token too early."""
     search = lookahead.look_up_drafts
 
     def wrong(*tensors, **how):

@@ -108,7 +108,7 @@ def test_a_cache_of_the_same_stream_is_preferred(pair, handed_over):
 
 
 def test_separate_streams_differ(monkeypatch):
-    """PyTorch hands out the streams of a device in turn, including those that the user creates."""
+    """PyTorch returns the streams of a device in turn, including those that the user creates."""
     turns = itertools.cycle(range(4))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(turns)))
     monkeypatch.setattr(streams, "_STREAMS", 4)

@@ -1,4 +1,4 @@
-"""Parse the assembly text that Triton emits: instructions, labels and the kernel descriptor."""
+"""Parse the assembly text that Triton emits: instructions, labels, the kernel descriptor and the arguments."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def _shift_by_constant(c: Compiling, sources: Sources, function: np.ufunc, lette
 
 
 def compile_scalar_transcendental(c: Compiling) -> Step | None:
-    """v_s_exp_f32 and gfx12's other instructions that compute one value per wave."""
+    """v_s_exp_f32 and the other transcendental instructions of gfx12 that write a scalar register."""
     name = c.base.removeprefix("v_s_").removesuffix("_f32")
     if not c.base.startswith("v_s_") or name not in TRANSCENDENTAL or c.target.generation < 12:
         return None

@@ -97,7 +97,7 @@ def spread(words: np.ndarray, state: State) -> list[np.ndarray]:
 
 
 def gathered(state: State, operand: Operand, size: int, lanes: Any, *, high: bool) -> np.ndarray:
-    """Copy the data of a store in some lanes: uint8 [n, size]. high: from the upper half of the register."""
+    """Return a copy of the data that these lanes store: uint8 [n, size]. high: read the upper half of the register."""
     registers = max(1, size // 4)
     rows = state.v[operand.register : operand.register + registers]
     words = rows.reshape(registers, -1).T if lanes is True else rows[:, lanes].T

@@ -1,4 +1,4 @@
-"""Text decoders with a softcap, or with sliding windows in some or all layers."""
+"""Text decoders with a softcap, or with sliding windows in some or all layers, and Mistral also without windows."""
 
 from tests.coverage.case import SMALL, Case
 

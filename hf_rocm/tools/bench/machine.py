@@ -38,7 +38,7 @@ def commit() -> str | None:
 
     A `+` follows if tracked files in hf_rocm or overlays are modified.
     """
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     head = _git(root, "rev-parse", "--short=12", "HEAD")
     if not head or not (root / "overlays").is_dir():
         return None

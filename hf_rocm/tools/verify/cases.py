@@ -127,9 +127,9 @@ def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _chunks(name: str, ids: Tensor, length: int, cache: str) -> Case:
-    """Return a prompt followed by calls with 5, 1, 1, 3 and 1 tokens."""
+    """Return a prompt followed by calls with 5, 1, 1, 3 and 1 tokens, or, with fewer than 12 tokens, 1, 2 and 1."""
     steps, start = [], 0
-    for size in (length - 11, 5, 1, 1, 3, 1):
+    for size in (length - 11, 5, 1, 1, 3, 1) if length > 11 else (length - 4, 1, 2, 1):
         here = ids[None, start : start + size]
         positions = torch.arange(start, start + size)[None]
         steps.append(Step(here, torch.ones(1, start + size, dtype=torch.long), positions, start))

@@ -84,6 +84,7 @@ class Subject:
                     self.model,
                     force=True if report["forced"] else None,
                     preshuffle=preshuffle.get("mode"),
+                    budget=preshuffle.get("budget"),
                     linear_backend=routed and routed["backend"],
                 )
 

@@ -229,7 +229,7 @@ def test_the_cache_of_recorded_steps_is_never_returned(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_of_embeddings_is_recorded(kind, pair):
+def test_steps_after_a_prompt_of_embeddings_are_recorded(kind, pair):
     prepared, stock = pair(kind)
     inputs = prompt(padded=2)
     for seed in (0, 1):

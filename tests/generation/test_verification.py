@@ -21,7 +21,7 @@ from tests.generation.test_speculation import NEVER, NEW, alike_greedy, before, 
 
 @pytest.fixture
 def read(monkeypatch):
-    """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits."""
+    """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits or scores."""
     counts = Counter()
     for kind, name, what in (
         (verification._Selected, "__init__", "tokens"),

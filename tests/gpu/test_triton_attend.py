@@ -1,4 +1,4 @@
-"""A step of one token in one kernel on a GPU, compared with the float64 oracle and the two kernels, also in a graph."""
+"""Decode attention and the write to the cache in one kernel on a GPU: compared with float64, and in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that a call names, passes or returns: steps are recorded, and a user's cache gets stock's contents."""
+"""Dynamic and static caches that a call names, passes or returns: steps are recorded, and contents equal stock's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8- and 4-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
+"""8- and 4-bit GEMMs on a GPU: errors within bounds, accuracy compared with eager, whole models, and memory.
 
 On an NVIDIA GPU of compute capability 8.9 or higher, the torch tier must serve int8 in every dtype, fp8 in bf16 with
 the scales inside the GEMM, and fp8 in fp16 with the scales after it. fp8 in fp32 runs in the eager tier, as do sizes

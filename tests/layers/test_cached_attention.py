@@ -1,4 +1,4 @@
-"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write, and otherwise None."""
+"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write, or else None."""
 
 from __future__ import annotations
 

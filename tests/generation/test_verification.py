@@ -75,7 +75,7 @@ def test_an_assistant(pair, read):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Compare the tokens of every search with those on the device. Returns whether each search had to copy them."""
+    """Compare the tokens of every search with those on the device. Returns a list: whether each search copied them."""
     copies = []
     of = HostTokens.of
 

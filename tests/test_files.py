@@ -1,4 +1,4 @@
-"""Files are replaced atomically, and waiting for a lock has a time limit."""
+"""Files are replaced atomically, FIFOs and devices are written in place, and waiting for a lock has a time limit."""
 
 from __future__ import annotations
 

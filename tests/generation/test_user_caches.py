@@ -1,4 +1,4 @@
-"""Caches that a call names, passes or returns: steps are recorded, and a user's cache gets stock's contents."""
+"""Dynamic and static caches that a call names, passes or returns: steps are recorded, and contents equal stock's."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_the_cache_of_recorded_steps_is_never_returned(pair):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_of_embeddings_is_recorded(kind, pair):
+def test_steps_after_a_prompt_of_embeddings_are_recorded(kind, pair):
     prepared, stock = pair(kind)
     inputs = prompt(padded=2)
     for seed in (0, 1):

@@ -21,7 +21,7 @@ from tests.generation.test_speculation import NEVER, NEW, alike_greedy, before, 
 
 @pytest.fixture
 def read(monkeypatch):
-    """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits."""
+    """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits or scores."""
     counts = Counter()
     for kind, name, what in (
         (verification._Selected, "__init__", "tokens"),
@@ -75,7 +75,7 @@ def test_an_assistant(pair, read):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Compare the tokens of every search with those on the device. Returns whether each search had to copy them."""
+    """Compare the tokens of every search with those on the device. Returns a list: whether each search copied them."""
     copies = []
     of = HostTokens.of
 

@@ -42,9 +42,9 @@ def checkpoint(tmp_path):
 
 
 def placed(*devices, tied=False):
-    """One device per layer. The embedding and the head are on the devices of the first and the last layer on a GPU.
+    """A device map. The embedding and the head are on the devices of the first and the last layer on a GPU.
 
-    tied: the head shares the embedding's weight and device.
+    devices: the device of every layer. tied: the head shares the embedding's weight and device.
     """
     layers = {f"model.layers.{number}": device for number, device in enumerate(devices)}
     first, *_, last = [device for device in devices if device != "cpu"]

@@ -85,9 +85,9 @@ def memory():
 
 @pytest.mark.first
 def test_preparing_and_saving_on_the_gpu_stay_within_the_memory_bound(tmp_path):
-    """Allocated memory is within 1 % of stock's, and reserved memory within 1 % plus two allocator steps.
+    """Allocated memory is within 1 % of stock's, and reserved memory is at most 1 % and two allocator steps higher.
 
-    The peak is higher by at most the largest fused weight and two allocator steps.
+    The peak of allocated memory is higher by at most the largest fused weight and two allocator steps.
     """
     model = large_llama("cuda")
     # run a GEMM first, because the BLAS library keeps its workspace, which is not a leak

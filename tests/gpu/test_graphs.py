@@ -86,7 +86,7 @@ def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
 
 
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
-def test_rows_end_at_different_steps_with_the_deferred_check(at, pair):
+def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
     prepared, stock = pair()
     how = {"repetition_penalty": 9.0, "pad_token_id": 0}
     free = generate(stock, asked(), **how)

@@ -1,4 +1,4 @@
-"""Attention on a GPU, compared with the float64 definition. The strides of the results differ from those on a CPU."""
+"""Attention on a GPU, compared with the float64 definition. Results must be contiguous, as on a CPU."""
 
 from __future__ import annotations
 

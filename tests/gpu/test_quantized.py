@@ -1,4 +1,4 @@
-"""8- and 4-bit GEMMs on a GPU: errors within the format's bound in every tier and dtype, whole models, and memory.
+"""8- and 4-bit GEMMs on a GPU: errors within bounds, accuracy compared with eager, whole models, and memory.
 
 On an NVIDIA GPU of compute capability 8.9 or higher, the torch tier must serve int8 in every dtype, fp8 in bf16 with
 the scales inside the GEMM, and fp8 in fp16 with the scales after it. fp8 in fp32 runs in the eager tier, as do sizes
@@ -290,7 +290,7 @@ def test_a_prompt_is_not_rounded(kind):
 def test_a_recorded_step_reads_the_packed_weights(kind):
     """Recorded and unrecorded steps choose equal tokens, unless the two largest logits are almost equal.
 
-    Attention of unrecorded steps runs another kernel, which rounds differently. 8-bit weights take half the memory of
+    In unrecorded steps, another kernel computes attention and rounds differently. 8-bit weights take half the memory of
     bf16 weights, and 4-bit weights about a quarter.
     """
     torch.manual_seed(0)

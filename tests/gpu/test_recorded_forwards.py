@@ -1,4 +1,4 @@
-"""Encoder forwards in recorded graphs on a GPU: replays return stock's results, even with concurrent work."""
+"""Encoder forwards in recorded graphs on a GPU: replays equal uncaptured forwards, even with concurrent work."""
 
 from __future__ import annotations
 

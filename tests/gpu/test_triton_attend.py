@@ -1,4 +1,4 @@
-"""A step of one token in one kernel on a GPU, compared with the float64 oracle and the two kernels, also in a graph."""
+"""One kernel for the write to the cache and decode attention, compared with float64 and two kernels, and in a graph."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_recorded_graph_reads_the_current_position():
 
 
 @pytest.mark.parametrize("norm", [None, BF16], ids=str)
-def test_it_passes_its_check(norm):
+def test_the_kernel_passes_its_check(norm):
     device = torch.device("cuda", torch.cuda.current_device())
     spec = AttendIntoCacheSpec(
         dtype=BF16,

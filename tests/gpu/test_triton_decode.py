@@ -1,4 +1,4 @@
-"""Decode attention in the split kernel on a GPU: compared with the float64 oracle, and in a recorded graph."""
+"""Decode attention in the kernel that splits the keys, on a GPU: compared with float64, and in a recorded graph."""
 
 from __future__ import annotations
 

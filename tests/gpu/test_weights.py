@@ -61,7 +61,7 @@ def load(folder, *, prepared):
 
 
 def follows(model, groups):
-    """Check that the results equal stock's with the current weights, and that this number of fused GEMMs ran."""
+    """Check that results are as accurate as stock's with the current weights, and that `groups` fused GEMMs ran."""
     twin = models.stock_with_weights_of(model).cuda()  # also copies the rotary frequencies, which `.half()` rounds
     with torch.inference_mode(), ops.recording() as routes:
         actual = model(IDS.cuda(), use_cache=False).logits

@@ -1,4 +1,4 @@
-"""`slot` returns the rows of a static cache that `update` would write, from 4.56 on. Dynamic caches have no slot."""
+"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write, or else None."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def states_of(cache):
 
 
 def run(model, ids, cache=None):
-    """Run a prompt of five tokens, then one token at a time. Returns the logits of every call, and the cache."""
+    """Run a prompt of five tokens, then single tokens. Returns the logits of every call's last token, and the cache."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
         logits = [model(ids[:, :5], past_key_values=cache).logits[:, -1]]

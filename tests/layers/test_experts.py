@@ -22,7 +22,7 @@ def test_batched_experts_of_generate_are_served_for_few_pairs(most, pairs, serve
     assert served or "for a few tokens" in str(reason)
 
 
-def test_on_a_cpu_it_stays_stock():
+def test_batched_experts_stay_stock_on_a_cpu():
     assert "batched_mm" in str(asked("batched_mm", torch.device("cpu"), 2))
 
 

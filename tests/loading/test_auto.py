@@ -1,4 +1,4 @@
-"""auto_prepare: models loaded by transformers are prepared, and encoders of other libraries stay stock."""
+"""auto_prepare: models loaded by transformers are prepared. Text encoders of diffusers stay stock by default."""
 
 from __future__ import annotations
 

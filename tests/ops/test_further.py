@@ -197,7 +197,7 @@ def test_act(name, module, tier, dtype):
         ops.act(x, activation="relu")
 
 
-def test_add_layer_norm_has_gradients_in_pytorchs_tiers():
+def test_gradients_of_add_layer_norm_equal_those_of_separate_operations():
     x, residual, weight, bias = (random(*size, dtype=torch.float32) for size in ((3, 8), (3, 8), (8,), (8,)))
     gradients = []
     for run in (

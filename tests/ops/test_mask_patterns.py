@@ -1,4 +1,4 @@
-"""A mask is recognised if, and only if, packed sequences or lengths can express it."""
+"""Masks that packed sequences or lengths can express are recognised if a kernel supports the call. Others are not."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_ties_are_rounded_to_even_codes():
 
 @pytest.mark.parametrize("exponent", [-149, -130, -126, -125, -3, 0, 126, 127])
 def test_every_magnitude_has_a_scale(exponent):
-    """If the largest magnitude of a block is below 2⁻¹²⁵, the block has the smallest scale."""
+    """If the largest magnitude of a block is below 2⁻¹²⁴, the block has the smallest scale."""
     weight = torch.zeros(BLOCK).double()
     weight[3] = -(2.0**exponent)
     codes, scales = quantize(weight.float())

@@ -219,7 +219,7 @@ FORGED = [emptied, of_another_check, writable_by_others, of_another_user, linked
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_pass_that_others_could_have_written_is_ignored(forge, remembered, child_requests):
+def test_an_invalid_or_untrusted_pass_is_ignored(forge, remembered, child_requests):
     if forge is of_another_user and os.geteuid() != 0:
         pytest.skip("not run: needs root")
     forge(remembered)

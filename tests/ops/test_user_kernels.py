@@ -1,4 +1,4 @@
-"""Implementations that users register are preferred, traced, checked, named, and removed."""
+"""Implementations that users register are preferred, checked, recorded with their refusals, and removed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_is_preferred_until_it_is_removed(register):
     remove()  # removing it again changes nothing
 
 
-def test_its_refusal_is_traced(register):
+def test_its_refusal_is_recorded(register):
     register(refuses=lambda spec, device: f"K is {spec.k}" if spec.k != 8 else None)
     assert linear(16)[1] == ("torch", "F.linear")
     (choice,) = registry.operations()["linear"].choices.values()

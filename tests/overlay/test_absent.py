@@ -27,7 +27,7 @@ Here = Callable[..., Catalog]
 
 @pytest.fixture
 def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Make every command use a test catalog with the overlays of MODELS and additional ones."""
+    """Returns a function that makes all commands use a test catalog: the overlays of MODELS and optionally one more."""
 
     def make(*, newcomer: str = "", releases: tuple[str, ...] = (), limits: dict[str, Limit] | None = None) -> Catalog:
         root = tmp_path / "overlays"

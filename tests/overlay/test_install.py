@@ -265,7 +265,7 @@ def test_a_failure_at_any_call_undoes_the_run(site: Site, catalog: Catalog, comm
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_at_any_call_undoes_the_run(site: Site, catalog: Catalog, number: int) -> None:
+def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalog, number: int) -> None:
     before = hashes(site.path)
     dry = Faulty()
     execute(planned(site, catalog, "install"), disk=dry)

@@ -1,4 +1,4 @@
-"""An installed overlay has no effect without force, and takes effect with it, when transformers is imported."""
+"""Without ROCm, an installed overlay has an effect on transformers only if it is forced."""
 
 from __future__ import annotations
 

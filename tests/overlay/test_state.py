@@ -158,7 +158,7 @@ def test_installed_is_determined_from_the_file(site: Site, catalog: Catalog, mon
     assert (state(site, catalog).installed, state(site, catalog).match) == (Installed.EDITED, Match.VERIFIED)
 
 
-def test_an_edit_of_the_stock_part_changes_both_axes(site: Site, catalog: Catalog) -> None:
+def test_an_edit_of_the_stock_part_changes_both_parts_of_the_state(site: Site, catalog: Catalog) -> None:
     install(["llama"], transformers_path=site.path)
     edit(site, "class LlamaMLP", "\nclass LlamaMLP")
     assert (state(site, catalog).installed, state(site, catalog).match) == (Installed.EDITED, Match.CHANGED)

@@ -13,7 +13,7 @@ HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typ
 
 TIMED = """
 import json, sys, time
-began = time.process_time()  # of this process alone: others share the machine
+began = time.process_time()  # counts only this process, because others share the machine
 import {module}
 seconds = time.process_time() - began
 brought = [name for name in {heavy} if name in sys.modules]

@@ -110,7 +110,7 @@ def test_overlays_alone_return_stocks_tokens(kind, everywhere):
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "stock"])
-def test_batches_equal_single_prompts_and_generate_is_served_afterwards(prepared):
+def test_batches_equal_single_prompts_and_generate_works_afterwards(prepared):
     model = make("llama")
     expected = one_by_one(model, prompts())
     if prepared:

@@ -71,7 +71,7 @@ def answered(model, prompt=None, **arguments):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failing_request_raises_stocks_error_and_the_model_still_works(fault):
+def test_a_failing_request_gets_stocks_error_and_the_model_still_works(fault):
     prompt, arguments = FAULTS[fault]
     stock = make("llama")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)

@@ -1,4 +1,4 @@
-"""hf_rocm computes `flash_attention_2` if the flash-attn package is missing. Continuous batching may switch to it."""
+"""Without flash-attn, hf_rocm computes `flash_attention_2` of prepared models. Continuous batching may switch to it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Driver:
         self.process.communicate()
 
     def calls(self, site: Path) -> list[Call]:
-        """All system calls that access files of this site in a run without faults."""
+        """All system calls that access files of this site in a run without faults, except those in NO_FILES."""
         (status,) = self._run(None, 0, [(0, site)], ["-y", "-o", str(self.trace), "-e", "trace=%file,%desc"])
         assert status == 0, status
         counts: dict[str, int] = {}

@@ -81,7 +81,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._package_manager(VERSION)
 
     def _package_manager(self, version: str) -> None:
-        """Install a release as pip and uv do: remove the previous files, and link the new ones to the cache."""
+        """Install a release as uv does: remove the previous files, and create hard links to the files in the cache."""
         shutil.rmtree(self.site.path, ignore_errors=True)
         shutil.copytree(self.caches[version].path, self.site.path, copy_function=os.link)
         self.version = version

@@ -150,7 +150,7 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
         for path in [site.path, *site.path.rglob("*")]:
             os.chown(path, 65534, 65534)
     elif which == "owner" and os.geteuid() != 0:
-        pytest.skip("only root can own a folder that another user can't write to")
+        pytest.skip("not run: needs root, whose folders the command can't write to as another user")
     closed = [site.model("llama").parent] if which == "one folder" else [site.root, *site.root.rglob("*")]
     for path in closed:
         path.chmod(0o555 if path.is_dir() else 0o444)

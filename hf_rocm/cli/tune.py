@@ -77,9 +77,9 @@ def model(
     """Find the fastest kernel for every GEMM (matrix multiplication) that MODEL runs in prefill and decode.
 
     Recording their shapes needs only the config of the model: no weights and no GPU. Tuning needs the GPU and takes
-    minutes to hours. Results are kept if the command is stopped, and are not tuned again. Without ROCm, the command
-    prints the shapes and the command that tunes them, and exits with 1. If the folder of MODEL has the name of a
-    command, such as list, pass it as ./list.
+    minutes to hours. Tuned shapes are not tuned again. If the command is stopped, results for aiter are kept; those of
+    TunableOp are written at the end. Without ROCm, the command prints the shapes and the command that tunes them, and
+    exits with 1. If the folder of MODEL has the name of a command, such as list, pass it as ./list.
     """
     from hf_rocm.tools.tuning import commands
 
@@ -116,7 +116,10 @@ def model(
             raise typer.Exit(1)
         return
     what = f"{_count(job.todo, 'shape')} with {job.engine}"
-    print(f"tuning {what}; you can stop it: results so far are kept", file=sys.stderr, flush=True)
+    kept = (
+        "you can stop it: results so far are kept" if job.engine == commands.AITER else "results are written at the end"
+    )
+    print(f"tuning {what}; {kept}", file=sys.stderr, flush=True)
     with Progress("shapes tuned", every=30) as progress:
         result = commands.run(job, progress=progress.count)
     if json:

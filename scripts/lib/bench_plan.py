@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
@@ -23,7 +23,6 @@ class Plan:
     sides: tuple[str, ...] = (STOCK, PREPARED)
     rounds: int = 5
     run: str = "cases"
-    options: dict[str, Any] = field(default_factory=dict)
     layers: int | None = None
     tp: int = 1
     dtype: str | None = None

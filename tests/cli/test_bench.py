@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 import torch
 import transformers
 
 from hf_rocm.cli import main
-from hf_rocm.tools.bench import record
+from hf_rocm.tools.bench import machine, record
 
 TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
 
@@ -164,3 +165,26 @@ def test_other_models_are_refused(tmp_path, capsys):
     for command in ("bench", "tune"):
         assert main([command, str(tmp_path / "strange")]) == 1
         assert "no model could be loaded" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_hf_rocms_checkout(tmp_path, monkeypatch):
+    file = tmp_path / "hf_rocm" / "tools" / "bench" / "machine.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.setattr(machine, "__file__", str(file))
+
+    def git(*arguments):
+        who = ("-c", "user.name=name", "-c", "user.email=name@example.com")
+        return subprocess.run(
+            ["git", *who, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    assert machine.commit() is None  # a repository that contains hf_rocm as installed, such as one with its environment
+    (tmp_path / "overlays").mkdir()
+    head = git("rev-parse", "HEAD")[:12]
+    assert machine.commit() == head
+    file.write_text("# changed")
+    assert machine.commit() == head + "+"

@@ -156,7 +156,7 @@ def pair(recorded_on_cpu):
 
 
 @pytest.fixture
-def ends_asked_late(recorded_on_cpu, monkeypatch):
+def ends_checked_late(recorded_on_cpu, monkeypatch):
     """Check the end of a call one step late, as on a GPU."""
     monkeypatch.setattr(deferred_stop, "devices", {"cpu"})
     monkeypatch.setattr(torch, "Event", _NoEvent)

@@ -80,7 +80,7 @@ class Streamer:
 @pytest.mark.parametrize("late", [False, True])
 def test_streamed_tokens_equal_stock(late, pair, request):
     if late:
-        request.getfixturevalue("ends_asked_late")
+        request.getfixturevalue("ends_checked_late")
     prepared, stock = pair()
     ends = generate(stock, prompt(rows=1), **VARIED)[0, 15].item()
     streamers = Streamer(), Streamer()
@@ -99,7 +99,7 @@ def test_rows_end_at_different_steps(at, late, pair, request):
     The deferred stop check returns no extra token.
     """
     if late:
-        request.getfixturevalue("ends_asked_late")
+        request.getfixturevalue("ends_checked_late")
     prepared, stock = pair()
     free = generate(stock, **VARIED)
     never = next(token for token in range(3, 61) if token not in free)
@@ -112,7 +112,7 @@ def test_rows_end_at_different_steps(at, late, pair, request):
     assert expected.shape[1] == max(first) + 1
 
 
-def test_the_extra_step_of_the_deferred_check_is_not_observable(pair, ends_asked_late):
+def test_the_extra_step_of_the_deferred_check_is_not_observable(pair, ends_checked_late):
     """A user's criterion is called once per token, and sampling draws as many numbers as in stock."""
     prepared, stock = pair()
 

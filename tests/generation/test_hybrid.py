@@ -88,7 +88,7 @@ def test_sampling_and_beam_search_equal_stock(pair):
 
 
 @recorded
-def test_rows_may_end_early(pair, ends_asked_late):
+def test_rows_may_end_early(pair, ends_checked_late):
     prepared, stock = pair("qwen3_next")
     with torch.no_grad():
         end = int(generate(stock)[0, -4])

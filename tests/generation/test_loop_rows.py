@@ -44,7 +44,7 @@ class Results(list):
 def stop_check(request):
     """Whether the loop checks immediately, or one step late, if all rows have ended."""
     if request.param == "late":
-        request.getfixturevalue("ends_asked_late")
+        request.getfixturevalue("ends_checked_late")
 
 
 def ends_of(tokens, at):

@@ -143,7 +143,7 @@ def test_a_fault_is_detected_after_a_row_has_ended(faulty):
     assert len(ledger.events()) == 1
 
 
-def test_a_fault_is_detected_with_the_deferred_check(faulty, ends_asked_late):
+def test_a_fault_is_detected_with_the_deferred_check(faulty, ends_checked_late):
     prepared, stock = faulty(faults.garbage, 6)
     ends = generate(stock, prompt(rows=1), repetition_penalty=9.0, new=25)[0, 22].item()
     how = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}

@@ -96,7 +96,7 @@ def test_streamers_receive_the_values_of_stock(how, pair, chosen):
     assert chosen.total() > 10
 
 
-def test_a_deferred_check_restores_the_random_state(pair, ends_asked_late, chosen):
+def test_a_deferred_check_restores_the_random_state(pair, ends_checked_late, chosen):
     prepared, stock = pair()
     free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
     for at in (8, 9, 12, 20, 31):  # from the first steps, which run uncaptured, to the last step
@@ -106,7 +106,7 @@ def test_a_deferred_check_restores_the_random_state(pair, ends_asked_late, chose
     assert chosen["drawn"]
 
 
-def test_a_streamer_that_draws_gets_stocks_numbers(pair, ends_asked_late):
+def test_a_streamer_that_draws_gets_stocks_numbers(pair, ends_checked_late):
     class Drawing(Streamer):
         def put(self, value):
             super().put((value, torch.rand(1))[0])

@@ -127,7 +127,7 @@ def test_a_returned_cache_is_continued_and_can_be_copied(pair):
 
 
 @pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_a_late_end_leaves_no_extra_token_in_the_cache(how, pair, ends_asked_late):
+def test_a_late_end_leaves_no_extra_token_in_the_cache(how, pair, ends_checked_late):
     prepared, stock = pair()
     free = generate(stock, repetition_penalty=9.0)
     how = {**how, "eos_token_id": [row[12].item() for row in free], "repetition_penalty": 9.0, "pad_token_id": 0}

@@ -85,7 +85,7 @@ def test_pipelines_are_prepared(bert, tmp_path):
     assert bind.mode_of(pipeline.model.bert.encoder.layer[0].attention.self) == bind.ON
 
 
-def test_it_is_undone_completely(llama):
+def test_auto_prepare_is_undone_completely(llama):
     result = PreTrainedModel.__dict__["from_pretrained"]
     for _ in range(2):
         hf_rocm.auto_prepare(force=True)

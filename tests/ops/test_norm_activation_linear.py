@@ -60,14 +60,15 @@ def test_rms_norm_follows_the_formula():
 
 
 def test_gemma_weights_are_not_rounded_before_the_one_is_added():
-    """In bf16, 1 + 2⁻¹⁰ would be rounded to 1, but the small weight must have an effect."""
+    """In bf16, 1 + 2⁻⁸ would be rounded to 1, but the small weight must have an effect."""
     x = torch.full((1, 64), 1024.0, dtype=torch.float32).to(torch.bfloat16)
     x[0, 0] = 0.0
-    weight = torch.full((64,), 2.0**-10).to(torch.bfloat16)
+    weight = torch.full((64,), 2.0**-8).to(torch.bfloat16)
     for tier in TIERS:
         output = routed("rms_norm", tier, x, weight, eps=0.0, one_plus=True)
         expected = eager_rms_norm(x.double(), weight.double(), 0.0, True).to(torch.bfloat16)
-        assert torch.equal(output, expected)
+        rounded = eager_rms_norm(x.double(), torch.zeros(64).double(), 0.0, True).to(torch.bfloat16)
+        assert torch.equal(output, expected) and (expected != rounded)[0, 1:].all()
 
 
 def test_a_weight_of_another_dtype_runs_in_eager():

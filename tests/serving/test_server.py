@@ -56,7 +56,7 @@ def stocks_answers(tmp_path_factory, chatty_checkpoint):
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["overlays", "prepared"])
-def test_it_answers_like_stocks_server(prepared, installed, stocks_answers, chatty_checkpoint, tmp_path):
+def test_the_server_answers_like_stocks(prepared, installed, stocks_answers, chatty_checkpoint, tmp_path):
     environment = {"HF_ROCM_FORCE": "1", **({"HF_ROCM_AUTO": "1"} if prepared else {})}
     with serving(tmp_path / "server", "--device", "cpu", path=installed, **environment) as server:
         assert answers(server, chatty_checkpoint) == stocks_answers

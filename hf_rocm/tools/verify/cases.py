@@ -109,7 +109,7 @@ def _prompt(subject: Subject, ids: Tensor, length: int) -> Case:
 def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
     """Return rows with left padding for a decoder, as generate requires, and with right padding for other models."""
     lengths = (length, length // 2 + 1, max(3, length // 5))
-    rows = torch.stack([ids[place : place + length] for place in range(3)])
+    rows = torch.stack([ids.roll(-place)[:length] for place in range(3)])
     mask = torch.zeros_like(rows)
     for row, real in enumerate(lengths):
         if subject.kind == DECODER:

@@ -53,6 +53,14 @@ def test_a_correct_model_passes(name, dtype, passed, build):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("positions", [16, 22])
+def test_a_model_with_few_positions_is_checked_with_shorter_prompts(positions, build):
+    model = build("llama")
+    model.config.max_position_embeddings = positions
+    report = hf_rocm.verify(model, force=True, quick=True)
+    assert report.passed and {check.name for check in report.checks if check.status == PASSED} >= {*DECODER}
+
+
 def test_the_report_is_complete_as_text_and_as_data(build, monkeypatch):
     """The model is prepared and in training mode before and after the call."""
     model = faults.prepared(build("llama")).train()

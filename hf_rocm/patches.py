@@ -119,8 +119,8 @@ _undone: WeakSet[Change] = WeakSet()  # undone changes that something still refe
 def apply(*changes: Change, user: Any) -> None:
     """Apply these changes for a user, all or none. Changes that this user already has are skipped.
 
-    A change that was undone is written again only if the current value is its original or one of hf_rocm's replacements.
-    Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
+    A change that was undone is written again only if the current value is its original or one of hf_rocm's
+    replacements. Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
     """
     with _operation():
         record = _users.get(id(user))

@@ -116,10 +116,9 @@ def model(
             raise typer.Exit(1)
         return
     what = f"{_count(job.todo, 'shape')} with {job.engine}"
-    kept = (
-        "you can stop it: results so far are kept" if job.engine == commands.AITER else "results are written at the end"
-    )
-    print(f"tuning {what}; {kept}", file=sys.stderr, flush=True)
+    keeps = job.engine == commands.AITER
+    note = "you can stop it: results so far are kept" if keeps else "results are written at the end"
+    print(f"tuning {what}; {note}", file=sys.stderr, flush=True)
     with Progress("shapes tuned", every=30) as progress:
         result = commands.run(job, progress=progress.count)
     if json:

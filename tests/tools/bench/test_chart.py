@@ -114,7 +114,7 @@ def test_the_png_needs_pillow(tmp_path):
     assert struct.unpack(">II", data[16:24]) == (2 * picture.width, round(2 * picture.height))
 
 
-def test_an_unwritable_file_is_refused_before_measuring(tmp_path, monkeypatch):
+def test_a_file_format_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ChartError, match=r"a\.pdf"):
         chart.check(tmp_path / "a.pdf")
     monkeypatch.setattr(drawing, "can_png", lambda: False)

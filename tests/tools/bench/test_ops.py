@@ -52,7 +52,7 @@ def test_every_line_ran_its_own_implementation(monkeypatch):
     assert line.microseconds is None and "its results are wrong" in line.reason
 
 
-def test_attention_is_measured_with_every_backend_of_pytorch():
+def test_pytorchs_attention_backends_are_compared_separately():
     result = {line.implementation: line for line in lines("attention")}
     assert result["torch: SDPA, math"].microseconds is not None
     assert result["torch: SDPA, cudnn_attention"].reason is not None

@@ -1,4 +1,4 @@
-"""The tolerance of all numerical tests, which is derived from the error of the eager run in the same dtype.
+"""The tolerance of numerical tests, which is derived from the error of the eager run in the same dtype.
 
 The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
 the largest value, because a result that is rounded once can't be more accurate. If sums cancel, as in a mean of values

@@ -127,7 +127,7 @@ def test_rccl_of_another_rocm_release_is_reported(good: Facts, loaded: str, fine
     assert result == (["ok"] if fine else ["ok", "warning"])
 
 
-def test_the_collectives_library_is_identified(tmp_path: Path) -> None:
+def test_the_collectives_version_is_decoded_and_an_unloaded_library_is_none(tmp_path: Path) -> None:
     from hf_rocm.tools.doctor import child
 
     assert [child.version_of(code) for code in (22707, 21805)] == ["2.27.7", "2.18.5"]

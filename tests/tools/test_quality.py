@@ -48,7 +48,7 @@ def test_a_known_difference_is_measured():
     loss = quality.compare([second], [first], [ids], predicts=True)
     assert (loss.largest, loss.mean, loss.size) == (2.0, 2 / 12, 0.0)
     assert math.isclose(loss.same_choice, 2 / 3)
-    # two of the three positions agree; at the third, the probabilities of `first` are equal, and one probability of
+    # two of the three positions agree; at the other one, the probabilities of `first` are equal, and one probability of
     # `second` is e² times each of the others
     divergence = math.log((3 + math.e**2) / 4) - 2 / 4
     assert math.isclose(loss.divergence, divergence / 3, rel_tol=1e-6)

@@ -153,7 +153,7 @@ def test_the_rules_match_the_installed_triton():
     assert "is_within_2gb" in inspect.getsource(HIPBackend.get_tensor_specialization)
 
 
-def test_an_unknown_triton_and_the_interpreter_launch_every_time(monkeypatch):
+def test_with_an_unknown_triton_or_the_interpreter_nothing_is_remembered(monkeypatch):
     launching._remembers.cache_clear()
     assert not launching._remembers()
     monkeypatch.setattr(options, "triton_interprets", lambda: False)

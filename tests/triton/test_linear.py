@@ -179,7 +179,7 @@ def test_unsupported_calls_are_refused(change, reason):
     ],
     ids=str,
 )
-def test_gates_on_rdna_3_are_refused_unless_k_is_a_multiple_of_16(arch, change, refused):
+def test_gates_of_several_rows_on_rdna_3_are_refused_unless_k_is_a_multiple_of_16(arch, change, refused):
     terms = {"norm_dtype": None, "one_plus": False, "activation": "silu", "residual": False}
     fused = FusedLinearSpec(**spec(rows=2, k=72)._asdict(), **terms)._replace(**change)
     reason = linear.fused_refuses(fused, Device("cpu", rocm=True, arch=arch))

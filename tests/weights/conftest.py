@@ -70,7 +70,7 @@ def machine(monkeypatch):
 
 @pytest.fixture(params=[0, shuffling.ROWS], ids=["in place", "a copy"])
 def either(request, machine):
-    """A model whose weights are all shuffled, in place or as copies."""
+    """A model in which the weights of all linear layers are shuffled, in place or as copies."""
     machine(threshold=request.param)
     model = shuffling.prepared()
     assert len(shuffling.account(model)["shuffled"]) == shuffling.PRODUCTS and not shuffling.account(model)["skipped"]

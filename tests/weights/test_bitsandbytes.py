@@ -38,7 +38,7 @@ def test_the_codes_are_those_of_the_library():
 
 
 def test_the_order_of_the_numbers():
-    """The first number of a pair is in the high bits, and blocks continue across rows."""
+    """The first number of a pair is in the high bits."""
     tensors, _ = NF4.write(torch.randn(16, 128))
     data = tensors["weight"].flatten()
     data[:2] = torch.tensor([0x1F, 0x70])

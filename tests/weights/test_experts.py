@@ -190,7 +190,7 @@ def another_class(moe):
     [hook, hook_a_layer, hook_an_activation, own_forward, own_forward_of_a_layer, an_adapter, another_class],
     ids=lambda touch: touch.__name__,
 )
-def test_modules_replaced_by_the_user_are_called(touch):
+def test_experts_changed_by_the_user_are_not_stacked(touch):
     moe = make()
     touch(moe)
     assert stacked(moe) is None

@@ -47,7 +47,7 @@ def prepared(checkpoint: str):
 
 
 def tensor_parallel(checkpoint: str) -> None:
-    """transformers shards the weights, and this rank's rows are fused. tests/distributed tests everything else."""
+    """transformers shards the weights, and this rank's rows are fused. tests/distributed has further tests."""
     expected = logits(stock(checkpoint))
     model = LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
     assert type(model.model.layers[0].mlp.up_proj.weight.data).__name__ == "DTensor"

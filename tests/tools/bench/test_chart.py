@@ -87,7 +87,7 @@ def test_quartiles_are_drawn_over_the_bar():
     assert "median and quartiles of 5 rounds" in words_of(picture)[1].text
 
 
-def test_bars_are_as_long_as_their_times():
+def test_bars_are_proportional_to_their_times():
     picture = chart.draw("x", [segment()])
     bars = {part.fill: part.width for part in picture.parts if isinstance(part, drawing.Box)}
     stock, prepared = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]

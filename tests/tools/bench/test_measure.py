@@ -159,7 +159,7 @@ def test_an_unknown_side_and_an_unknown_shape_are_named(model):
         run.bench(run.Subject(None, "llama-9b", CPU), [], ["stock"], rounds=1, segment="x", progress=lambda text: None)
 
 
-def test_encoders_are_timed_by_samples():
+def test_the_rate_of_an_encoder_counts_samples():
     subject = run.Subject(None, "bert-base", CPU, layers=1)
     segment = run.bench(
         subject, [Case("encode", 2, 8)], ["stock", "hf_rocm"], rounds=1, segment="x", progress=lambda text: None

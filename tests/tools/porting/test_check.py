@@ -200,7 +200,7 @@ def test_a_comment_silences_only_its_line_and_its_rule(tmp_path):
     assert [finding.line for finding in silent.findings] == [2] and silent.silenced == 1
 
 
-def test_environments_and_links_in_a_tree_are_skipped(tmp_path):
+def test_environments_and_links_to_folders_are_skipped(tmp_path):
     for place in ("own", "env", "own/.git", "own/node_modules"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "a.py").write_text("import pynvml\n")
@@ -263,7 +263,7 @@ explicit = true
     assert [(finding.rule, finding.line) for finding in report.findings] == [("cuda-pin", 6)]
 
 
-def test_the_table_of_libraries_has_every_pair():
+def test_cuda_libraries_have_their_rocm_counterparts():
     pairs = {library.cuda: library.rocm for library in LIBRARIES}
     for cuda, rocm in {
         "cuBLAS": "rocBLAS", "cuBLASLt": "hipBLASLt", "cuSPARSE": "rocSPARSE", "cuFFT": "rocFFT", "cuRAND": "rocRAND",
@@ -359,7 +359,7 @@ def test_the_time_is_linear_in_the_size_of_the_file(tmp_path, name):
     assert four < 9 * max(once, 0.01), f"4 times the parts took {four / once:.1f} times as long"
 
 
-def test_a_context_keeps_the_words_that_rules_match():
+def test_a_context_keeps_only_the_words_that_rules_match():
     module = Module(HOSTILE["guards.py"](2000) + "    if flash_attn and is_hip: return\n    x\n")
     kept = {id(context): context for context in module.contexts.values()}
     assert len(kept) < 10 and max(len(entry.words) for entry in kept.values()) <= 4

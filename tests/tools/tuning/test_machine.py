@@ -26,7 +26,7 @@ def test_a_build_with_an_unclear_version_is_identified_by_its_columns(fake_aiter
     fake = fake_aiter("0.1.10")
     newest = LAYOUTS[-1]
     write(fake.site / "aiter/configs/bf16_tuned_gemm.csv", table_text(newest))
-    # both releases have these columns, but the tuner is that of the older release
+    # the two newest layouts have these columns, but the tuner is that of the older one
     assert machine.release().layout == LAYOUTS[-2]
     write(fake.site / "aiter_meta" / newest.tuner, "")
     (fake.site / "aiter_meta" / LAYOUTS[-2].tuner).unlink()

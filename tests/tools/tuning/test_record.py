@@ -42,7 +42,7 @@ def test_a_model_without_weights_records_the_gemms_of_the_real_model(name, check
     assert (record(prepared, [1, 3], [5]), shapes.fingerprint(prepared)) == (real, mark)
 
 
-def test_prefill_and_decode_are_fused_and_compute_the_last_logits_only(checkpoints):
+def test_projections_are_fused_and_only_the_last_logits_are_computed(checkpoints):
     gemms, _ = seen_without(checkpoints["llama"], [2], [5])
     layers = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q + k + v, o, gate + up, down
     expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
@@ -62,7 +62,7 @@ def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
     assert {gemm.dtype for gemm in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 
 
-def test_experts_that_depend_on_the_routing_need_the_weights(tmp_path):
+def test_experts_need_the_weights_only_before_transformers_5(tmp_path):
     config = transformers.MixtralConfig(**{**models.SHARED, "num_key_value_heads": 2, "num_local_experts": 4})
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)

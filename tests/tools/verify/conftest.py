@@ -13,7 +13,7 @@ HERE = {case.id for case in CASES if case.here}
 
 
 def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Returns the rows of a table whose model, the first entry, exists in this release."""
+    """Returns the rows of a table whose model, the first entry, exists in this release of transformers."""
     return [row for row in rows if row[0] in HERE]
 
 

@@ -36,7 +36,7 @@ def top_left(query, key, value, *, mask, **terms):
 
 
 def one_key_less(query, key, value, *, mask, **terms):
-    """Make the window one key too small, so that the oldest visible key is hidden, too."""
+    """Hide the oldest visible key unless it is the first key, as if the window were one key too small."""
     s_k = key.shape[2]
     places = torch.arange(s_k, device=query.device)
     if mask is None:

@@ -46,7 +46,7 @@ def test_predictions_are_compared_with_a_reference():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
-def test_one_bit_changes_a_checksum(dtype, monkeypatch):
+def test_one_changed_element_changes_a_checksum(dtype, monkeypatch):
     monkeypatch.setattr(fingerprint, "_PIECE", 16)  # so small that a tensor has several pieces
     values = (torch.arange(50) % 2).to(dtype)
     seen = {checksum(values), checksum(values.view(5, 10)), checksum(values.flip(0))}

@@ -12,8 +12,8 @@ from transformers.models.auto import modeling_auto
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin
 
-# The config of a causal model of any family, with more query heads than key heads. A config stores unknown names
-# as plain attributes.
+# The config of a text model of any type. Models with GQA have more query heads than key heads. A config stores unknown
+# names as plain attributes.
 SIZES = {
     "vocab_size": 99,
     "hidden_size": 32,

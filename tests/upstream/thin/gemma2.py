@@ -1,4 +1,4 @@
-"""ModelTesterMixin on a tiny gemma2, with a softcap, full layers and sliding layers."""
+"""ModelTesterMixin on a tiny gemma2, with a softcap, a sliding layer and a full layer."""
 
 import unittest
 

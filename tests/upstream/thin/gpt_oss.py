@@ -1,4 +1,4 @@
-"""ModelTesterMixin on a tiny gpt_oss, with sinks, full layers, sliding layers and four experts."""
+"""ModelTesterMixin on a tiny gpt_oss, with sinks, a sliding layer, a full layer and four experts."""
 
 import unittest
 

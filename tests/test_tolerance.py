@@ -1,4 +1,4 @@
-"""The tolerance's constants and its rounded runs. Larger constants would weaken numerical tests and first-use checks."""
+"""The tolerance's constants and rounded runs. Larger constants would weaken numerical tests and first-use checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single layers in every format of quantised checkpoints: any bits, any scales, odd sizes, and unchanged bytes."""
+"""Single layers in every format of quantised checkpoints: any bits, any scales, several sizes, and unchanged bytes."""
 
 from __future__ import annotations
 

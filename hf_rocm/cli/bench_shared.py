@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hf_rocm.cli.output import check_output
+from hf_rocm.cli.output import check_output, print_notice
 from hf_rocm.errors import OptionError
 from hf_rocm.tools.bench.known_shapes import shape
 
@@ -53,8 +53,11 @@ def check_files(save: Path | None, chart: Path | None = None, profile: Path | No
 
 
 def draw(segment: Segment, file: Path) -> None:
-    """Write the chart of a segment, and print the path of every file."""
+    """Write the chart of a segment, and print the path of every file, and why the PNG was not written if it wasn't."""
+    from hf_rocm.tools import drawing
     from hf_rocm.tools.bench import chart as charts
 
     for written in charts.save([segment], file):
         print(f"chart: {written}", file=sys.stderr)
+    if file.suffix == "" and not drawing.can_png():
+        print_notice(f"{file.with_suffix('.png')} was not written: it needs Pillow (pip install pillow)")

@@ -62,15 +62,14 @@ def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
         print()
     print_left_out(plan.left_out, plan.installation.version)
     models = {verb: [action.model for action in plan.actions if action.verb is verb] for verb in Verb}
+    done = [f"{word} {_counted(models[verb])}" for verb, word in words.items() if models[verb]]
+    done = done or ["nothing to do"]
     if models[Verb.KEEP] and not everything and (installing or plan.writes):
         count = len(models[Verb.KEEP])
-        print(f"{count} {'was' if count == 1 else 'were'} {kept}")
-    for verb, word in words.items():
-        if models[verb]:
-            print_wrapped(f"{word} {_counted(models[verb])}")
-    if not plan.writes:
-        print("nothing to do")
-    elif installing and not dry_run:
+        done[-1] += f"; {count} {'was' if count == 1 else 'were'} {kept}"
+    for sentence in done:
+        print_wrapped(sentence)
+    if plan.writes and installing and not dry_run:
         if not torch_facts().hip and not _forced():
             print_wrapped("inert here: this torch is not a ROCm build, so these models stay stock")
         print_next("hf-rocm status; hf-rocm explain MODEL")

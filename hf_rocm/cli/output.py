@@ -87,7 +87,7 @@ def transformers_dict(installation: Installation) -> dict[str, object]:
 
 
 def print_transformers(installation: Installation) -> None:
-    print(f"transformers {installation.version}  {installation.root}")
+    print_wrapped(f"transformers {installation.version}  {installation.root}")
 
 
 def print_states(
@@ -184,24 +184,32 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Align columns. If they don't fit, the cells of the widest columns are wrapped between words.
 
-    Words, such as paths, and short cells below the header are not wrapped.
+    Words, such as paths, and short cells below the header are not wrapped. Two spaces separate the columns, or one if
+    the table fits only then.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    widths = _column_widths([header, *rows])
+    gap, widths = _layout([header, *rows])
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="")
     for title, columns in zip(header, widths, strict=True):
         table.add_column(title, width=columns, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, _STATES.get(cell, "")) for cell in row))
-    target = console(sys.stdout, columns=sum(widths) + 2 * len(widths))
+    target = console(sys.stdout, columns=sum(widths) + gap * len(widths))
     with target.capture() as printed:
         target.print(table)
     return [line.rstrip() for line in printed.get().splitlines()]
 
 
-def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
+def _layout(rows: Sequence[Sequence[str]]) -> tuple[int, list[int]]:
+    """Return the number of spaces between the columns, and the width of every column."""
+    layouts = [(gap, _column_widths(rows, gap)) for gap in (2, 1)]
+    fitting = (layout for layout in layouts if sum(layout[1]) + layout[0] * (len(layout[1]) - 1) <= width())
+    return next(fitting, layouts[0])
+
+
+def _column_widths(rows: Sequence[Sequence[str]], gap: int) -> list[int]:
     """Return the width of every column: that of its longest cell.
 
     If the table is too wide, the widest columns are narrowed, but not below their longest word or short cell.
@@ -213,7 +221,7 @@ def _column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
                                                                          else cell.split() or [""]))
         for column in columns
     ]  # fmt: skip
-    excess = sum(widths) + 2 * (len(widths) - 1) - width()
+    excess = sum(widths) + gap * (len(widths) - 1) - width()
     while excess > 0 and widths != least:
         widest = max(range(len(widths)), key=lambda column: (widths[column] > least[column], widths[column]))
         widths[widest] -= 1

@@ -74,5 +74,9 @@ SegmentName = Annotated[
 ]
 ChartFile = Annotated[
     Path | None,
-    typer.Option("--chart", metavar="FILE", help="Draw a chart: FILE.svg, FILE.png, or both if FILE has no suffix."),
+    typer.Option(
+        "--chart",
+        metavar="FILE",
+        help="Draw a chart: FILE.svg, FILE.png (needs Pillow), or both if FILE has no suffix.",
+    ),
 ]

@@ -34,24 +34,38 @@ def say(text: str = "") -> None:
 
 
 def columns() -> int:
-    """The width of the terminal, at least 60; 120 without a terminal."""
-    return max(60, shutil.get_terminal_size((120, 24)).columns)
+    """The width of the terminal, from 60 to 200; 120 without a terminal."""
+    return min(max(shutil.get_terminal_size((120, 24)).columns, 60), 200)
 
 
-def paragraph(text: str) -> None:
-    """Print a paragraph, wrapped between words."""
-    say(textwrap.fill(" ".join(text.split()), columns(), initial_indent="  ", subsequent_indent="  "))
+def wrapped(text: str, first: str = "", later: str = "  ", *, break_words: bool = False) -> list[str]:
+    """Wrap a line between words to the width of the terminal.
+
+    first, later: what the first line and the later lines begin with. break_words: also break words that are longer
+    than a line; by default they are whole, because they may be paths or commands.
+    """
+    return textwrap.wrap(
+        text, columns(), initial_indent=first, subsequent_indent=later, break_long_words=break_words,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]  # fmt: skip
 
 
-def quoted(text: str) -> None:
+def paragraph(text: str, first: str = "  ", later: str = "  ") -> None:
+    """Print a paragraph, wrapped between words. first, later: as in `wrapped`."""
+    say("\n".join(wrapped(" ".join(text.split()), first, later)))
+
+
+def quoted(text: str, *, break_words: bool = False) -> None:
     """Print the output of another process, with a bar before every line. Lines that are too long are wrapped."""
     for one in text.strip().splitlines():
-        for part in textwrap.wrap(one, columns() - 4, subsequent_indent="  ", break_long_words=False) or [""]:
-            say(f"  │ {part}".rstrip())
+        for part in wrapped(one, "  │ ", "  │   ", break_words=break_words):
+            say(part)
 
 
 def heading(text: str) -> None:
-    say(f"\n{styled(text, 'bold')}")
+    say()
+    for part in wrapped(text):
+        say(styled(part, "bold"))
 
 
 def duration(seconds: float) -> str:
@@ -65,9 +79,12 @@ def duration(seconds: float) -> str:
 
 
 def line(title: str, result: str, style: str, seconds: float | None = None) -> None:
-    """Print a finished step: title, result and duration."""
-    took = "" if seconds is None else f"  {styled(duration(seconds), 'dim')}"
-    say(f"  {title:<48} {styled(result, style)}{took}")
+    """Print a finished step: title, result and duration, on two lines if they don't fit on one."""
+    took = "" if seconds is None else f"  {duration(seconds)}"
+    if len(title) + len(result + took) + 3 > columns():
+        *above, title = [*wrapped(title, "  ", "    "), "  "]
+        say("\n".join(above))
+    say(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(took, 'dim')}")
 
 
 @contextmanager
@@ -75,29 +92,44 @@ def step(title: str) -> Iterator[None]:
     """Print the title of a step, then whether it succeeded, and its duration."""
     began = time.monotonic()
     if live():
-        print(f"  {title} {styled('…', 'dim')}", end="\r", flush=True)
+        shown = title if len(title) + 4 < columns() else title[: columns() - 5]  # only one line can be redrawn
+        print(f"  {shown} {styled('…', 'dim')}", end="\r", flush=True)
     else:
-        say(f"  {title} …")
+        paragraph(f"{title} …", later="    ")
+    result, style = "failed", "red"
     try:
         yield
-    except BaseException:
-        line(title, "failed", "red", time.monotonic() - began)
-        raise
-    line(title, "done", "green", time.monotonic() - began)
+        result, style = "done", "green"
+    finally:
+        if live():
+            print("\x1b[2K", end="")
+        line(title, result, style, time.monotonic() - began)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
-    """Print columns as wide as their contents. The first column is left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    """Print columns as wide as their contents. The first column is left-aligned, the others right-aligned.
 
-    def render(row: Sequence[str]) -> str:
-        first = f"{row[0]:<{widths[0]}}"
-        others = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-        return indent + "  ".join([first, *others]).rstrip()
-
-    say(styled(render(header), "dim"))
-    for row in rows:
-        say(render(row))
+    If they don't fit, the cells of the first column are wrapped between words. Columns that still don't fit follow in
+    further tables with the same first column.
+    """
+    everything = [header, *rows]
+    widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    room = columns() - len(indent)
+    word = max(len(word) for row in everything for word in row[0].split() or [""])
+    first = min(widths[0], max(word, 20, room - sum(2 + width for width in widths[1:])))
+    groups: list[list[int]] = [[]]
+    for column, width in enumerate(widths[1:], 1):
+        if groups[-1] and first + sum(2 + widths[other] for other in groups[-1]) + 2 + width > room:
+            groups.append([])
+        groups[-1].append(column)
+    for number, group in enumerate(groups):
+        if number:
+            say()
+        for place, row in enumerate(everything):
+            label, *more = textwrap.wrap(row[0], max(first, 1), break_on_hyphens=False) or [""]
+            cells = [f"{label:<{first}}", *(f"{row[column]:>{widths[column]}}" for column in group)]
+            for text in ["  ".join(cells), *more]:
+                say(styled(f"{indent}{text}".rstrip(), "dim") if place == 0 else f"{indent}{text}".rstrip())
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
@@ -106,6 +138,9 @@ def entry_point(main: Callable[[Sequence[str]], int]) -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except ScriptError as error:
-        sys.exit(f"\n{styled('error', 'red')}: {error}")
+        text = str(error)
+        if sys.stderr.isatty():
+            text = "\n".join(part for one in text.splitlines() for part in wrapped(one))
+        sys.exit(f"\n{styled('error', 'red')}: {text}")
     except KeyboardInterrupt:
         sys.exit(130)

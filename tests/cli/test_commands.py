@@ -45,7 +45,7 @@ def test_installing_and_uninstalling_show_every_model_and_repeating_does_nothing
     assert removed.code == 0 and grouped(removed.out) == {model: ["removed"] for model in MODELS}
     assert hashes(site.path) == before
     again = command("uninstall-overlays").out.splitlines()
-    assert len(again) == 2 and again[1] == "nothing to do"
+    assert again[0].startswith("transformers ") and again[-1] == "nothing to do"
 
 
 def test_written_files_are_named_and_the_rest_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,12 @@ def test_written_files_are_named_and_the_rest_is_one_line(command: Command, monk
         "inert here: this torch is not a ROCm build, so these models stay stock",
         "next: hf-rocm status; hf-rocm explain MODEL",
     ]
-    removed = command("uninstall-overlays").out.splitlines()
-    assert removed[1] == f"{len(MODELS) - 2} were not installed"
-    assert re.fullmatch("removed 2 overlays: (llama, bert|bert, llama)", removed[2]) and len(removed) == 3
+    again = command("install-overlays", "llama").out.splitlines()
+    assert again[-1] == "nothing to do; 1 was already installed"
+    transformers, *removed = command("uninstall-overlays").out.splitlines()[-2:]
+    rest = f"; {len(MODELS) - 2} were not installed"
+    assert removed in ([f"removed 2 overlays: {names}{rest}"] for names in ("llama, bert", "bert, llama"))
+    assert "not installed" not in transformers
 
 
 def test_overlays_that_are_not_inert_are_not_called_inert(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +205,18 @@ def test_status_shows_both_axes_and_what_needs_attention(command: Command, site:
     assert shown.code == 1
     (file,) = (file for file in json.loads(shown.out)["files"] if file["model"] == "llama")
     assert (file["installed"], file["match"]) == ("edited", "verified")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_status_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a path that is longer than the terminal is wide, on a line of its own, is not wrapped."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["status", "--all"])
+    shown = capsys.readouterr().out
+    wide = [line for line in shown.splitlines() if len(line) > columns]
+    assert "transformers-" in shown and all(line.startswith("  /") and len(line.split()) == 1 for line in wide)
 
 
 def test_status_diff_of_an_installed_file_shows_the_block_as_added_lines(command: Command) -> None:

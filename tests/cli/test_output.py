@@ -67,6 +67,15 @@ def test_a_table_that_cannot_fit_is_not_cut(
     assert ROW[1] in shown and ROW[2] in shown and shown.split().count("words") == 31
 
 
+def test_a_table_that_fits_only_with_narrow_gaps_has_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for width, gap in ((18, 2), (19, 1), (20, 1), (21, 2)):  # with 21, it doesn't fit at all
+        output.print_table(("a", "b", "c"), [(letter * width for letter in "abc")])
+        assert capsys.readouterr().out.splitlines()[1] == (" " * gap).join(letter * width for letter in "abc")
+
+
 def test_a_long_line_continues_below_its_last_column_or_with_a_deeper_indent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

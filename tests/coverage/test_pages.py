@@ -12,6 +12,7 @@ from transformers import modeling_flash_attention_utils as utils
 
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import noted
+from hf_rocm.overlay import catalog
 from tests.coverage.case import params
 from tests.coverage.cases import CASES
 from tests.coverage.routing import choosing
@@ -62,6 +63,12 @@ SERVED = {
     "starcoder2",
     "vaultgemma",
 }
+PASSING = {
+    model
+    for directory in catalog.load().directories
+    for model, file in directory.files.items()
+    if "pages=True" in file.read_text(encoding="utf-8")
+}
 PAGED = [case for case in CASES if case.overlay in SERVED and case.kind == "text"]
 
 
@@ -105,6 +112,11 @@ def run(model, calls, cache):
 
 def test_every_listed_overlay_has_a_case():
     assert {case.overlay for case in PAGED} == SERVED
+
+
+@pytest.mark.parametrize("model", sorted(SERVED | PASSING))
+def test_an_overlay_is_listed_exactly_if_it_passes_pages(model):
+    assert (model in SERVED) is (model in PASSING), f"{__file__}: SERVED"
 
 
 @params(PAGED)

@@ -208,6 +208,20 @@ def test_experts_of_transformers_interface_are_declared(script: ModuleType, tmp_
     assert "has_bias=True" in draft(script, stock).left["DemoExperts"]
 
 
+def test_a_block_whose_experts_are_served_needs_no_work(script: ModuleType, tmp_path: Path) -> None:
+    stock = demo(tmp_path, "", "", GATED)
+    file = stock / "models/demo/modeling_demo.py"
+    block = (
+        "\nclass DemoSparseMoeBlock(nn.Module):\n    def __init__(self, config):\n"
+        "        self.experts = DemoExperts(config)\n\n    def forward(self, x):\n        return self.experts(x)\n"
+    )
+    file.write_text(file.read_text() + block)
+    assert draft(script, stock).left["DemoSparseMoeBlock"] == "not drafted: write it, or leave it stock"
+    served = "@use_experts_implementation\nclass DemoExperts"
+    file.write_text(file.read_text().replace("class DemoExperts", served))
+    assert draft(script, stock).left["DemoSparseMoeBlock"] == "it needs no work: it calls DemoExperts, which is served"
+
+
 @pytest.mark.skipif(not NEWEST, reason="only the newest release has this form")
 def test_a_mask_after_the_cache_is_a_parameter_of_the_draft(script: ModuleType) -> None:
     text = script.from_stock("opt", DIRECTORY, installed_package()).text

@@ -166,7 +166,8 @@ def test_missing_wheels_are_downloaded_with_a_message_and_kept(
     monkeypatch.setattr(sys.modules["lib.wheels"], "_pip", pip)
     result = refresh.download(Catalog(overlays), folder)
     assert list(result) == ["5.0.0", "5.12.0", "5.13.0"]
-    assert f"fetching 2 wheels, about 22 MB, into {folder}" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"fetching 2 wheels, about 22 MB, into {folder}" in shown and "\r" not in shown
     refresh.download(Catalog(overlays), folder)
     assert capsys.readouterr().err == ""
 

@@ -40,15 +40,102 @@ def test_clean_removes_only_the_folder(lib, capsys):
     assert "nothing to remove" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", ["64", "80", "120"])
-def test_texts_fit_the_terminal(lib, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", width)
-    monkeypatch.setattr(lib.demo, "Demo", lambda *_, **__: SimpleNamespace(run=lib.demo.Checks))
-    assert lib.demo.main([]) == 0
+def seconds(median: float, width: float = 0.0) -> dict[str, float]:
+    return {"median": median, "fastest": median - width / 2, "slowest": median + width / 2}
+
+
+def result(lib, *, stock: float, **others: float) -> dict[str, object]:
+    """By way: the result of a worker whose rounds took these times."""
+    shapes = [("torch", ((1, 4, 1, 8), (1, 2, 9, 8), (1, 2, 9, 8)))]
+    explanation = {
+        "parts": [{"group": "qkv", "fused": 4, "instances": 4}],
+        "forwards": ["forwards on cpu: " + "x " * 90],
+    }
+    return {
+        way: {
+            "fp32": {"load": 12.34, "tokens": [0] * 96, "text": "x " * 60 + "y" * 300, "first": seconds(1.2, 0.01),
+                     "all": seconds(others.get(way, stock), 0.001)},
+            "bf16": {"tokens": [0] * 96}, "peak_memory": 2**31, "threads": 1, "ops_imported": False,
+            "key_value_heads": 2, "attention_calls": 384, "attention_shapes": shapes, "explanation": explanation,
+            "explain": "LlamaForCausalLM: served\n  " + "word " * 50, "similarity": [[0.5] * 5],
+            "sentences": ["How do I undo the last commit?", *["Reverting the most recent change in the control."] * 4],
+        }
+        for way in lib.runs.WAYS
+    }  # fmt: skip
+
+
+def demo(lib, monkeypatch, *workloads: str, results: dict[str, object]):
+    """The demo's steps after the set-up, on these results instead of the workers'."""
+    demo = lib.steps.__new__(lib.steps)
+    verdict = {
+        "eager_error": 9e-6, "step": 1.6e-6, "allowed": 2e-5, "difference": [0.0] * 4, "equal": [True] * 4,
+        "finite": [True] * 4,
+    }  # fmt: skip
+    demo.checks = lib.demo.Checks()
+    demo.environment = SimpleNamespace(site_packages=Path("/nowhere"), python="python")
+    demo.runs = SimpleNamespace(
+        workloads=dict.fromkeys(workloads), run=lambda way: None, shown=lambda *words: None, judge=lambda: None,
+        result=lambda command, way: results[way], results=lambda command: results,
+        verdict=lambda command: {"fp32": verdict, "bf16": verdict}, output=lambda command: "2.13.0+rocm7.2 7.2 0.2.0\n",
+    )  # fmt: skip
+    files = SimpleNamespace(digest="d" * 64, files={}, differing=lambda other: [])
+    tree = SimpleNamespace(read=lambda folder: files, differing_from_record=lambda *_: (2861, []))
+    monkeypatch.setattr(lib.demo, "tree", tree)
+    return demo
+
+
+@pytest.mark.parametrize("width", [60, 64, 80, 120, 200, 300])
+def test_every_line_fits_the_terminal(lib, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    steps = demo(lib, monkeypatch, "generate", "embed", results=result(lib, stock=1.36, inert=0.218))
+    steps._describe_machine()
+    checks = steps.run()
+    checks.expect(False, "a check that fails, " * 9)
+    lib.demo.heading("a heading " * 9)
+    for number in (1, 9):
+        with lib.runs.step("from_pretrained(force=True): generate and embed " * number):
+            pass
+    monkeypatch.setattr(lib.demo, "Demo", lambda *_, **__: SimpleNamespace(run=lambda: checks))
+    assert lib.demo.main([]) == 1
     lib.demo.quoted("first  column\n\n" + "word " * 60)
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= int(width)
-    assert "  │ first  column" in lines and sum(line.startswith("  │ ") for line in lines) > 2
+    assert [line for line in lines if len(line) > min(width, 200)] == []
+    assert "  │ first  column" in lines and checks.passed > 20 and len(checks.failed) == 1
+    text = " ".join(" ".join(lines).split())
+    assert "hf_rocm's attention ran 384 times (torch tier), on 2 key/value heads, unexpanded" in text
+    assert "✗ a check that fails, a check" in text and "failed a check that fails" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_columns_that_do_not_fit_follow_below(lib, capsys, monkeypatch, width):
+    from lib.console import table
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    table(("three words here " * 2, "first", "second"), [("some words " * 3, "1" * 17, "2" * 17)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and len(lines) == (4 if width == 60 else 2)
+    table(("", "first", "second"), [("a" * 30, "1" * (width - 34), "2" * 9)])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert shown == [["first"], ["a" * 30, "1" * (width - 34)], [], ["second"], ["a" * 30, "2" * 9]]
+
+
+@pytest.mark.parametrize("workloads", [("generate",), ("generate", "embed")])
+@pytest.mark.parametrize(("stock", "factor"), [(1.36, "6.2"), (0.22, None)])
+def test_the_table_states_how_its_times_were_taken(lib, capsys, monkeypatch, workloads, stock, factor):
+    results = result(lib, stock=stock, inert=0.218)
+    demo(lib, monkeypatch, *workloads, results=results)._table(results, {"first token": "first", "96 tokens": "all"})
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("two processes at once" in text) is (len(workloads) == 2)
+    assert ("one process at a time" in text) is (len(workloads) == 1)
+    assert ("Other load on the machine disturbs" in text) is (factor is not None)
+    assert factor is None or f"by a factor of up to {factor}" in text
+
+
+def test_rounds_that_differ_are_reported(lib):
+    results = result(lib, stock=0.2)
+    assert lib.demo.disturbed(results, ["first", "all"]) is None
+    results["loader"]["fp32"]["all"] = seconds(0.37, 0.216)
+    assert "by a factor of up to 1.8" in lib.demo.disturbed(results, ["first", "all"])
 
 
 def test_a_background_process_is_shown_and_its_failure_is_raised(lib, capsys):

@@ -26,9 +26,6 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Folders whose tests record and replay decode steps or forwards.
-RECORDING = (("distributed",), ("forwards",), ("generation",), ("serving",), ("gpu",), ("tools", "verify"))
-
 # the same examples in every run and no deadline: a red test must mean a bug, not a busy machine
 settings.register_profile("hf_rocm", deadline=None, derandomize=True, database=None)
 settings.load_profile("hf_rocm")
@@ -68,22 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="session")
-def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture(autouse=True, scope="session")
+def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Let all tests and their child processes use a temporary cache folder instead of the user's.
 
-
-@pytest.fixture(autouse=True, scope="module")
-def keep_the_ledger(request: pytest.FixtureRequest, scratch_cache: Path) -> Iterator[None]:
-    """Keep injected replay faults out of the user's ledger, which `hf-rocm doctor` reports.
-
-    The scope is the module, because a module's fixture may start processes before its first test.
+    The user's folder has the ledger, which `hf-rocm doctor` reports, and the results of kernel checks.
     """
-    folders = request.path.relative_to(ROOT).parts[1:] if request.path.is_relative_to(ROOT) else ()
     with pytest.MonkeyPatch.context() as patch:
-        if folders[:1] in RECORDING or folders[:2] in RECORDING:
-            patch.setenv("HF_ROCM_CACHE", str(scratch_cache))
-        yield
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("HF_ROCM_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True, scope="session")

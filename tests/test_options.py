@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from hf_rocm import options, variables
 from hf_rocm.errors import OptionError
+from hf_rocm.generation import ledger
 from hf_rocm.options import Switch, parse
 
 
@@ -142,3 +145,10 @@ def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch
         "HF_ROCM_WEATHER is not an option of hf_rocm",
         "USE_AITER_ATENTION is not an option of hf_rocm; did you mean USE_AITER_ATTENTION?",
     ]
+
+
+def test_tests_and_their_child_processes_leave_the_users_cache_folder_alone(scratch_cache, tmp_path_factory):
+    assert scratch_cache.is_relative_to(tmp_path_factory.getbasetemp())
+    code = "from hf_rocm.generation import ledger; print(ledger.path())"
+    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    assert child == str(ledger.path()) == str(scratch_cache / ledger.NAME)

@@ -61,7 +61,7 @@ def quantize(
 
     kinds = quantizing.kinds() if kind == "all" else list(dict.fromkeys(kind.split(",")))
     for one in kinds:
-        quantizing.check_options(one, force=force or None)
+        quantizing.check_options(one, force=force or None, enabled_by="--force")
     if out is not None:
         _check_folder(out, kinds)
     words = None if text is None else _read(text)

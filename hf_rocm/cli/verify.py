@@ -64,6 +64,7 @@ def verify(
     from hf_rocm.device import is_rocm
     from hf_rocm.tools.verify import record
     from hf_rocm.tools.verify import verify as compare
+    from hf_rocm.tools.verify.run import check_enabled
 
     if (model is None) == (config is None):
         raise typer.BadParameter("pass either MODEL or --config")
@@ -72,17 +73,22 @@ def verify(
     for output in (save_golden, picture):
         if output is not None:
             check_output(output)
+    enabled = is_rocm() or force or options.force_requested()
+    only_record = None if enabled or golden is not None else save_golden
+    if only_record is None:
+        check_enabled(force=force, enabled_by="--force")  # before the model is loaded
+        print_notice(f"comparing {model or config} with stock, which may take minutes")
     loaded, ids = _loaded(model, config, dtype=dtype or "bfloat16", device=device)
-    if save_golden is not None and golden is None and not (is_rocm() or force or options.force_requested()):
-        header = record(loaded, save_golden, ids=ids, quick=quick)
+    if only_record is not None:
+        header = record(loaded, only_record, ids=ids, quick=quick)
         facts = {name: header[name] for name in ("model", "dtype", "weights", "recorded with")}
         if json:
-            print_json({"file": str(save_golden), **facts})
+            print_json({"file": str(only_record), **facts})
         else:
-            print(f"{save_golden}: stock {facts['model']} in {facts['dtype']}, weights {facts['weights']}")
+            print(f"{only_record}: stock {facts['model']} in {facts['dtype']}, weights {facts['weights']}")
             print("recorded, nothing compared: this PyTorch is not a ROCm build (--force also compares)")
         return
-    with Progress() as progress:
+    with Progress(every=15) as progress:
         result = compare(
             loaded,
             ids=ids,

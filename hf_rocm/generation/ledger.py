@@ -45,13 +45,19 @@ class Event:
     unproven: int
     reason: str
 
-    @property
-    def command(self) -> str:
-        """A command that compares replays with uncaptured steps again, on the same model."""
-        return f"HF_ROCM_GRAPHS=1 hf-rocm verify {shlex.quote(self.checkpoint or 'MODEL')}"
+    def command(self, *, force: bool = False) -> str:
+        """Return a command that compares replays with uncaptured steps again, on the same model. It needs a GPU.
+
+        force: for a GPU without ROCm.
+        """
+        name = shlex.quote(self.checkpoint or "MODEL")
+        return f"HF_ROCM_GRAPHS=1 hf-rocm verify {name}{' --force' if force else ''}"
 
     def __str__(self) -> str:
-        stack = f"{self.gpu}, ROCm {self.rocm or 'unknown'}, driver {self.driver or 'unknown'}"
+        stack = (
+            f"{self.gpu}, ROCm {self.rocm or 'unknown'}, driver {self.driver or 'unknown'}, torch {self.torch}, "
+            f"transformers {self.transformers}"
+        )
         size = f"{self.operators} operators, replay {self.replays}"
         return f"{self.when[:10]}: {self.model} on {stack} ({size}): {self.reason}"
 

@@ -14,6 +14,11 @@ from hf_rocm.overlay.catalog import MODEL, Catalog, Overlay, release_span
 from hf_rocm.overlay.locate import Installation
 from hf_rocm.overlay.state import FileState, LeftOut, examine
 
+# What can be done for a model that has no overlay.
+WITHOUT_OVERLAY = (
+    "hf_rocm.route_linear(model) serves the linear layers of any model; to add a model, see docs/adding-a-model.md"
+)
+
 
 def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
     """Return the states of the named models' files or, without names, of all files with an overlay or a block.
@@ -133,6 +138,7 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
             facts=facts,
             hint="upgrade hf-rocm, or install a release of transformers from that range",
         )
+    exists = isinstance(model, str) and MODEL.fullmatch(model) and os.path.lexists(_file(installation, model))
     served = [overlay.model for overlay in catalog.for_release(release)]
     examples = difflib.get_close_matches(str(model), served, n=3) or served[:3]
     return OverlayError(
@@ -142,7 +148,8 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
             "found": model,
             "transformers": f"{release} ({installation.root})",
         },
-        hint="omit the name to select every overlay; `hf-rocm status --all` lists them",
+        hint="omit the name to select every overlay; `hf-rocm status --all` lists them"
+        + (f"; {WITHOUT_OVERLAY}" if exists else ""),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
+from hf_rocm.overlay.scan import WITHOUT_OVERLAY
 from hf_rocm.tools.decoding import by_tier
 from hf_rocm.tools.tuning.coverage import Tuning
 from hf_rocm.tools.wrapping import width, wrapped
@@ -252,10 +253,7 @@ def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
 
 def _next(explanation: Explanation) -> Iterator[str]:
     if explanation.without_overlay:
-        yield (
-            "next: hf_rocm.route_linear(model) serves the linear layers of any model; to add a model, see "
-            "docs/adding-a-model.md"
-        )
+        yield f"next: {WITHOUT_OVERLAY}"
     elif explanation.state == NO_ROCM:
         yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
     yield "details: .details() in Python, hf-rocm explain --all in a shell"

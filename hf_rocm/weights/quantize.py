@@ -164,10 +164,12 @@ def kinds() -> list[str]:
     return list(encodings())
 
 
-def check_options(kind: str, keep: str | None = None, force: bool | None = None) -> None:
+def check_options(
+    kind: str, keep: str | None = None, force: bool | None = None, *, enabled_by: str = "force=True"
+) -> None:
     """Raise `OptionError`, before a model is loaded, if an argument is invalid for every model.
 
-    Also raises it if the ROCm path is disabled.
+    Also raises it if the ROCm path is disabled. enabled_by: how the caller's user enables it.
     """
     require_switches(force=force)
     if kind not in kinds():
@@ -181,7 +183,7 @@ def check_options(kind: str, keep: str | None = None, force: bool | None = None)
         raise OptionError(
             "quantize is part of the ROCm path, which is disabled",
             facts={"because": "force=False" if force is False else "this PyTorch is not a ROCm build"},
-            hint="--force (force=True) or HF_ROCM_FORCE=1 enables it on any machine",
+            hint=f"{enabled_by} or HF_ROCM_FORCE=1 enables it on any machine",
         )
 
 

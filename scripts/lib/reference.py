@@ -157,8 +157,8 @@ def _environment() -> str:
     rows = "".join(f"| `{variable.name}` | {variable.values} | {variable.meaning} |\n" for variable in VARIABLES)
     return f"""# Environment variables
 
-If hf_rocm is inert (no ROCm, and not forced), all are ignored. Arguments of `from_pretrained` and `prepare` take
-precedence.
+Where the ROCm path is off (without ROCm, and not forced), only `HF_ROCM_FORCE` affects models. Arguments of
+`from_pretrained` and `prepare` take precedence.
 
 | Variable | Values | Meaning |
 | --- | --- | --- |

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from hf_rocm.cli import main
-from hf_rocm.errors import GoldenError
+from hf_rocm.errors import GoldenError, LoadError
 from hf_rocm.tools.verify import verify as verify_model
 from hf_rocm.tools.verify.golden import FORMAT
 from hf_rocm.tools.verify.shapes import SHAPES, random_model
@@ -94,6 +95,26 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, op
     assert "can't be written" in err and "hint: specify a file" in err
 
 
+def test_without_rocm_and_force_nothing_is_loaded(tiny_checkpoint, golden, capsys, monkeypatch):
+    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
+    for arguments in ((tiny_checkpoint,), ("--config", "tiny-llama"), (tiny_checkpoint, "--golden", golden)):
+        capsys.readouterr()
+        assert verify(*arguments) == 1
+        err = capsys.readouterr().err
+        assert "there is nothing to verify" in err and "--force" in err
+
+
+def test_a_line_on_stderr_precedes_the_loading_of_the_model(tiny_checkpoint, capsys, monkeypatch):
+    def loaded(*arguments, **more):
+        print("loading", file=sys.stderr)
+        raise LoadError("no model")
+
+    monkeypatch.setattr("hf_rocm.cli.verify._loaded", loaded)
+    assert verify(tiny_checkpoint, "--force") == 1
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert re.search(f"comparing .*{tiny_checkpoint.name}.* minutes", first) and second == "loading"
+
+
 def test_a_golden_file_can_be_a_device_or_a_link(golden, tiny_checkpoint, tmp_path):
     (tmp_path / "link").symlink_to("target")
     assert verify(tiny_checkpoint, "--save-golden", tmp_path / "link") == 0
@@ -150,8 +171,8 @@ def test_a_config_file_is_verified_with_random_weights(tiny_checkpoint, tmp_path
     [
         (["--config", "tiny-llama"], 1, "there is nothing to verify: this PyTorch is not a ROCm build"),
         (["--config", "nowhere", "--force"], 1, "no config could be read from 'nowhere'"),
-        (["--config", "tiny-lama"], 1, "did you mean tiny-llama?"),
-        (["--config", "tiny-llama", "--dtype", "int8"], 1, "there is no dtype 'int8'"),
+        (["--config", "tiny-lama", "--force"], 1, "did you mean tiny-llama?"),
+        (["--config", "tiny-llama", "--dtype", "int8", "--force"], 1, "there is no dtype 'int8'"),
         (["nowhere", "--force"], 1, "no model could be loaded"),
         ([], 2, "pass either MODEL or --config"),
         (["--config", "tiny-llama", "--force", "--golden", "nowhere"], 1, "nowhere can't be read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -71,3 +72,11 @@ def test_the_text_of_a_diagram_fits_and_its_boxes_do_not_overlap(name):
     width, height = float(root.get("width")), float(root.get("height"))
     assert width <= 480, "readable in a column of 360 pixels"
     assert root.get("viewBox") == f"0 0 {width:g} {height:g}" and root.get("aria-label") == "a < b"
+
+
+def test_the_readme_and_the_page_of_variables_say_the_same_about_models_that_are_not_served():
+    from lib.reference import _environment
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for words in (" ".join(text.split()) for text in (_environment(), readme)):
+        assert re.search(r"Where the ROCm path is off[^.]*, only `HF_ROCM_FORCE` affects models\.", words)

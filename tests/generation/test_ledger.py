@@ -43,8 +43,10 @@ def test_events_are_written_and_read() -> None:
     ledger.record(EVENT)
     ledger.record(other)
     assert ledger.events() == (EVENT, other)
-    assert EVENT.command == "HF_ROCM_GRAPHS=1 hf-rocm verify some/model"
+    assert EVENT.command() == "HF_ROCM_GRAPHS=1 hf-rocm verify some/model"
+    assert EVENT.command(force=True).endswith("some/model --force")
     assert "gfx942" in str(EVENT) and "7.2.1" in str(EVENT) and "412" in str(EVENT)
+    assert "torch 2.12.0, transformers 5.23.0" in str(EVENT)
 
 
 def test_without_a_home_folder_an_event_is_only_logged(monkeypatch, caplog) -> None:

@@ -146,6 +146,18 @@ def test_an_unknown_model_is_an_error(site: Site, catalog: Catalog) -> None:
     with pytest.raises(OverlayError, match="no overlay for 'mistrall'") as refused:
         state(site, catalog, "mistrall")
     assert " models, such as mistral" in refused.value.facts["expected"]
+    assert "route_linear" not in (refused.value.hint or "")
+
+
+def test_for_a_model_of_transformers_without_an_overlay_the_error_says_what_can_be_done(
+    site: Site, catalog: Catalog
+) -> None:
+    folder = site.installation.root / "models" / "gpt_neo"
+    folder.mkdir(exist_ok=True)
+    (folder / "modeling_gpt_neo.py").touch()
+    with pytest.raises(OverlayError, match="no overlay for 'gpt_neo'") as refused:
+        state(site, catalog, "gpt_neo")
+    assert "route_linear" in refused.value.hint and "docs/adding-a-model.md" in refused.value.hint
 
 
 def test_installed_is_determined_from_the_file(site: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

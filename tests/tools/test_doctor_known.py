@@ -11,7 +11,7 @@ import torch
 
 from hf_rocm.cli import main
 from hf_rocm.tools.doctor import examine, kernels
-from hf_rocm.tools.doctor.checks.known import RULES, known
+from hf_rocm.tools.doctor.checks.known import RULES, graph_events, known
 from hf_rocm.tools.doctor.checks.packages import packages
 from hf_rocm.tools.doctor.checks.torch import install
 from hf_rocm.tools.doctor.checks.transformers import transformers
@@ -86,6 +86,23 @@ def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
     releases = {gfx: install(gfx).rpartition("rocm")[2] for gfx in ("gfx942", "gfx950", "gfx1100", "gfx1201")}
     assert releases == {"gfx942": "7.1", "gfx950": "7.1", "gfx1100": "7.2", "gfx1201": "7.2"}
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
+
+
+def test_replays_that_differed_are_a_warning_only_with_the_same_torch_and_have_a_fix_for_this_machine() -> None:
+    facts = collect(Recorded("graphs-mi300x"))
+    (event,) = facts.graph_events
+    other = replace(event, torch="2.10.0+rocm7.0", checkpoint="org/other")
+    (finding,) = graph_events(replace(facts, graph_events=(event, other)))
+    assert finding.level.value == "warning" and finding.what.startswith("1 replay differed")
+    assert finding.fix.startswith("HF_ROCM_GRAPHS=1 hf-rocm verify org/model   # ") and facts.ledger in finding.fix
+    (finding,) = graph_events(replace(facts, graph_events=(other,)))
+    assert finding.level.value == "ok" and "1 did with torch 2.10.0+rocm7.0" in finding.what
+
+    forced = "HF_ROCM_GRAPHS=1 hf-rocm verify org/model --force   # "
+    for machine, start in (("nvidia", forced), ("no-gpu", "rm /home")):
+        facts = collect(Recorded(machine))
+        (finding,) = graph_events(replace(facts, graph_events=(replace(event, torch=facts.torch.version or ""),)))
+        assert finding.level.value == "warning" and finding.fix.startswith(start) and facts.ledger in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hf_rocm.tools.doctor.checks.options import options
 from hf_rocm.tools.doctor.checks.packages import packages
 from hf_rocm.tools.doctor.checks.rocm import rocm
 from hf_rocm.tools.doctor.checks.system import system
-from hf_rocm.tools.doctor.checks.torch import torch
+from hf_rocm.tools.doctor.checks.torch import NEWEST_TESTED, torch
 from hf_rocm.tools.doctor.checks.torch_settings import torch_settings
 from hf_rocm.tools.doctor.checks.transformers import transformers
 from hf_rocm.tools.doctor.checks.triton import triton
@@ -390,3 +390,14 @@ def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> 
     finding = next(row for row in transformers(replace(good, transformers=changed)) if row.check == "overlays")
     assert finding.level.value == "problem" and finding.what.startswith("2 blocks with code that is not from")
     assert finding.fix.startswith("hf-rocm install-overlays")
+
+
+def test_a_cuda_build_without_an_nvidia_gpu_is_noted_and_the_newest_tested_torch_is_that_of_the_tests(good) -> None:
+    facts = collect(Recorded("no-gpu-cuda-torch"))
+    assert "no NVIDIA GPU here" in next(iter(torch(facts))).what
+    for there in (replace(facts, files={"nvidia_device": True}), collect(Recorded("nvidia")), good):
+        assert "no NVIDIA GPU here" not in next(iter(torch(there))).what
+    constraints = Path(__file__).resolve().parents[2] / "scripts" / "constraints.txt"
+    assert f"torch=={NEWEST_TESTED}" in constraints.read_text(encoding="utf-8").split()
+    (finding,) = torch(replace(facts, torch=replace(facts.torch, version=f"{NEWEST_TESTED}+cpu", cuda=None)))
+    assert "newer" not in finding.what

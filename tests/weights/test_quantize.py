@@ -312,6 +312,13 @@ class TestBack:
         assert not traces(model)
 
 
+def test_without_rocm_the_hint_begins_with_the_argument(monkeypatch):
+    monkeypatch.setattr(options, "force_requested", lambda: False)
+    with pytest.raises(OptionError, match="ROCm path, which is disabled") as refused:
+        hf_rocm.prepare(models.build(), quantize="int8")
+    assert refused.value.hint.startswith("force=True ") and "--force" not in refused.value.hint
+
+
 def test_from_pretrained_quantises_while_loading(tmp_path):
     models.build().save_pretrained(tmp_path)
     model, info = hf_rocm.from_pretrained(tmp_path, quantize="fp8", force=True, output_loading_info=True)

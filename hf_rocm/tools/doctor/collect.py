@@ -57,6 +57,7 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
             torch_answer=answer,
             aiter=found_aiter.result(),
             graph_events=machine.graph_events(),
+            ledger=machine.ledger(),
             bitsandbytes=_tried(machine, "bitsandbytes", usable and "bitsandbytes" in machine.packages()),
             patch_embedding=_tried(machine, "patch-embedding", usable and named is not None and named.conv3d),
         )
@@ -148,13 +149,18 @@ def _container(machine: Machine, environment: dict[str, str]) -> str | None:
 
 
 def _files(machine: Machine) -> dict[str, bool]:
-    """Detect the installed builds of packages by their files, because names and versions may be equal in all builds."""
+    """Detect an NVIDIA GPU by its device file, and the installed builds of packages by their files.
+
+    The names and versions of packages may be equal in all builds.
+    """
+    nvidia = {"nvidia_device": machine.look("/dev/nvidiactl") is not None}
     torch = machine.torch().path
     if torch is None:
-        return {}
+        return nvidia
     site = torch.rpartition("/")[0]
     flash = [f"{site}/{name}" for name in machine.names(site) if name.startswith("flash_attn_2_cuda")]
     return {
+        **nvidia,
         "flash_attn_cuda": any(machine.mentions(path, b"libcudart.so") for path in flash),
         "torch_rocm": any(name.startswith("libamdhip64") for name in machine.names(f"{torch}/lib")),
         "bitsandbytes_rocm": any(

@@ -90,8 +90,9 @@ class Host:
 class Facts:
     """The facts about one machine.
 
-    graph_events: replays that differed from uncaptured steps. bitsandbytes, patch_embedding: the outcome of testing
-    them in a child process; None if they were not tested.
+    graph_events: replays that differed from uncaptured steps. ledger: the path of the file with these events, None if
+    there is no home folder. bitsandbytes, patch_embedding: the outcome of testing them in a child process; None if they
+    were not tested.
     """
 
     system: System
@@ -112,6 +113,7 @@ class Facts:
     now: float = 0.0
     model: ModelFacts | None = None
     graph_events: tuple[Event, ...] = ()
+    ledger: str | None = None
     bitsandbytes: Answer | None = None
     patch_embedding: Answer | None = None
 
@@ -152,7 +154,8 @@ class Facts:
 
     @property
     def nvidia(self) -> bool:
-        return NVIDIA in self.driver.cards
+        """Whether there is an NVIDIA GPU. Some containers have only its device file."""
+        return NVIDIA in self.driver.cards or self.files.get("nvidia_device", False)
 
     def set(self, name: str) -> str:
         """Return a variable's stripped value, or the empty string."""

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_rocm import options
-from hf_rocm.generation.ledger import Event, events
+from hf_rocm.generation import ledger
+from hf_rocm.generation.ledger import Event
 from hf_rocm.overlay.facts import AiterFacts, TorchFacts, aiter_facts, torch_facts
 from hf_rocm.tools.doctor.transformers import TransformersFacts, transformers_facts
 
@@ -101,6 +102,7 @@ class Machine(Protocol):
     def aiter(self) -> AiterFacts: ...
     def transformers(self) -> TransformersFacts: ...
     def graph_events(self) -> tuple[Event, ...]: ...
+    def ledger(self) -> str | None: ...
     def ask(self, task: str, *, timeout: float) -> Answer: ...
 
 
@@ -194,7 +196,13 @@ class ThisMachine:
         return transformers_facts()
 
     def graph_events(self) -> tuple[Event, ...]:
-        return events()
+        return ledger.events()
+
+    def ledger(self) -> str | None:
+        try:
+            return str(ledger.path())
+        except OSError:  # this user has no home folder
+            return None
 
     def ask(self, task: str, *, timeout: float) -> Answer:
         with tempfile.TemporaryDirectory() as folder:

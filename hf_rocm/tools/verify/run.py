@@ -18,6 +18,7 @@ from hf_rocm.device import describe, is_rocm
 from hf_rocm.errors import VerifyError
 from hf_rocm.loading.prepare import REPORT, prepare
 from hf_rocm.overlay import bind
+from hf_rocm.overlay.scan import WITHOUT_OVERLAY
 from hf_rocm.tools.verify import golden as gold
 from hf_rocm.tools.verify.cases import FILLED, PADDED, PROMPT, Case, cases
 from hf_rocm.tools.verify.check import NOT_RUN, Check
@@ -63,12 +64,7 @@ def verify(
     began = time.monotonic()
     subject = Subject(model)
     earlier_report = model.__dict__.get(REPORT)
-    forced = bool(force or options.force_requested() or (earlier_report or {}).get("forced"))
-    if not is_rocm() and not forced:
-        raise VerifyError(
-            "there is nothing to verify: this PyTorch is not a ROCm build, and without ROCm hf_rocm changes nothing",
-            hint="--force (force=True) verifies hf_rocm's path on PyTorch's own kernels",
-        )
+    check_enabled(force=bool(force or (earlier_report or {}).get("forced")))
     ids = _tokens(subject, ids)
     if save_golden is not None:
         gold.check(Path(save_golden))
@@ -112,6 +108,18 @@ def verify(
         tiers=_served_by(session.known[PROMPT].free),
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def check_enabled(*, force: bool, enabled_by: str = "force=True") -> None:
+    """Raise `VerifyError` if there is nothing to verify, because the ROCm path is neither enabled nor forced.
+
+    enabled_by: how the caller's user forces it.
+    """
+    if not (force or options.force_requested() or is_rocm()):
+        raise VerifyError(
+            "there is nothing to verify: this PyTorch is not a ROCm build, and without ROCm hf_rocm changes nothing",
+            hint=f"{enabled_by} verifies hf_rocm's path on PyTorch's own kernels",
+        )
 
 
 def record(
@@ -161,11 +169,13 @@ def _tokens(subject: Subject, ids: Tensor | None) -> Tensor:
 def _check_served(subject: Subject) -> None:
     if any(bind.mode_of(module) != bind.OFF for module in subject.model.modules()):
         return
-    refused = (subject.model.__dict__.get(REPORT) or {}).get("refused", {})
+    report = subject.model.__dict__.get(REPORT) or {}
+    refused = report.get("refused", {})
+    reasons = "hf_rocm.explain(model) lists the reasons by layer"
     raise VerifyError(
         f"there is nothing to verify: no layer of {type(subject.model).__name__} is served by hf_rocm",
         facts=refused,
-        hint="hf_rocm.explain(model) lists the reasons by layer",
+        hint=reasons if refused or report.get("overlays") else f"{reasons}; {WITHOUT_OVERLAY}",
     )
 
 

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 
 import hf_rocm
 from hf_rocm.errors import VerifyError
@@ -115,3 +116,13 @@ def test_an_unserved_model_is_refused(build, monkeypatch):
     with pytest.raises(VerifyError, match="no layer of LlamaForCausalLM is served") as refused:
         hf_rocm.verify(build("llama"), force=True)
     assert refused.value.facts == {"llama": "changed upstream"}
+    assert "route_linear" not in refused.value.hint
+
+
+def test_for_a_model_without_an_overlay_the_error_says_what_can_be_done():
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]
+    )
+    with pytest.raises(VerifyError, match="no layer of GPTNeoForCausalLM is served") as refused:
+        hf_rocm.verify(transformers.GPTNeoForCausalLM(config).eval(), force=True)
+    assert "route_linear" in refused.value.hint and "docs/adding-a-model.md" in refused.value.hint

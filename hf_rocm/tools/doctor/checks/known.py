@@ -5,11 +5,13 @@ A rule that does not apply is listed only with `--all`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hf_rocm.generation.ledger import NAME, Event
 from hf_rocm.known_faults import GRAPH_FAULTS, STALLING_KERNELS, graph_faults, mapped_copy_fault
 from hf_rocm.tools.doctor.checks.torch import INDEXES, install
 from hf_rocm.tools.doctor.facts import Facts, version
@@ -77,17 +79,37 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
 
 
 def graph_events(facts: Facts) -> Iterator[Finding]:
-    """Report the recorded replays on this machine that differed from uncaptured steps."""
-    if facts.graph_events:
-        last = facts.graph_events[-1]
+    """Report the recorded replays on this machine that differed from uncaptured steps.
+
+    Replays with another release of torch are no warning, because the installed one may not have the fault.
+    """
+    here = [event for event in facts.graph_events if event.torch == facts.torch.version]
+    others = [event for event in facts.graph_events if event not in here]
+    if here:
         yield warning(
             "graph-events",
-            f"{number(len(facts.graph_events), 'replay')} differed from the uncaptured step on this machine; "
-            f"the last one was {last}",
+            f"{number(len(here), 'replay')} differed from the uncaptured step on this machine; "
+            f"the last one was {here[-1]}",
             means="hf_rocm stopped recording steps in that process; other users of HIP graphs would not notice such a "
             "replay",
-            fix=f"{last.command}   # compares again; HF_ROCM_GRAPHS=0 disables recording",
+            fix=_compared_again(facts, here[-1]),
         )
+    elif others:
+        releases = ", ".join(dict.fromkeys(event.torch for event in others))
+        yield ok(
+            "graph-events",
+            f"no replay differed from the uncaptured step with this torch; {len(others)} did with torch {releases}",
+        )
+
+
+def _compared_again(facts: Facts, event: Event) -> str:
+    """Return the command that compares the event's model again, if there is a GPU, and how to delete the events."""
+    path = shlex.quote(facts.ledger or NAME)
+    rocm = bool(facts.torch.hip and facts.amd)
+    if rocm or (facts.torch.cuda and facts.nvidia):
+        command = event.command(force=not rocm)
+        return f"{command}   # compares again; HF_ROCM_GRAPHS=0 disables recording; to delete the events: rm {path}"
+    return f"rm {path}   # deletes the events; without a GPU, they can't be compared again"
 
 
 def _without_fault(gfx: str) -> str:

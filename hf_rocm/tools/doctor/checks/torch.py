@@ -11,9 +11,12 @@ from hf_rocm.tools.doctor.facts import Facts, short, version
 from hf_rocm.tools.doctor.report import Finding, counted, ok, problem, warning
 
 INDEX = "https://download.pytorch.org/whl/rocm"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # ROCm releases of PyTorch's own builds, the preferred one first.
 INDEXES = ("7.2", "7.1")
 OLDEST = "2.6"
+# The newest release that the tests ran with.
+NEWEST_TESTED = "2.13.0"
 FLASH = "https://github.com/unslothai/unsloth/pull/8821"
 
 
@@ -65,7 +68,17 @@ def _build(facts: Facts) -> Finding:
         return problem(
             "torch", f"{what}, older than {OLDEST}", means="hf_rocm does not support it", fix=install(*facts.gpus)
         )
-    return ok("torch", what)
+    return ok("torch", "; ".join((what, *_notes(facts))))
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    """Yield what a user may not know about a build that works."""
+    here, newest = version(facts.torch.version), version(NEWEST_TESTED)
+    if here is not None and newest is not None and here.release > newest.release:
+        yield f"newer than {NEWEST_TESTED}, the newest release that hf_rocm was tested with"
+    if facts.torch.cuda and not facts.nvidia and not facts.wsl:
+        get = f"pip install --force-reinstall torch --index-url {CPU_INDEX}"
+        yield f"there is no NVIDIA GPU here, and the CPU build is smaller: {get}"
 
 
 def _not_importable(facts: Facts) -> Finding:

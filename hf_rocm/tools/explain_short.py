@@ -30,7 +30,7 @@ _STEPS = (
     "two lines on generate, forwards and linear layers each",
     "served classes without the names of their layers",
     "two reasons",
-    "no empty lines",
+    "no empty lines, and no reasons of stock classes",
 )
 _FULL, _FEW_STOCK, _COUNTED_STOCK, _TOGETHER, _TWO_LINES, _NO_LAYERS, _TWO_REASONS, _COMPACT = range(len(_STEPS))
 
@@ -86,10 +86,12 @@ def _served(parts: tuple[Part, ...], step: int) -> Iterator[str]:
         return
     alike: dict[str, list[str]] = {}
     for name, count, notes in rows:
-        notes = notes if step < _NO_LAYERS else notes.partition(":")[0]
-        alike.setdefault(notes, []).append(f"{name} {count}".replace(" ", "\xa0"))
+        alike.setdefault(notes if step < _NO_LAYERS else notes.partition(":")[0], []).append(f"{name} {count}")
+    lines = []
     for notes, names in alike.items():
-        yield f"  {', '.join(names)}{f' ({notes})' if notes else ''}"
+        listed = ", ".join(name.replace(" ", "\xa0") for name in names)  # a count is kept on the line of its class
+        lines.append(f"{listed} ({notes})" if notes else listed)
+    yield from (f"  {line}" for line in (lines if step < _NO_LAYERS else ["; ".join(lines)]))
 
 
 def _stock(stock: tuple[Stock, ...], width: int, step: int) -> Iterator[str]:
@@ -97,6 +99,9 @@ def _stock(stock: tuple[Stock, ...], width: int, step: int) -> Iterator[str]:
     reasons: dict[str, list[Stock]] = {}
     for one in stock:
         reasons.setdefault(one.reason, []).append(one)
+    if step >= _COMPACT and reasons:
+        yield f"  stock: {sum(one.instances for one in stock)} modules, listed in the details"
+        return
     if step >= _COUNTED_STOCK and reasons:
         counts = {reason: sum(one.instances for one in classes) for reason, classes in reasons.items()}
         yield f"  stock: {'; '.join(f'{reason} × {count}' for reason, count in counts.items())}"
@@ -127,9 +132,11 @@ def _notes(explanation: Explanation, width: int, step: int) -> Iterator[str]:
     The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
     """
     reasons: dict[str, list[str]] = {}
+    one_by_one = [part.cls for part in explanation.parts if part.gradients]
+    if one_by_one:
+        every = len(one_by_one) == sum(part.fused > 0 for part in explanation.parts)
+        reasons[_gradients(explanation)] = ["the fused classes"] if every else one_by_one
     for part in explanation.parts:
-        if part.gradients:
-            reasons.setdefault(_gradients(explanation), []).append(part.cls)
         for reason, count in part.not_fused.items():
             reasons.setdefault(f"not fused: {reason}", []).append(f"{part.cls} × {count}")
         for reason, count in part.stayed_stock.items():

@@ -68,7 +68,7 @@ def describe(model: nn.Module) -> str | None:
     None if the model can't run in batches, or if no known fault affects the graphs.
     """
     required = model.__dict__.get(MARK)
-    fault = None if required is None else suspects.fault_of(model.device)
+    fault = None if required is None or not _can_batch(model) else suspects.fault_of(model.device)
     if fault is None:
         return None
     reason = suspects.reason(fault)
@@ -79,7 +79,7 @@ def describe(model: nn.Module) -> str | None:
 
 def attention_of(model: nn.Module) -> str | None:
     """One sentence for `explain` on the attention of the next batch, or None if the model can't run in batches."""
-    if MARK not in model.__dict__:
+    if MARK not in model.__dict__ or not _can_batch(model):
         return None
     config: Any = model.config
     own = getattr(config, "_attn_implementation", None)
@@ -91,6 +91,14 @@ def attention_of(model: nn.Module) -> str | None:
         steps = "" if gathered is None else f"; its decode steps gather their keys, because {gathered}"
         return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages{steps}"
     return f"continuous batching runs as in stock transformers: {reason}"
+
+
+def _can_batch(model: Any) -> bool:
+    """Return whether transformers has pages for all layers: it has none for encoder-decoders and linear attention."""
+    config = model.config.get_text_config()
+    known = sliding_pages.SLIDING, sliding_pages.FULL
+    kinds = getattr(config, "layer_types", None)
+    return not model.config.is_encoder_decoder and all(kind in known for kind in kinds or ())
 
 
 def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

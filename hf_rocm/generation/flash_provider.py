@@ -94,6 +94,9 @@ def batches_refused(model: Any) -> str | None:
         return "the model is not prepared"
     if not getattr(model, "_supports_flash_attn", False):
         return f"{type(model).__name__} does not support flash attention"
+    fixed = _not_switchable(model)
+    if fixed is not None:
+        return f"transformers can't change the attention implementation of {fixed}"
     reason = _paged_faults(model) if len(_names()) > 1 else None
     if reason is not None:
         return reason
@@ -198,6 +201,20 @@ def _imported() -> Any:
     if not hasattr(utils, "_process_with_kvcache_kwargs_fn"):
         return functions, process
     return functions, (process, define(flash_functions.flash_attn_with_kvcache))
+
+
+def _not_switchable(model: Any) -> str | None:
+    """Return the name of the class of the decoder for which `set_attn_implementation` changes nothing, or None.
+
+    Its attention does not look up its function by the name of the implementation.
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    for part in _models(model):
+        if part is model or part.config is decoder:
+            can_switch = getattr(type(part), "_can_set_attn_implementation", None)
+            if can_switch is not None and not can_switch():
+                return type(part).__name__
+    return None
 
 
 def _paged_faults(model: Any) -> str | None:

@@ -26,7 +26,7 @@ _FEATURE = "sliding_pages"
 _BATCHING = "transformers.generation.continuous_batching"
 _ALLOCATORS = f"{_BATCHING}.cache_allocators"
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"  # types of layers in transformers
+SLIDING, FULL = "sliding_attention", "full_attention"  # types of layers in transformers
 
 Served = Callable[[Any], bool]
 
@@ -41,7 +41,7 @@ def refused() -> str | None:
 def concerns(config: Any) -> bool:
     """Return whether a model with this config has sliding layers."""
     kinds = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) is not None if kinds is None else _SLIDING in kinds
+    return getattr(config, "sliding_window", None) is not None if kinds is None else SLIDING in kinds
 
 
 def provide(user: Any, served: Served, *, key: Hashable) -> None:
@@ -54,7 +54,7 @@ def provide(user: Any, served: Served, *, key: Hashable) -> None:
     cache, initialization = (importlib.import_module(f"{_BATCHING}.{name}") for name in ("cache", "initialization"))
     patches.apply(
         Entry(vars(initialization), "group_layers_by_attn_type", partial(_one_group, served), key=key),
-        Entry(cache.ATTN_TYPE_TO_ALLOCATOR, _SLIDING, partial(_allocator, served), key=key),
+        Entry(cache.ATTN_TYPE_TO_ALLOCATOR, SLIDING, partial(_allocator, served), key=key),
         Change(cache.PagedAttentionCache, "_infer_max_decode_fast_path_length", _longest, key=key),
         user=user,
     )
@@ -67,7 +67,7 @@ def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list
         groups: dict[str, list[int]] = change.original(config)
         if not _active(change, served, config):
             return groups
-        return {_FULL if kind == _SLIDING else kind: layers for kind, layers in groups.items()}
+        return {FULL if kind == SLIDING else kind: layers for kind, layers in groups.items()}
 
     return group_layers_by_attn_type
 
@@ -113,8 +113,8 @@ def _longest(change: Change) -> Callable[[Any], int]:
             return stock
         limits = []
         for kind, allocator in self.cache_allocators.items():
-            columns = self.max_blocks_per_request - (kind == _SLIDING)  # the last column contains the slot
-            if kind != _SLIDING or _pages(allocator) > columns:
+            columns = self.max_blocks_per_request - (kind == SLIDING)  # the last column contains the slot
+            if kind != SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
         return min(limits, default=sys.maxsize)  # no limit, because a ring does not grow with the request
 

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import Linear  # the name in torch.nn may have been replaced
 
 from hf_rocm import ops
-from hf_rocm.layers.weight_group import SLOT, WeightGroup, kind_in, names_in, wake
+from hf_rocm.layers.weight_group import NOT_PREPARED, SLOT, WeightGroup, kind_in, names_in, wake
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.overlay.dependencies import Reference, of_call
 from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
@@ -175,7 +175,7 @@ def shuffled_experts(module: Module, x: Tensor) -> tuple[ops.Shuffled, ops.Shuff
 def why_not(module: Module) -> str | None:
     """Return why the group in the module's slot can't run now, as a sentence; None if it can."""
     kind = kind_in(module)
-    return "its layers were not prepared" if kind is None else kind.why_not(module, names_in(module))
+    return NOT_PREPARED if kind is None else kind.why_not(module, names_in(module))
 
 
 @constant_in_traces

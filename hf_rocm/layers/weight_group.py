@@ -24,6 +24,8 @@ SLOT = "_hf_rocm_group"
 PENDING = "pending"  # the group is formed in the module's next call
 MOVED = "moved"  # the weights were replaced or moved, so the group is not used until the model is prepared again
 
+NOT_PREPARED = "its layers were not prepared"  # the reason why a module without a group is not fused
+
 # Checks need no lock, but changes do: two threads may make the first call of a copy at the same time.
 lock = threading.RLock()
 

@@ -28,7 +28,8 @@ from hf_rocm.overlay import bind
 from hf_rocm.overlay.catalog import Overlay
 from hf_rocm.overlay.instance_forwards import enclosed_forward
 from hf_rocm.tools.decoding import decoding
-from hf_rocm.tools.explain_text import NO_OVERLAY, NO_ROCM, Explanation, Kernel, Part, Stock
+from hf_rocm.tools.explain_short import NO_OVERLAY, NO_ROCM
+from hf_rocm.tools.explain_text import Explanation, Kernel, Part, Stock
 from hf_rocm.tools.forwards import forwards
 from hf_rocm.tools.linears import linears
 from hf_rocm.tools.specifications import specifications, where
@@ -66,6 +67,7 @@ def explain(model: nn.Module) -> Explanation:
         parts=parts,
         without_overlay=_without_overlay(model, report, overlays),
         kernels=tuple(_kernels(model)) if active or summary(model) else (),
+        prepared=bool(report),
         tuning=tuning_of(model),
         linears=linears(model, report),
         quantized=summary(model),

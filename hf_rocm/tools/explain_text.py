@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from hf_rocm.overlay.scan import WITHOUT_OVERLAY
-from hf_rocm.tools.decoding import by_tier
+from hf_rocm.tools.explain_short import headline, short
 from hf_rocm.tools.tuning.coverage import Tuning
-from hf_rocm.tools.wrapping import width, wrapped
+from hf_rocm.tools.wrapping import width
 
-NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
-NO_OVERLAY = "hf_rocm has no overlay for {}"
-
-_REASONS = 6  # the largest number of refusals in the short form
-_STOCK = 6  # the largest number of class names on a line of the short form
+_SEPARATOR = "; "  # between implementations and between operations, because their names may contain commas
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,7 @@ class Explanation:
     parts: tuple[Part, ...]
     without_overlay: dict[str, str]
     kernels: tuple[Kernel, ...]
+    prepared: bool = False  # whether `prepare` has run on the model
     tuning: Tuning | None = None
     linears: tuple[str, ...] = ()  # sentences about shuffled weights, routes and patch embeddings
     quantized: str | None = None  # which layers are quantised, and their error
@@ -94,31 +90,9 @@ class Explanation:
         return html(self)
 
 
-def short(explanation: Explanation, width: int) -> str:
-    """Return the summary: the classes, the reasons why some are not served or fused, and the kernels.
-
-    width: the number of columns at which lines are wrapped.
-    """
-    lines = [*_headline(explanation)]
-    if explanation.parts or explanation.stock:
-        lines += ["", *_table(explanation)]
-    lines += _notes(explanation)
-    lines += [""] if explanation.decoding or explanation.forwards or explanation.kernels else []
-    if explanation.decoding:
-        lines.append(f"generate: {'; '.join(_decoding(explanation.decoding))}")
-    if explanation.forwards:
-        lines.append(f"forwards: {'; '.join(_decoding(explanation.forwards))}")
-    if explanation.kernels:
-        lines += _kernels(explanation.kernels)
-    if explanation.tuning is not None:
-        lines.append(f"tuned GEMMs: {explanation.tuning.sentence}")
-    lines += ["", *_next(explanation)]
-    return "\n".join(_wrapped(lines, width))
-
-
 def details(explanation: Explanation) -> str:
     """Return the long text, one fact per line, without wrapping."""
-    lines = _headline(explanation)
+    lines = headline(explanation)
     if explanation.parts:
         lines += ["", "served classes", *(line for part in explanation.parts for line in _part(part))]
     if explanation.stock:
@@ -151,114 +125,6 @@ def html(explanation: Explanation) -> str:
     return f"{summary}<details><summary>details</summary><pre>{escape(details(explanation))}</pre></details>"
 
 
-def _headline(explanation: Explanation) -> list[str]:
-    facts = ", ".join(f"{key} {value}" for key, value in explanation.machine.items())
-    return [f"{explanation.model}: {explanation.state}", f"  {facts}"]
-
-
-def _table(explanation: Explanation) -> Iterator[str]:
-    """Yield a line for every served class, and then the stock classes by reason."""
-    rows = [
-        (part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in explanation.parts
-    ]
-    first = max((len(name) for name, _, _ in rows), default=0)
-    second = max((len(count) for _, count, _ in rows), default=0)
-    for name, count, notes in rows:
-        yield f"  {name:<{first}}  {count:<{second}}  {notes}".rstrip()
-    reasons: dict[str, list[Stock]] = {}
-    for one in explanation.stock:
-        reasons.setdefault(one.reason, []).append(one)
-    for reason, classes in reasons.items():
-        yield f"  stock, {reason}: {_counted(classes)}"
-
-
-def _counted(classes: list[Stock]) -> str:
-    named = [f"{one.cls} × {one.instances}" for one in classes[:_STOCK]]
-    rest = len(classes) - len(named)
-    return ", ".join([*named, f"and {rest} more class{'es' * (rest > 1)}"] if rest > 0 else named)
-
-
-def _part_notes(part: Part) -> Iterator[str]:
-    if part.group and part.active:
-        count = "" if part.fused == part.active else f" in {part.fused}"
-        yield f"{'fused' if part.fused else 'not fused'}{count if part.fused else ''}: {' + '.join(part.group)}"
-    if part.joined:
-        yield f"one matrix in the checkpoint: {' and '.join(part.joined)}"
-
-
-def _notes(explanation: Explanation) -> Iterator[str]:
-    """Yield the reasons why classes are not served or not fused, each reason once with its classes, and other notes.
-
-    The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
-    """
-    reasons: dict[str, list[str]] = {}
-    for part in explanation.parts:
-        if part.gradients:
-            reasons.setdefault(_gradients(explanation), []).append(part.cls)
-        for reason, count in part.not_fused.items():
-            reasons.setdefault(f"not fused: {reason}", []).append(f"{part.cls} × {count}")
-        for reason, count in part.stayed_stock.items():
-            reasons.setdefault(f"stock at the last call: {reason}", []).append(f"{part.cls} × {count}")
-        if part.stock_because is not None and part.active:
-            reasons.setdefault(f"stock: {part.stock_because}", []).append(f"{part.cls} × {part.active}")
-        if part.theirs:
-            reasons.setdefault("another forward was set on the instance and runs", []).append(
-                f"{part.cls} × {part.theirs}"
-            )
-    lines = [f"{', '.join(classes)}: {reason}" for reason, classes in reasons.items()]
-    lines += [f"linear layers: {line}" for line in explanation.linears]
-    if explanation.quantized is not None:
-        lines.append(f"quantised: {explanation.quantized}")
-    if explanation.replaced:
-        lines.append(f"replaced later by other code: {', '.join(explanation.replaced)}")
-    listed = {one.reason for one in explanation.stock}
-    lines += [
-        f"{name}: {reason}"
-        for name, reason in explanation.without_overlay.items()
-        if NO_OVERLAY.format(name) not in listed
-    ]
-    if lines:
-        yield from ["", *lines]
-
-
-def _gradients(explanation: Explanation) -> str:
-    where, generates = ("in bare calls ", "; generate does this itself") if explanation.decoding else ("", "")
-    return f"not fused {where}while gradients are on: use torch.inference_mode(){generates}"
-
-
-def _decoding(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, except those that repeat the reason in the first line."""
-    first, *others = lines
-    yield first
-    reason = first.partition(": ")[2]
-    for line in others:
-        if not (reason and line.endswith(f": {reason}")):
-            yield line
-
-
-def _kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
-    """Yield the operations by tier, and the reasons why no faster tier serves them, each reason once."""
-    refused: dict[tuple[str, str], dict[str, None]] = {}
-    for kernel in kernels:
-        for name, reason in kernel.refused:
-            refused.setdefault((name.partition("/")[0], reason), {})[kernel.operation] = None
-    yield f"kernels: {by_tier(kernels)}"
-    everything = len({kernel.operation for kernel in kernels})
-    for (tier, reason), operations in list(refused.items())[:_REASONS]:
-        where = "" if len(operations) == everything else f" ({', '.join(operations)})"
-        yield f"  not {tier}{where}: {reason}"
-    if len(refused) > _REASONS:
-        yield f"  and {len(refused) - _REASONS} more reasons, in the details"
-
-
-def _next(explanation: Explanation) -> Iterator[str]:
-    if explanation.without_overlay:
-        yield f"next: {WITHOUT_OVERLAY}"
-    elif explanation.state == NO_ROCM:
-        yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
-    yield "details: .details() in Python, hf-rocm explain --all in a shell"
-
-
 def _part(part: Part) -> Iterator[str]:
     delivery = {"in memory": "bound in memory", "installed": "installed in transformers"}[part.delivery]
     yield f"  {part.cls} × {part.instances}  overlay of {part.model}, {delivery}"
@@ -280,31 +146,24 @@ def _part(part: Part) -> Iterator[str]:
 
 def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
     """Yield every operation with its refusals. A reason that several operations share is listed once, before them."""
-    reasons: dict[str, dict[str, list[str]]] = {}
-    for kernel in kernels:
+    rows = tuple(dict.fromkeys(kernels))  # specifications that differ only in other fields are one row
+    reasons: dict[str, dict[str, dict[str, None]]] = {}
+    for kernel in rows:
         for name, reason in kernel.refused:
-            reasons.setdefault(reason, {}).setdefault(_label(kernel), []).append(name)
+            reasons.setdefault(reason, {}).setdefault(_label(kernel), {})[name] = None
     shared = {reason: labels for reason, labels in reasons.items() if len(labels) > 1}
     for reason, labels in shared.items():
         yield f"  refused in several operations: {reason}"
         where: dict[str, list[str]] = {}
         for label, names in labels.items():
-            where.setdefault(", ".join(names), []).append(label)
-        yield from (f"    {', '.join(those)}: not {names}" for names, those in where.items())
-    for kernel in kernels:
+            where.setdefault(_SEPARATOR.join(names), []).append(label)
+        yield from (f"    {_SEPARATOR.join(those)}: not {names}" for names, those in where.items())
+    for kernel in rows:
         yield f"  {_label(kernel)}: {kernel.tier}, {kernel.kernel}"
         for reason, labels in reasons.items():
             if reason not in shared and _label(kernel) in labels:
-                yield f"    not {', '.join(labels[_label(kernel)])}: {reason}"
+                yield f"    not {_SEPARATOR.join(labels[_label(kernel)])}: {reason}"
 
 
 def _label(kernel: Kernel) -> str:
     return f"{kernel.operation} ({kernel.situation})"
-
-
-def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()))
-        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count is kept on the line of its class
-        for part in wrapped(counted, width, indent=indent):
-            yield part.replace("\xa0", " ")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_rocm.layers.decoder import PreNormLayer
 from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.mlp import activation_of
+from hf_rocm.layers.norm import RMSNorm
 from hf_rocm.layers.router import GroupedRouter, TopKRouter
 from hf_rocm.ops import routing
 from hf_rocm.ops.moe import BOUNDS, MANY
@@ -18,6 +21,7 @@ from hf_rocm.ops.specs.linear import LinearSpec
 from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec
 from hf_rocm.overlay import bind
 from hf_rocm.tools.attention_specifications import of_attention
+from hf_rocm.tools.rotary_specifications import of_rotation, rotated_dims
 from hf_rocm.weights import mxfp4_experts, quantized
 from hf_rocm.weights.preshuffle import shuffled_weight
 
@@ -27,11 +31,12 @@ Specification = tuple[str, str, tuple[Any, ...]]
 def specifications(model: nn.Module) -> list[Specification]:
     """Return the distinct (operation, situation, specification) tuples of the model's typical inference calls."""
     specs: dict[Specification, None] = {}
-    for module in model.modules():
+    dims = rotated_dims(model)
+    for path, module in model.named_modules():
         specs.update(dict.fromkeys(_of_shuffled(module)))
         if bind.mode_of(module) == bind.OFF:
             continue
-        specs.update(dict.fromkeys(_of_module(module)))
+        specs.update(dict.fromkeys(_of_module(module, path, dims)))
     for situation, spec in quantized.specifications(model):
         specs["quantized_linear", situation, tuple(spec)] = None
     for situation, of_experts in mxfp4_experts.specifications(model):
@@ -39,7 +44,7 @@ def specifications(model: nn.Module) -> list[Specification]:
     return sorted(specs, key=lambda entry: ("attention" not in entry[0], entry[0]))
 
 
-def _of_module(module: nn.Module) -> Iterator[Specification]:
+def _of_module(module: nn.Module, path: str, dims: dict[str, set[int]]) -> Iterator[Specification]:
     parameter: Any = next(module.parameters(), None)
     eight_bit = next((child for child in module.children() if isinstance(child, quantized.QuantizedLinear)), None)
     if parameter is None and eight_bit is None:
@@ -66,11 +71,33 @@ def _of_module(module: nn.Module) -> Iterator[Specification]:
             of_router = routing.specification_for(parameter, experts=len(parameter), wide=wide, **terms)
         yield "choose_experts", f"{terms['top']} of {len(parameter)}, {terms['scores']}", of_router
     elif [name for name, _ in module.named_children()] == [] and getattr(module, "weight", None) is parameter:
-        one_plus = not hasattr(module, "variance_epsilon")
-        spec_of_norm = NormSpec(dtype, dtype, device, parameter.shape[-1], one_plus, False)
-        yield "rms_norm", f"{'1 + w' if one_plus else 'w'}, {parameter.shape[-1]}", tuple(spec_of_norm)
+        yield "rms_norm", *_of_norm(module, parameter)
     yield from _of_experts(module)
+    norm = _norm_after_sum(module)
+    if norm is not None:
+        yield "add_rms_norm", *_of_norm(norm, norm.weight)
     yield from of_attention(module, dtype, device)
+    yield from of_rotation(module, path, dims, dtype, device)
+
+
+def _norm_after_sum(module: nn.Module) -> nn.Module | None:
+    """Return the norm that a decoder layer computes together with the sum before it, or None."""
+    binding = bind.binding_of(module)
+    layer = getattr(binding, "layer", None)
+    if binding is None or not isinstance(layer, PreNormLayer):
+        return None
+    if "position_embeddings_global" in inspect.signature(binding.stock).parameters:
+        return None  # Gemma3 in transformers 4: two tables of angles, with which the stock forward runs
+    norm = module._modules[layer.norms[1]]
+    served = norm is not None and bind.mode_of(norm) != bind.OFF
+    return norm if served and isinstance(getattr(bind.binding_of(norm), "layer", None), RMSNorm) else None
+
+
+def _of_norm(norm: nn.Module, weight: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return the (situation, specification) of a norm, which are the same with and without a sum before it."""
+    one_plus = not hasattr(norm, "variance_epsilon")
+    spec = NormSpec(weight.dtype, weight.dtype, where(norm, weight), weight.shape[-1], one_plus, False)
+    return f"{'1 + w' if one_plus else 'w'}, {weight.shape[-1]}", tuple(spec)
 
 
 def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.grouped_linear import hooks_on_all, intact, live
-from hf_rocm.layers.weight_group import MOVED, PENDING, SLOT, WeightGroup, idle, is_idle, kind_in, lock
+from hf_rocm.layers.weight_group import MOVED, NOT_PREPARED, PENDING, SLOT, WeightGroup, idle, is_idle, kind_in, lock
 from hf_rocm.weights.fused_storage import capturing, is_aliased, own_memory
 from hf_rocm.weights.moves import follow_moves
 
@@ -94,7 +94,7 @@ class BlockGroup(WeightGroup):
         if reason is not None:
             return reason
         if kind_in(module) is not cls:
-            return "its layers were not prepared"
+            return NOT_PREPARED
         if is_idle(group, MOVED):
             return cls.moved
         if hooks_on_all():

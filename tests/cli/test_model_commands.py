@@ -40,7 +40,8 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
 def test_explain_lists_the_kernels_as_json(checkpoint, capsys):
     assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert {kernel["operation"] for kernel in data["kernels"]} == {"attention", "linear", "act_and_mul", "rms_norm"}
+    listed = {kernel["operation"] for kernel in data["kernels"]}
+    assert listed == {"attention", "linear", "act_and_mul", "add_rms_norm", "rms_norm", "rope"}
 
 
 def test_explain_without_force_reports_a_stock_model(checkpoint, capsys):

@@ -1,12 +1,17 @@
-"""The attention specifications that `explain` and `warmup` list include those of a model's calls."""
+"""The specifications that `explain` and `warmup` list are those of a model's calls, and its text stays short."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import hf_rocm
+from hf_rocm.generation.state import known
 from hf_rocm.ops import registry
+from hf_rocm.ops.registry import Route
 from hf_rocm.ops.specs.attention import AttentionSpec
 from hf_rocm.tools.attention_specifications import of_attention
+from hf_rocm.tools.explain_short import LINES
 from hf_rocm.tools.specifications import specifications
 from tests.coverage import inputs
 from tests.coverage.case import params
@@ -15,21 +20,39 @@ from tests.coverage.cases import CASES
 # Fields that do not depend on the tokens of a call.
 CONSTANT = ("dtype", "heads", "kv_heads", "head_dim", "value_dim", "softcap", "sinks")
 
+# text, mixture of experts, encoder-decoder, encoder, image, multimodal, several kinds of layers
+SHORT = (
+    *("llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "t5", "bart", "whisper", "bert", "vit", "clip"),
+    *("paligemma", "idefics2", "qwen2_vl", "qwen3_omni_moe", "qwen3_5_moe", "qwen3_next"),
+)
+
+ALIKE = ("rope", "add_rms_norm")  # operations whose calls are exactly those that are listed
+
 
 def constant(spec):
     return tuple(getattr(AttentionSpec(*spec), field) for field in CONSTANT)
 
 
+def of_calls(operation, spec):
+    """Without the fields that depend on the tokens or the grad mode of a call."""
+    fields = registry.operations()[operation].spec_type(*spec)._asdict()
+    return operation, *(value for name, value in fields.items() if name not in ("shared", "grad"))
+
+
 @params(CASES)
-def test_heads_are_those_of_the_calls(case, trio):
+def test_heads_rotations_and_sums_are_those_of_the_calls(case, trio):
     prepared, _, _ = trio()
     attention = registry.operations()["attention"]
     with torch.inference_mode():
-        listed = {constant(spec) for operation, _, spec in specifications(prepared) if operation == "attention"}
+        every = specifications(prepared)
         registry.forget_choices()
         prepared(**inputs.arguments(case, prepared))
+    listed = {constant(spec) for operation, _, spec in every if operation == "attention"}
     called = {constant(spec) for spec in attention.calls}
     assert called and called <= listed
+    calls = {of_calls(name, spec) for name in ALIKE for spec in registry.operations()[name].calls}
+    assert calls == {of_calls(operation, spec) for operation, _, spec in every if operation in ALIKE}
+    assert case.overlay != "llama" or {operation for operation, *_ in calls} == set(ALIKE)
 
 
 @params([case for case in CASES if case.overlay in ("bloom", "mpnet", "mt5", "t5")])
@@ -40,3 +63,24 @@ def test_a_position_bias_is_a_mask(case, trio):
     ]
     assert {AttentionSpec(*spec).mask for operation, _, spec in listed if operation == "attention"} == {torch.float32}
     assert {operation for operation, _, _ in listed} == {"attention"}
+
+
+@params([case for case in CASES if case.overlay in SHORT])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_text_has_at_most_25_lines_after_generate(case, gradients, recorded, trio, monkeypatch):
+    prepared, _, _ = trio()
+    monkeypatch.setenv("COLUMNS", "80")
+    with torch.inference_mode():
+        prepared(**inputs.arguments(case, prepared))
+        if case.kind in ("text", "seq2seq") and "generate" not in case.stock_can_not:
+            prepared.generate(inputs.tokens(2, 5), max_new_tokens=3, do_sample=False)
+    state = known(prepared)
+    if recorded and state is not None:
+        names = [*registry.operations()]
+        routes = {Route(name, "triton", "kernel", ()) for name in names}
+        for name, value in {"routes": routes, "recorded": 9, "replayed": 99, "compared": 9, "calls": 9}.items():
+            monkeypatch.setattr(state, name, value)
+    with torch.set_grad_enabled(gradients):
+        lines = str(hf_rocm.explain(prepared)).splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= 80

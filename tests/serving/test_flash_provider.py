@@ -88,6 +88,33 @@ def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
 
 
 @served
+def test_a_model_whose_implementation_is_fixed_is_not_switched():
+    config = transformers.GPTNeoConfig(
+        vocab_size=61, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]],
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = hf_rocm.prepare(transformers.GPTNeoForCausalLM(config).eval(), force=True)
+    reason = "transformers can't change the attention implementation of GPTNeoForCausalLM"
+    assert flash_provider.batches_refused(model) == reason
+    assert flash_provider.switch(model) is None
+    with ops.recording() as routes:
+        batch(model)
+    assert ran(routes) == set()
+    assert f"continuous batching runs as in stock transformers: {reason}" in hf_rocm.explain(model).decoding
+
+
+def test_models_without_pages_have_no_sentence_on_batches():
+    """transformers has no pages for the layers of encoder-decoders, nor for linear attention."""
+    config = transformers.BartConfig(
+        vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
+    )  # fmt: skip
+    for stock in (transformers.BartForConditionalGeneration(config).eval(), make("qwen3_next")):
+        decoding = hf_rocm.explain(hf_rocm.prepare(stock, force=True)).decoding
+        assert decoding and not any("batch" in line for line in decoding)
+
+
+@served
 @pytest.mark.parametrize("page_size", [256, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -103,6 +104,46 @@ def test_a_reason_of_one_operation_is_listed_below_it():
         "    not triton/b: odd K",
         "  norm (decode): torch, eager",
     ]
+
+
+def test_names_with_commas_are_told_apart_and_listed_once():
+    kernel = Kernel("linear", "decode", "torch", "eager", (("aiter/a", "no GPU"), ("aiter/a, sinks", "no GPU")))
+    other = dataclasses.replace(kernel, operation="norm")
+    explanation = Explanation("M", "served", {}, parts=(), without_overlay={}, kernels=(kernel, other, kernel))
+    assert explanation.details().splitlines()[-4:] == [
+        "  refused in several operations: no GPU",
+        "    linear (decode); norm (decode): not aiter/a; aiter/a, sinks",
+        "  linear (decode): torch, eager",
+        "  norm (decode): torch, eager",
+    ]
+
+
+def test_the_short_form_lists_no_refusal_of_the_tier_that_serves():
+    one = Kernel("experts", "prefill", "torch", "loop", (("aiter/a", "no GPU"), ("torch/bmm", "slower")))
+    other = Kernel("experts", "decode", "aiter", "a", (("aiter/b", "odd"),))
+    explanation = Explanation("M", "served", {}, parts=(), without_overlay={}, kernels=(one,))
+    assert "torch/bmm: slower" in explanation.details()
+    assert str(explanation).splitlines()[3:5] == ["kernels: experts by torch", "  not aiter: no GPU"]
+    both = str(dataclasses.replace(explanation, kernels=(one, other))).splitlines()
+    assert both[3:5] == ["kernels: experts by torch; experts by aiter", "  not aiter (experts for prefill): no GPU"]
+
+
+def test_the_operations_of_an_attention_and_a_decoder_layer_are_listed(llama):
+    kernels = {(kernel.operation, kernel.situation, kernel.tier) for kernel in hf_rocm.explain(llama).kernels}
+    assert {("rope", "dim 16", "torch"), ("add_rms_norm", "w, 64", "torch")} <= kernels
+
+
+def test_a_model_that_only_an_installed_overlay_serves_names_prepare_as_the_next_step(llama):
+    assert hf_rocm.explain(llama).prepared and "next:" not in str(hf_rocm.explain(llama))
+    modes = {module: bind.mode_of(module) for module in llama.modules()}
+    hf_rocm.restore(llama)
+    for module, mode in modes.items():  # as after plain loading with HF_ROCM_FORCE=1
+        if bind.binding_of(module) is not None:
+            bind.set_mode(module, mode)
+    explanation = hf_rocm.explain(llama)
+    words = " ".join(str(explanation).split())
+    assert "not fused: its layers were not prepared" in words and not explanation.prepared
+    assert "next: hf_rocm.prepare(model) fuses its layers" in words
 
 
 def stock_reasons(model):

@@ -1,0 +1,239 @@
+"""The short form of `explain`: the classes, the reasons why some are not served or fused, and the kernels.
+
+The text has at most 25 lines if possible. To this end, a long text is shortened in steps, see `_STEPS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from hf_rocm.layers.weight_group import NOT_PREPARED
+from hf_rocm.overlay.scan import WITHOUT_OVERLAY
+from hf_rocm.tools.decoding import by_tier
+from hf_rocm.tools.wrapping import wrapped
+
+if TYPE_CHECKING:
+    from hf_rocm.tools.explain_text import Explanation, Kernel, Part, Stock
+
+NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
+NO_OVERLAY = "hf_rocm has no overlay for {}"
+
+LINES = 25  # the largest number of lines, if the steps suffice
+
+# Every step also includes the steps before it.
+_STEPS = (
+    "full",
+    "stock classes on one line per reason",
+    "stock classes counted by reason",
+    "served classes with the same notes together",
+    "two lines on generate, forwards and linear layers each",
+    "served classes without the names of their layers",
+    "two reasons",
+    "no empty lines, and no reasons of stock classes",
+)
+_FULL, _FEW_STOCK, _COUNTED_STOCK, _TOGETHER, _TWO_LINES, _NO_LAYERS, _TWO_REASONS, _COMPACT = range(len(_STEPS))
+
+_REASONS = 6  # the largest number of refusals
+_STOCK = 6  # the largest number of class names per reason
+
+_UNCAPTURED = re.compile(r"((steps|forwards) run )?uncaptured( × \d+)?: ")
+
+
+def short(explanation: Explanation, width: int) -> str:
+    """Return the summary, shortened until it has at most 25 lines.
+
+    width: the number of columns at which lines are wrapped.
+    """
+    for step in range(len(_STEPS)):
+        lines = list(_wrapped(_lines(explanation, width, step), width))
+        if len(lines) <= LINES:
+            break
+    return "\n".join(lines)
+
+
+def _lines(explanation: Explanation, width: int, step: int) -> list[str]:
+    """Return the lines before they are wrapped. step: an index of `_STEPS`."""
+    lines = headline(explanation)
+    if explanation.parts or explanation.stock:
+        lines += ["", *_served(explanation.parts, step), *_stock(explanation.stock, width, step)]
+    lines += _notes(explanation, width, step)
+    lines += [""] if explanation.decoding or explanation.forwards or explanation.kernels else []
+    if explanation.decoding:
+        lines.append(_limited("generate: ", _distinct(explanation.decoding), "; ", width, step))
+    if explanation.forwards:
+        lines.append(_limited("forwards: ", _distinct(explanation.forwards), "; ", width, step))
+    if explanation.kernels:
+        lines += _kernels(explanation.kernels, _REASONS if step < _TWO_REASONS else 2)
+    if explanation.tuning is not None:
+        lines.append(f"tuned GEMMs: {explanation.tuning.sentence}")
+    lines += ["", *_next(explanation)]
+    return lines if step < _COMPACT else [line for line in lines if line]
+
+
+def headline(explanation: Explanation) -> list[str]:
+    facts = ", ".join(f"{key} {value}" for key, value in explanation.machine.items())
+    return [f"{explanation.model}: {explanation.state}", f"  {facts}"]
+
+
+def _served(parts: tuple[Part, ...], step: int) -> Iterator[str]:
+    """Yield a line for every served class, or for all classes with the same notes."""
+    rows = [(part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in parts]
+    if step < _TOGETHER:
+        first = max((len(name) for name, _, _ in rows), default=0)
+        second = max((len(count) for _, count, _ in rows), default=0)
+        yield from (f"  {name:<{first}}  {count:<{second}}  {notes}".rstrip() for name, count, notes in rows)
+        return
+    alike: dict[str, list[str]] = {}
+    for name, count, notes in rows:
+        alike.setdefault(notes if step < _NO_LAYERS else notes.partition(":")[0], []).append(f"{name} {count}")
+    lines = []
+    for notes, names in alike.items():
+        listed = ", ".join(name.replace(" ", "\xa0") for name in names)  # a count is kept on the line of its class
+        lines.append(f"{listed} ({notes})" if notes else listed)
+    yield from (f"  {line}" for line in (lines if step < _NO_LAYERS else ["; ".join(lines)]))
+
+
+def _stock(stock: tuple[Stock, ...], width: int, step: int) -> Iterator[str]:
+    """Yield the stock classes by reason."""
+    reasons: dict[str, list[Stock]] = {}
+    for one in stock:
+        reasons.setdefault(one.reason, []).append(one)
+    if step >= _COMPACT and reasons:
+        yield f"  stock: {sum(one.instances for one in stock)} modules, listed in the details"
+        return
+    if step >= _COUNTED_STOCK and reasons:
+        counts = {reason: sum(one.instances for one in classes) for reason, classes in reasons.items()}
+        yield f"  stock: {'; '.join(f'{reason} × {count}' for reason, count in counts.items())}"
+        return
+    for reason, classes in reasons.items():
+        lines = [f"  stock, {reason}: {_counted(classes, count)}" for count in range(_STOCK, 0, -1)]
+        fitting = [line for line in lines if len(line) <= width] if step >= _FEW_STOCK else lines
+        yield fitting[0] if fitting else f"  stock, {reason}: {len(classes)} class{'es' * (len(classes) > 1)}"
+
+
+def _counted(classes: list[Stock], most: int) -> str:
+    named = [f"{one.cls} × {one.instances}" for one in classes[:most]]
+    rest = len(classes) - len(named)
+    return ", ".join([*named, f"and {rest} more class{'es' * (rest > 1)}"] if rest > 0 else named)
+
+
+def _part_notes(part: Part) -> Iterator[str]:
+    if part.group and part.active:
+        count = "" if part.fused == part.active else f" in {part.fused}"
+        yield f"{'fused' if part.fused else 'not fused'}{count if part.fused else ''}: {' + '.join(part.group)}"
+    if part.joined:
+        yield f"one matrix in the checkpoint: {' and '.join(part.joined)}"
+
+
+def _notes(explanation: Explanation, width: int, step: int) -> Iterator[str]:
+    """Yield the reasons why classes are not served or not fused, each reason once with its classes, and other notes.
+
+    The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
+    """
+    reasons: dict[str, list[str]] = {}
+    one_by_one = [part.cls for part in explanation.parts if part.gradients]
+    if one_by_one:
+        every = len(one_by_one) == sum(part.fused > 0 for part in explanation.parts)
+        reasons[_gradients(explanation)] = ["the fused classes"] if every else one_by_one
+    for part in explanation.parts:
+        for reason, count in part.not_fused.items():
+            reasons.setdefault(f"not fused: {reason}", []).append(f"{part.cls} × {count}")
+        for reason, count in part.stayed_stock.items():
+            reasons.setdefault(f"stock at the last call: {reason}", []).append(f"{part.cls} × {count}")
+        if part.stock_because is not None and part.active:
+            reasons.setdefault(f"stock: {part.stock_because}", []).append(f"{part.cls} × {part.active}")
+        if part.theirs:
+            reasons.setdefault("another forward was set on the instance and runs", []).append(
+                f"{part.cls} × {part.theirs}"
+            )
+    lines = [f"{', '.join(classes)}: {reason}" for reason, classes in reasons.items()]
+    if step < _TWO_LINES:
+        lines += [f"linear layers: {line}" for line in explanation.linears]
+    elif explanation.linears:
+        lines.append(_limited("linear layers: ", explanation.linears, "; ", width, step))
+    if explanation.quantized is not None:
+        lines.append(f"quantised: {explanation.quantized}")
+    if explanation.replaced:
+        lines.append(f"replaced later by other code: {', '.join(explanation.replaced)}")
+    listed = {one.reason for one in explanation.stock}
+    lines += [
+        f"{name}: {reason}"
+        for name, reason in explanation.without_overlay.items()
+        if NO_OVERLAY.format(name) not in listed
+    ]
+    if lines:
+        yield from ["", *lines]
+
+
+def _gradients(explanation: Explanation) -> str:
+    where, generates = ("in bare calls ", "; generate does this itself") if explanation.decoding else ("", "")
+    return f"not fused {where}while gradients are on: use torch.inference_mode(){generates}"
+
+
+def _distinct(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, except those that repeat the reason of an earlier one."""
+    reasons: list[str] = []
+    for line in lines:
+        reason = _UNCAPTURED.sub("", line, count=1)
+        if reason not in reasons and not any(line.endswith(f": {earlier}") for earlier in reasons):
+            yield line
+            reasons.append(reason)
+
+
+def _limited(start: str, parts: Iterable[str], separator: str, width: int, step: int) -> str:
+    """Return the joined parts. If the step requires it, only those that fit in two lines, and the number of others."""
+    every = list(parts)
+    for count in range(len(every), 0, -1):
+        rest = len(every) - count
+        text = start + separator.join([*every[:count], *([f"{rest} more in the details"] if rest else [])])
+        if step < _TWO_LINES or len(wrapped(text, width)) <= 2:
+            break
+    return text
+
+
+def _kernels(kernels: tuple[Kernel, ...], most: int) -> Iterator[str]:
+    """Yield the operations by tier, and the reasons why no faster tier serves them, each reason once.
+
+    The refusals of a tier that serves the operation with another implementation are only in the details. most: the
+    largest number of reasons.
+    """
+    tiers: dict[str, set[str]] = {}
+    for kernel in kernels:
+        tiers.setdefault(kernel.operation, set()).add(kernel.tier)
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    for kernel in kernels:
+        for name, reason in kernel.refused:
+            tier = name.partition("/")[0]
+            if tier != kernel.tier:
+                elsewhere = f" for {kernel.situation}" if tier in tiers[kernel.operation] else ""
+                refused.setdefault((tier, reason), {})[f"{kernel.operation}{elsewhere}"] = None
+    yield f"kernels: {by_tier(kernels)}"
+    everything = {kernel.operation for kernel in kernels}
+    for (tier, reason), operations in list(refused.items())[:most]:
+        where = "" if everything == operations.keys() else f" ({', '.join(operations)})"
+        yield f"  not {tier}{where}: {reason}"
+    if len(refused) > most:
+        yield f"  and {len(refused) - most} more reason{'s' * (len(refused) > most + 1)}, in the details"
+
+
+def _next(explanation: Explanation) -> Iterator[str]:
+    if explanation.without_overlay:
+        yield f"next: {WITHOUT_OVERLAY}"
+    elif explanation.state == NO_ROCM:
+        yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
+    elif not explanation.prepared and any(NOT_PREPARED in part.not_fused for part in explanation.parts):
+        yield (
+            "next: hf_rocm.prepare(model) fuses its layers and records decode steps; HF_ROCM_AUTO=1 does so when "
+            "transformers loads a model"
+        )
+    yield "details: .details() in Python, hf-rocm explain --all in a shell"
+
+
+def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count is kept on the line of its class
+        for part in wrapped(counted, width, indent=indent):
+            yield part.replace("\xa0", " ")

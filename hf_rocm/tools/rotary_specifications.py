@@ -1,0 +1,67 @@
+"""The rotations of queries and keys in attention modules, as specifications of `rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_rocm.ops.specs.pointwise import RopeSpec
+from hf_rocm.overlay import bind
+from hf_rocm.tools.attention_specifications import heads_of
+
+# The functions of `hf_rocm.layers` that rotate queries and keys.
+_ROTATING = frozenset(("attend", "rotate"))
+
+
+def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
+    """Map the path of every module that contains a rotary embedding to the numbers of dims that are rotated."""
+    dims: dict[str, set[int]] = {}
+    tables = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleDict)}
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        while parent in tables:  # one rotary embedding per type of layer
+            parent = parent.rpartition(".")[0]
+        for name, buffer in module._buffers.items():
+            if name.endswith("inv_freq") and not name.startswith("original_") and buffer is not None:
+                dims.setdefault(parent, set()).add(2 * len(buffer))
+    return dims
+
+
+def of_rotation(
+    module: nn.Module, path: str, dims: dict[str, set[int]], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield (operation, situation, specification) tuples of an attention module, and none for other modules.
+
+    path: the module's path in the model. dims: the result of `rotated_dims`.
+    """
+    binding = bind.binding_of(module)
+    shape = heads_of(module)
+    if binding is None or shape is None or not _rotates(getattr(binding.replacement, "__code__", None)):
+        return
+    if getattr(getattr(module, "config", None), "rope_interleave", False):
+        return  # the model's own function rotates pairs of neighbours
+    while path and path not in dims:
+        path = path.rpartition(".")[0]
+    head_dim = getattr(module, "qk_rope_head_dim", None) or shape.head_dim  # latent attention rotates a part
+    for rotated in sorted(dims.get(path, ())):
+        if rotated <= head_dim:
+            part = f"dim {head_dim}" if rotated == head_dim else f"{rotated} of dim {head_dim}"
+            spec = RopeSpec(dtype, dtype, device, head_dim, rotated, interleaved=False, shared=True, grad=False)
+            yield "rope", part, tuple(spec)
+
+
+@cache
+def _rotates(code: CodeType | None) -> bool:
+    """Return whether a forward, or a function in it, calls one of the functions that rotate with `ops.rope`.
+
+    They run the model's own function instead if they are called with `once`.
+    """
+    if code is None or any(isinstance(constant, tuple) and "once" in constant for constant in code.co_consts):
+        return False
+    inside = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return not _ROTATING.isdisjoint(code.co_names) or any(map(_rotates, inside))

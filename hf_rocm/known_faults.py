@@ -99,7 +99,7 @@ def mapped_copy_fault(kernel: str, gpus: tuple[str, ...]) -> MappedCopyFault | N
     if all(gfx in KNOWN and KNOWN[gfx].integrated for gfx in gpus):
         names = list(dict.fromkeys(gpus))
         verb = "shares" if len(names) == 1 else "share"
-        what = f"{' and '.join(names)} {verb} the host's memory, which such copies fill twice"
+        what = f"{' and '.join(names)} {verb} the host's memory, and such copies use twice the memory of the weights"
         return MappedCopyFault("twice", what, SHARED_MEMORY_LINK)
     return None
 

@@ -72,7 +72,7 @@ class State:
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls that ran uncaptured
         self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
         self.unpadded: str | None = None  # why padding has stopped
-        self.slower: Counter[int] = Counter()  # length → the number of forms of calls that take longer if padded to it
+        self.slower: Counter[int] = Counter()  # length → the number of kinds of calls that take longer if padded to it
         self.snapshots: list[Snapshot] = []  # the last one is the current one
         self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
@@ -105,7 +105,7 @@ class State:
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
 
     def stop_padding_to(self, length: int, key: Hashable, path: Path) -> None:
-        """Stop padding calls of this form to this length, and free its recording."""
+        """Stop padding calls of this kind to this length, and free its recording."""
         self.slower[length] += 1
         self._drop((key, path))
         place = (key, path if key in self._roots else ())

@@ -18,8 +18,9 @@ from hf_rocm.generation.state import state_of
 def switching(model: Any, stock: Callable[[], Any]) -> Iterator[None]:
     """Replaces `_optimize_model_for_decode`: increments `State.switches` before and after both changes.
 
-    A model without experts, or with `experts_implementation="eager"`, is never switched, so nothing is counted: from
-    transformers 5.0 on, `generate` enters this context for every model, in some releases in every step.
+    A model without experts, or with `experts_implementation="eager"`, is never switched, so nothing is counted. This
+    matters because, from transformers 5.0 on, `generate` enters this context for every model, in some releases in every
+    step.
     """
     if {implementation(model), getattr(model.config, "_experts_implementation", None)} <= {None, "eager"}:
         with stock():

@@ -257,7 +257,7 @@ def _without_kernel(model: Any) -> str | None:
     for slots in {False, window is not None}:
         pages = PagedSpec(**common, page=256, slots=slots)
         if not paged.kernel_serves(pages):
-            return f"no kernel serves its pages ({_refusals(paged._operation, pages)})"
+            return f"no kernel serves this model's pages ({_refusals(paged._operation, pages)})"
     return None
 
 

@@ -36,7 +36,7 @@ _lock = threading.RLock()
 
 
 def watch(recording: Releasable, cache: DecodeCache, group: Any) -> None:
-    """Register a recording that contains collectives of a process group. cache: the cache that it was recorded over."""
+    """Register a recording that contains collectives of a process group. cache: the cache of the recorded step."""
     with _lock:
         _watched[:] = [entry for entry in _watched if entry.recording() is not None]
         _watched.append(_Watched(ref(recording), ref(cache), group))

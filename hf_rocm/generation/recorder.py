@@ -41,10 +41,10 @@ class GraphRecorder:
 
     After a capture that was invalidated, later recordings use a new pool.
 
-    Memory that a library keeps for a stream, such as the workspace of cuBLAS, is then part of the pool too, because
-    nothing else runs on the stream of recordings. When other code makes PyTorch free the workspace, as torch.compile
-    does with `mode="reduce-overhead"`, the allocator does not reuse that memory elsewhere. Recordings that share memory
-    run one after another, on any stream.
+    The pool also contains memory that a library allocates for the recording stream during a capture, such as the
+    workspace of cuBLAS. This is safe, because nothing else runs on that stream. When other code makes PyTorch free the
+    workspace, as torch.compile does with `mode="reduce-overhead"`, the allocator does not reuse that memory elsewhere.
+    Recordings that share memory run one after another, on any stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -153,7 +153,7 @@ def unhooked_binding(module: Any, x: Tensor) -> Binding | None:
 
 
 def norm_terms(module: Any, x: Tensor) -> ops.Norm | None:
-    """Return the terms of a norm module for x, or None if the module must be called."""
+    """Return the norm as an argument of operations that include it, or None if the module must be called for x."""
     binding = unhooked_binding(module, x)
     layer = None if binding is None else binding.layer
     return layer.terms(module, x) if isinstance(layer, RMSNorm) else None

@@ -88,7 +88,7 @@ def norm_and_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = Non
 
 
 class _Terms(NamedTuple):
-    """The terms of a LayerNorm over the last dim."""
+    """The arguments of a LayerNorm over the last dim."""
 
     weight: Tensor
     bias: Tensor | None
@@ -100,7 +100,7 @@ def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
 
 
 def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
-    """Return the terms of the norm, or None if the modules must be called; `explain` shows the reason.
+    """Return the arguments of the norm, or None if the modules must be called; `explain` shows the reason.
 
     Returns None while torch.compile traces, because it fuses the sum and the norm itself, and under torch.export.
     """

@@ -54,8 +54,8 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
     for length, count in sorted(state.padded.items()):
         yield f"padded × {count}: to {length} tokens"
     for length, count in sorted(state.slower.items()):
-        forms = "1 form of call" if count == 1 else f"{count} forms of calls"
-        yield f"no longer padded to {length} tokens: {forms}, because the padded forward takes longer"
+        kinds = "1 kind of call" if count == 1 else f"{count} kinds of calls"
+        yield f"no longer padded to {length} tokens: {kinds}, because the padded forward takes longer"
     if state.unpadded is not None:
         yield f"calls are no longer padded: {state.unpadded}"
     fault = suspects.fault_of(model.device) if required else None

@@ -56,7 +56,7 @@ def encode(model: nn.Module) -> None:
 
 
 def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
-    """The groups of layers to encode, and the reason for every other layer in the checkpoint's format."""
+    """The groups of layers to encode, and the reason why each of the other layers stays in the checkpoint's format."""
     groups, left, others = list[Group](), dict[str, str](), None
     for path, module in model.named_modules():
         eligible = []

@@ -41,7 +41,7 @@ def plan(
     head: bool = False,
     experts: Callable[[nn.Module], str | None] | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return the groups to quantise, and the reason for every other linear layer and module of stacked experts.
+    """Return the groups to quantise, and why each other linear layer or module of stacked experts keeps its dtype.
 
     refuses: a function that returns the reason why a weight can't be encoded, or None. head: also quantise the layer
     that computes the logits. experts: a function that returns the reason why stacked experts keep their dtype, or None.

@@ -76,7 +76,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         if parallel or count != getattr(module, "num_experts", count):
             return "the experts are distributed over several devices"
         if hidden % BLOCK or intermediate % BLOCK:
-            return f"the sizes {hidden} × {intermediate} of the experts are not multiples of {BLOCK}"
+            return f"the sizes {hidden} × {intermediate} of the experts are not both multiples of {BLOCK}"
         return None
 
     def packed(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Fuse this rank's rows of linear layers that transformers shards over ranks by outputs (`colwise`).
+"""Fuse this rank's rows of linear layers that transformers shards column-wise over ranks (`colwise`).
 
 The weights are DTensors; from 5.1 to 5.15 they are plain parameters with this rank's rows. Called one by one, the
 layers run hooks or a forward that end in a GEMM of local tensors. The block is the memory of these local tensors, and

@@ -1,4 +1,4 @@
-"""Recognise linear layers that transformers' tensor parallelism splits by outputs (`colwise`).
+"""Recognise linear layers that transformers' tensor parallelism shards column-wise (`colwise`).
 
 There are three forms: hooks over DTensors up to 5.0, hooks over plain parameters from 5.1 to 5.15, and an instance
 forward over DTensors in later releases.
@@ -99,7 +99,7 @@ def _placement_refusal(parameter: Any) -> str | None:
         return None if type(parameter) is nn.Parameter else f"is of type {type(parameter).__name__}, not Parameter"
     if len(parameter.placements) == 1 and parameter.placements[0].is_shard(0):
         return None
-    return f"is placed as {parameter.placements}, not split by its outputs over one group of ranks"
+    return f"has the placements {parameter.placements}, not a single Shard(0)"
 
 
 def _keeps_its_part(linear: Any) -> bool:

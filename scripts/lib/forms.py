@@ -1,7 +1,7 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-The text ignores layout, comments, docstrings and the annotations of functions, as a digest does. Definitions with the
-same text have the same digest.
+The text ignores layout, comments, docstrings and the annotations of functions, as a digest does. A body that consists
+only of a docstring is shown as `pass`.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_linear(kernels, dtype, bias, shape, n):
     assert_as_good_as_eager(output, eager_linear(x, weight, offset), expected)
 
 
-def test_linear_copies_rows_that_are_not_dense(kernels, monkeypatch):
+def test_linear_copies_rows_that_are_not_contiguous(kernels, monkeypatch):
     import aiter.tuned_gemm
 
     requests = []

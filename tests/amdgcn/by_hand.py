@@ -33,7 +33,7 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
         "v8 is overwritten next, and v7 differs only in the upper four of every eight lanes, whose sum is not read"
     ),
     ("gfx942", "decode_kernel", "s_and_b64 vcc, s[0:1], s[20:21]", "s_or_b64 vcc, s[0:1], s[20:21]"): (
-        "S_q is a multiple of 16 in this form, so 32 divides the rows and none is masked; more lanes store the same"
+        "S_q is a multiple of 16 in this variant, so 32 divides the rows and none is masked; more lanes store the same"
     ),
     ("gfx942", "dequantize_eight", "v_lshl_or_b32 v0, s15, 7, v0", "v_lshl_or_b32 v0, s15, 3, v0"): (
         "compiled for K up to 128, which one program covers, so s15, its index, is 0"
@@ -52,7 +52,7 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
         "v_dual_sub_f32 v10, 0, v4 :: v_dual_sub_f32 v11, 1, v5",
     ): "the difference is below 2^-148, and only for a gate below 2^-124, whose exponential is 1 in both cases",
     ("gfx1201", "few_rows", "s_cmp_gt_i32 s97, 0", "s_cmp_gt_i32 s97, 1"): (
-        "s97 is K - 512, and K is a multiple of 16 in this form"
+        "s97 is K - 512, and K is a multiple of 16 in this variant"
     ),
     ("gfx1201", "chosen_gate_up", "v_mov_b32_e32 v3, 0", "v_mov_b32_e32 v3, 1"): (
         "the first 32 lanes load v3 later, and only these lanes (whole quads) are added and stored"

@@ -1,13 +1,13 @@
-"""Prove that a one-instruction fault changes nothing in a compiled form.
+"""Prove that a one-instruction fault changes nothing in a compiled variant.
 
 If no case detects a fault, either the cases are incomplete or the fault has no effect. This module can prove the
-latter, for one compiled form and for all data and sizes, in one of these ways:
+latter, for one compiled variant and for all data and sizes, in one of these ways:
 
 - the instruction computes the same value as before, from constants and the thread's index alone;
 - an omitted wait has nothing to wait for, or another wait completes the same operations before their results are read;
 - the registers that differ are overwritten before they are read, on every path;
 - the lanes that differ are always idle: in launches with random bits, including NaN and infinity, no value in these
-  lanes changes any byte of the result, and no mask or branch of the form depends on an argument.
+  lanes changes any byte of the result, and no mask or branch of the variant depends on an argument.
 
 Equal results in a number of launches are not a proof.
 """
@@ -118,7 +118,7 @@ def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]
     if all(flow.dead(program, index, watched.differed) for program in (whole, changed)):
         return "the difference is overwritten before it is read"
     if not taints.masks & flow.ARGUMENT:
-        return "the difference is in lanes that are always idle in this form"
+        return "the difference is in lanes that are always idle in this variant"
     return None
 
 

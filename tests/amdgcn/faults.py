@@ -1,10 +1,10 @@
 """Plant one-instruction faults in the machine code and check whether the tests in tests/triton detect them.
 
 `pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the selected
-cases without faults, except those of the modules in `suite.LONG` and `suite.LAST`, and records which forms they
-execute. Then it takes the kernels in turn and draws, from a seeded generator, one of the kernel's forms, an instruction
-that a case reached, and a change. Up to `CASES` cases that execute the form run, until one fails. The report lists all
-faults with their outcomes. `--machine-code-again FILE` plants the faults of an earlier report instead.
+cases without faults, except those of the modules in `suite.LONG` and `suite.LAST`, and records which variants they
+execute. Then it takes the kernels in turn and draws, from a seeded generator, one of the kernel's variants, an
+instruction that a case reached, and a change. Up to `CASES` cases that execute the variant run, until one fails. The
+report lists all faults with their outcomes. `--machine-code-again FILE` plants the faults of an earlier report instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
-CASES = 40  # the number of cases of a form that run before a fault counts as not detected
-KEPT = 4  # recorded launches per form, for proofs
+CASES = 40  # the number of cases of a variant that run before a fault counts as not detected
+KEPT = 4  # recorded launches per variant, for proofs
 SLOWER = 4  # a launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000
 
 
@@ -63,7 +63,7 @@ class Faults:
         self.codes: dict[str, Code] = {}
         self.reached: dict[str, set[int]] = {}
         self.executed: dict[str, int] = {}
-        self.cases: dict[str, dict[int, int]] = {}  # form: {case: number of executed instructions}
+        self.cases: dict[str, dict[int, int]] = {}  # variant: {case: number of executed instructions}
         self.kept: dict[str, list[Kept]] = {}
         self.current = 0
 
@@ -118,9 +118,9 @@ class Faults:
         raise AssertionError("drawn() is endless")
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
-        """Plant the faults of an earlier session in the same instructions. If a form has changed, use the nearest
-        instruction of the kernel with the same text, preferably in the same form. Faults without such an instruction
-        are skipped."""
+        """Plant the faults of an earlier session in the same instructions. If a variant has changed, use the
+        nearest instruction of the kernel with the same text, preferably in the same variant. Faults without such an
+        instruction are skipped."""
         for fault in planted:
             places = self._places(fault)
             if not places:
@@ -131,7 +131,7 @@ class Faults:
             yield self._tried(code, fault, code.program.with_instruction(index, fault.after))
 
     def _places(self, fault: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
-        """Return (distance, form, index) for every instruction in which the fault can be planted."""
+        """Return (distance, variant, index) for every instruction in which the fault can be planted."""
         places = []
         for key, code in self.codes.items():
             if code.name == fault["kernel"] and self.cases[key]:
@@ -142,7 +142,7 @@ class Faults:
         return places
 
     def _tried(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
-        """Run up to `CASES` cases of a form with a fault, until one fails."""
+        """Run up to `CASES` cases of a variant with a fault, until one fails."""
         whole = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])

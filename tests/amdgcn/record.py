@@ -13,7 +13,7 @@ from tests.amdgcn.unreached import Share, shares, source_lines
 
 @dataclass
 class Executed:
-    """One compiled form. lines: the source line of every instruction. entry: the index of the instruction at which a
+    """One compiled variant. lines: the source line of every instruction. entry: the index of the instruction at which a
     launch with preloaded arguments starts, or 0. executed: the number of executed wave instructions. requested, needed:
     bytes of global memory."""
 

@@ -28,16 +28,16 @@ ELSEWHERE: Mapping[str, str] = {
     "test_decode_models": "fp32 models, for which a GPU uses PyTorch's attention while decoding",
 }
 
-# Modules that take minutes and add few compiled forms: whole models, and the first-use checks with realistic sizes.
+# Modules that take minutes and add few compiled variants: whole models, and the first-use checks with realistic sizes.
 # They run only with all cases.
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
-# Names of functions that test the host, some of them without a reference for the kernel's result. Every share except
-# "all" excludes them.
+# Parts of the names of functions that test the host, some of them without a reference for the kernel's result. Every
+# share except "all" excludes them.
 HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|no_tokens"
     r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
-    r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures"
+    r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures|a_block_covers_a_row"
 )
 
 # The number of cases per module for every share. The cases are drawn by architecture and name, and from as many
@@ -152,10 +152,10 @@ def plants_faults(config: pytest.Config) -> bool:
 
 
 def _drawn(items: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
-    """Select `count` cases of every module, ordered by a checksum of architecture and name, so that every run selects
-    the same ones, and all cases of LAST.
+    """Select `count` cases of every module, and all cases of LAST.
 
-    The order starts with one case of every function, then a second one of every function, and so on.
+    The cases are ordered by a checksum of architecture and name, so that every run selects the same ones. The order
+    starts with one case of every function, then a second one of every function, and so on.
     """
     modules: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     turns: dict[str, int] = defaultdict(int)

@@ -27,7 +27,7 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 
 @dataclass(frozen=True)
 class Share:
-    """How many instructions of a kernel's compiled forms on one architecture were reached.
+    """How many instructions of a kernel's compiled variants on one architecture were reached.
 
     explained: the number of instructions that no launch can reach. places: the source lines of all other instructions
     that were not reached.
@@ -94,7 +94,7 @@ def missed(shares: Sequence[Share]) -> float:
 
 def table(shares: Iterable[Share]) -> str:
     """Format the shares as a Markdown table, one row per share."""
-    rows = ["| GPU | Kernel | Forms | Instructions | Not reached | Explained | Where |", "|---" * 7 + "|"]
+    rows = ["| GPU | Kernel | Variants | Instructions | Not reached | Explained | Where |", "|---" * 7 + "|"]
     for share in shares:
         where = ", ".join(f"{place} ({count})" for place, count in share.places.most_common(4))
         numbers = f"{share.forms} | {share.instructions} | {share.missed:.1%} | {share.explained}"

@@ -207,7 +207,7 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
         assert close(call(prepared, given), call(stock, given)), f"call {seed}"
     assert len(timed) == 3 and padded(prepared) == padded_to
     lines = [line for line in hf_rocm.explain(prepared).forwards if line.startswith("no longer padded")]
-    assert len(lines) == (replay > 1) and all("32 tokens: 1 form of call" in line for line in lines)
+    assert len(lines) == (replay > 1) and all("32 tokens: 1 kind of call" in line for line in lines)
     assert not reasons(prepared) and known(prepared).disabled is None
     given = inputs("bert", length=20)
     for _ in range(4):  # where calls are no longer padded, a repeated shape is recorded unpadded

@@ -1,7 +1,7 @@
 """Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
 
-The families have decoders of different structure. Properties of a model determine the forms of call that it doesn't
-support, in stock or with recorded steps. These forms are left out, and every remaining call must be recorded.
+The families have decoders of different structure. Properties of a model determine the kinds of calls that it
+doesn't support, in stock or with recorded steps. These kinds are left out, and every remaining call must be recorded.
 """
 
 from __future__ import annotations

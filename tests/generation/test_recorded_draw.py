@@ -1,4 +1,6 @@
-"""A recorded draw computes transformers' probabilities bitwise, and draws the same tokens as `multinomial`."""
+"""The probabilities of a recorded draw are bitwise equal to transformers', and it draws the same tokens as
+`multinomial`.
+"""
 
 from __future__ import annotations
 

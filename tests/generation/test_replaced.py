@@ -63,7 +63,7 @@ def stocks(model):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_replacement_is_called_and_its_original_is_served_again(name, pair):
+def test_a_replacement_is_called_and_the_kernels_run_again_after_it_is_removed(name, pair):
     holder, place, change, classes = PLACES[name]
     prepared, stock = pair(graphs=None)
     before = generate(stock)

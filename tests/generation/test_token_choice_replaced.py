@@ -1,4 +1,4 @@
-"""Functions, lists and settings that change while token choices are recorded take effect as in stock."""
+"""Changes of functions, lists and settings while token choices are recorded take effect as in stock."""
 
 from __future__ import annotations
 

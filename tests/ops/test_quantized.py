@@ -221,7 +221,7 @@ def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
 @each_format
 @pytest.mark.parametrize("factor", [2.0**-100, 1.0, 2.0**100])
 def test_rows_are_rounded_to_the_nearest_number(format, factor):
-    """The largest number of a row is exact, and numbers of the format are unchanged."""
+    """The largest number of a row is exact, and values that the format can represent are not changed."""
     x = random(64, 33, dtype=torch.float64) * factor
     rows, scale = quantize_rows(x, format)
     assert rows.dtype == format and scale.shape == (64, 1)

@@ -267,8 +267,8 @@ def test_releases_and_directory_follow_from_the_wheels(
     monkeypatch.setattr(script, "download", lambda *_: wheels)
     assert script.main(["demo", "--overlays", str(overlays)]) == 0
     shown = capsys.readouterr()
-    assert f"demo is in transformers 5.0.0–5.2.0: {DIRECTORY}\n" in shown.err
-    assert "another draft in 5.0.0–5.1.0, which serves DemoAttention, DemoRMSNorm\n" in shown.err
+    assert f"demo is in transformers 5.0.0–5.2.0; overlay directory: {DIRECTORY}\n" in shown.err
+    assert "the draft would differ for 5.0.0–5.1.0 (would serve DemoAttention, DemoRMSNorm)\n" in shown.err
     assert "layers.GatedMLP()" in (overlays / DIRECTORY / "models/demo/modeling_demo.py").read_text()
     assert script.main(["demo", "--overlays", str(overlays), "--release", "4.9.0"]) == 1
     assert "transformers 4.9.0 has no model 'demo'" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""If graphs have a known fault, continuous batching records no graphs by default. Otherwise, transformers decides."""
+"""If graphs have a known fault, continuous batching records no graphs by default.
+
+Otherwise, the default of transformers applies.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def lines(caplog):
     return [record for record in caplog.records if record.name == "hf_rocm" and "continuous batching" in record.message]
 
 
-def test_without_a_known_fault_transformers_decides(caplog):
+def test_without_a_known_fault_the_default_of_transformers_applies(caplog):
     model = prepared()
     assert records(model, **configs()[1]) is RECORDS
     assert not lines(caplog) and "graphs" not in str(hf_rocm.explain(model).decoding)

@@ -138,7 +138,7 @@ def test_the_collectives_version_is_decoded_and_an_unloaded_library_is_none(tmp_
 
 
 def test_facts_of_the_host_are_read_from_files() -> None:
-    host = collect(Recorded("rccl-held-back")).host
+    host = collect(Recorded("rccl-misconfigured")).host
     assert (host.numa_balancing, host.iommu, host.locked, host.networks) == (True, "", 65536, ("mlx5_0",))
     machine = Recorded("mi300x")
     assert collect(machine).host.iommu == "pt"

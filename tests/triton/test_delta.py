@@ -1,4 +1,4 @@
-"""gated_delta_step in the Triton kernels: several tokens in place, views, odd sizes, and refusals."""
+"""gated_delta_step in the Triton kernels: several steps with states updated in place, views, odd sizes, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 in the Triton kernels, compared with float64: sizes, every number, and special scales."""
+"""Routed experts in MXFP4 in the Triton kernels, compared with float64: sizes, all FP4 values, and special scales."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
 
 
 @each_dtype
-def test_every_number_is_decoded_at_every_position(dtype):
+def test_every_value_is_decoded_at_every_position(dtype):
     """The input of the second GEMM has one nonzero number, so the output is exactly twice one column of the weight."""
     codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
     down = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(1, 32, 1, 16)

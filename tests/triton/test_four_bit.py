@@ -90,7 +90,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
 
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_number_is_decoded_at_every_position(m, dtype):
+def test_every_value_is_decoded_at_every_position(m, dtype):
     """The nonzero elements of every row of x are 1 and 16, so a result is exactly one number plus 16 times another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     groups = 1 if suite.gpu() is None else 9  # several iterations of the loop

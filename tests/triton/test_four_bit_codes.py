@@ -85,7 +85,7 @@ def test_norm_gate_and_residual_are_fused(m, form, double):
 @pytest.mark.parametrize("code", [*CODES, "mxfp4"])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_number_is_decoded_at_every_position(m, dtype, code):
+def test_every_value_is_decoded_at_every_position(m, dtype, code):
     """With a single 1 in a row of x, the results are the numbers in its column, rounded to the dtype of x."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()

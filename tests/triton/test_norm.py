@@ -227,7 +227,7 @@ def test_unsupported_calls_are_refused(x, weight, word):
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
-def test_tiles_are_powers_of_two(rows, dim):
+def test_a_block_covers_a_row_and_threads_are_a_power_of_two(rows, dim):
     many, block, threads = norm.tile(rows, dim)
     assert block >= dim and many * block <= max(2048, block)
     assert 64 <= threads <= 1024 and threads & (threads - 1) == 0

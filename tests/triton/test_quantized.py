@@ -215,7 +215,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m, format):
     assert torch.isfinite(output[:-1, :7]).all()
 
 
-def test_every_number_of_a_format_is_decoded():
+def test_every_value_of_a_format_is_decoded():
     """With a single nonzero column of x, the results are the numbers in this column of the weight."""
     for format, numbers in ((INT8, range(-127, 128)), (FP8, [i for i in range(256) if i & 0x7F != 0x7F])):
         bits = torch.tensor(list(numbers), dtype=torch.int64).to(torch.uint8)

@@ -160,7 +160,7 @@ def test_state_dicts_copies_and_dtypes(name):
         assert torch.equal(logits(other), expected)
     model.load_state_dict({key: torch.zeros_like(value) for key, value in state.items()})
     assert not torch.equal(logits(model), expected)
-    model.load_state_dict(state)  # numbers of the format are not changed by rounding
+    model.load_state_dict(state)  # values that MXFP4 can represent are not changed by rounding
     assert torch.equal(logits(model), expected)
     key = next(key for key in state if key.endswith("experts.down_proj"))
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -266,7 +266,7 @@ def _parallel(experts):
         (_hook, "the experts have a forward hook"),
         (_own_forward, "the forward of the experts was replaced"),
         (_other_class, "no overlay describes the layout"),
-        (_width, "the sizes 64 × 95 of the experts are not multiples of 32"),
+        (_width, "the sizes 64 × 95 of the experts are not both multiples of 32"),
         (_meta, "gate_up_proj is on the meta device"),
         (_double, "gate_up_proj is torch.float64"),
         (_parallel, "the experts are distributed over several devices"),

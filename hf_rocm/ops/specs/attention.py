@@ -108,7 +108,7 @@ class DecodeTerms(TypedDict):
 
 
 class AttendIntoCacheCall(NamedTuple):
-    """The terms of `attend_into_cache`. Its norms are split into their weights, [D] or None, and their settings."""
+    """The arguments of `attend_into_cache`. Its norms are split into weights, [D] or None, and settings."""
 
     query: Tensor
     key: Tensor

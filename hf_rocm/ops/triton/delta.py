@@ -1,4 +1,4 @@
-"""One token of the gated delta rule through two kernels: the convolution, and the step of every value head."""
+"""One token of the gated delta rule in two kernels: the convolution, and the step of every value head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def refuses(spec: DeltaSpec, device: Device) -> str | None:
     if spec.state_dtype != torch.float32:
         return f"the gated delta kernels update states in fp32, not {spec.state_dtype}"
     if power_of_two(spec.key_dim) * power_of_two(spec.value_dim) > LARGEST_STATE:
-        return f"the gated delta kernels take states of up to 256 by 128, got {spec.key_dim} by {spec.value_dim}"
+        return (
+            f"the gated delta kernels support states of up to {LARGEST_STATE} elements per head (dims rounded up to "
+            f"powers of two), got {spec.key_dim} by {spec.value_dim}"
+        )
     return detect.unavailable(device)
 
 

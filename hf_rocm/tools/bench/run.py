@@ -114,7 +114,7 @@ def bench(
 
 
 def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
-    """Return the sides of a loaded model, and the reason for every side that is not available here."""
+    """Return the sides of a loaded model, and the reason why each other side is not available here."""
     made, missing = sides(model, list(names), encoder=subject.encoder)
     if not made:
         raise OptionError("none of these sides is available here", facts=missing, hint="select others with --sides")

@@ -1,4 +1,4 @@
-"""Convert a notebook to Python: its code cells in order, in which shell lines are replaced by IPython's calls."""
+"""Convert a notebook to Python: its code cells in order, with shell lines as calls of `get_ipython().system`."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT
 from hf_rocm.tools.verify.reference import Reference, Run, reference_of, run
 
-ROOM = 4 << 30  # bytes of host memory for the values inside layers that are compared at the same time
+ROOM = 4 << 30  # bytes of host memory for the intermediate activations that are compared at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class Examined:
     """The result of a case, and the runs that later checks use.
 
-    The runs contain no values inside layers, unless `examine` keeps those of the reference.
+    The runs contain no intermediate activations, unless `examine` keeps those of the reference.
     """
 
     case: Case
@@ -43,8 +43,8 @@ def examine(
     """Compare hf_rocm with the reference in one case.
 
     within: a function that returns a context manager for a call of hf_rocm. recorded: a known reference, for example
-    from a golden file, which contains no values inside layers. keep: keep the reference's values inside layers if they
-    fit in memory.
+    from a golden file, which contains no intermediate activations. keep: keep the reference's intermediate activations
+    if they fit in memory.
     """
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()
@@ -57,7 +57,7 @@ def examine(
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
         off = faults_of(subject, exact, local, bounds)
-        # only the group that recorded the values inside a layer can name the operation at fault
+        # only the group that recorded the intermediate activations of a layer can name the operation at fault
         faults |= {layer: fault for layer, fault in off.items() if layer in inside or layer not in faults}
         layers = layers or layer_errors(subject, exact, free, local, bounds)
         reference = exact if keep and len(groups) == 1 else _outputs_alone(exact)
@@ -69,7 +69,7 @@ def examine(
 
 
 def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
-    """Yield groups of layers whose inner values are recorded together, as large as memory allows."""
+    """Yield groups of layers whose intermediate activations are recorded together, as large as memory allows."""
     config = subject.text_config
     rows = sum(int(step.keep.sum()) for step in case.steps)
     hidden = int(getattr(config, "hidden_size", 1024))

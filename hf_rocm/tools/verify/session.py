@@ -16,7 +16,7 @@ from hf_rocm.tools.verify.reference import StockFailed
 Progress = Callable[[str], None]
 
 GOLDEN = (PROMPT, PADDED)  # the cases in a golden file
-TRIED_AGAIN = (PROMPT, FILLED)  # later checks use the values inside layers of these cases
+TRIED_AGAIN = (PROMPT, FILLED)  # later checks use the intermediate activations of these cases
 
 
 class Session:

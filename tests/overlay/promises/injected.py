@@ -1,4 +1,4 @@
-"""Run a command under strace, in one child process per system call. Every child has its own site.
+"""Run a command under strace, in one child process per system call. Every child has its own site-packages directory.
 
 A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` applies to the command's call
 number `place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has

@@ -11,14 +11,15 @@ from hf_rocm.tools.porting.module import Module
 SPLIT = Rule(
     "allocator-split-size",
     Severity.WARNING,
-    "max_split_size_mb keeps memory in pieces that graphs and fused weights can't use, and together with "
-    "expandable_segments the allocator refuses to start on some builds",
+    "max_split_size_mb stops the allocator from splitting large free blocks, so that smaller requests can't reuse "
+    "them; combined with expandable_segments on ROCm, it lets memory grow without bound",
     "leave it out, or use hf_rocm.setup_environment(); `hf-rocm doctor` tests the setting",
 )
 BOTH = Rule(
     "allocator-conflict",
     Severity.PROBLEM,
-    "max_split_size_mb and expandable_segments together: the allocator rejects or ignores one of them",
+    "max_split_size_mb together with expandable_segments lets memory grow without bound on ROCm, and has corrupted "
+    "data on some GPUs",
     "choose one; hf_rocm.setup_environment() sets what this machine supports",
 )
 

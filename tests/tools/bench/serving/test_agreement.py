@@ -56,7 +56,7 @@ def test_in_16_bits_the_limit_is_twice_the_share_that_batching_changes_in_stock(
     assert of(answers, batched).wrong is wrong
 
 
-def test_the_sentence_has_the_tolerance_where_it_was_needed():
+def test_the_sentence_contains_the_tolerance_if_an_answer_differs():
     assert of(STOCK).sentence == "parity: hf_rocm returned stock's text for all 2 greedy requests"
     sentence = of(["abXd", "efgh"], ["abcX", "efgh"]).sentence
     assert "1 of 2" in sentence and "14 % of the compared tokens" in sentence

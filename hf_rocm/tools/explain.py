@@ -29,7 +29,8 @@ from hf_rocm.overlay.catalog import Overlay
 from hf_rocm.overlay.instance_forwards import enclosed_forward
 from hf_rocm.tools.decoding import decoding
 from hf_rocm.tools.explain_short import NO_OVERLAY, NO_ROCM
-from hf_rocm.tools.explain_text import Explanation, Kernel, Part, Stock
+from hf_rocm.tools.explain_text import Explanation
+from hf_rocm.tools.explanation import Kernel, Part, Stock
 from hf_rocm.tools.forwards import forwards
 from hf_rocm.tools.linears import linears
 from hf_rocm.tools.specifications import specifications, where

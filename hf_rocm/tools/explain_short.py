@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from hf_rocm.layers.weight_group import NOT_PREPARED
 from hf_rocm.overlay.scan import WITHOUT_OVERLAY
 from hf_rocm.tools.decoding import by_tier
+from hf_rocm.tools.explanation import Facts, Kernel, Part, Stock
 from hf_rocm.tools.wrapping import wrapped
-
-if TYPE_CHECKING:
-    from hf_rocm.tools.explain_text import Explanation, Kernel, Part, Stock
 
 NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
 NO_OVERLAY = "hf_rocm has no overlay for {}"
@@ -41,7 +38,7 @@ _STOCK = 6  # the largest number of class names per reason
 _UNCAPTURED = re.compile(r"((steps|forwards) run )?uncaptured( × \d+)?: ")
 
 
-def short(explanation: Explanation, width: int) -> str:
+def short(explanation: Facts, width: int) -> str:
     """Return the summary, shortened until it has at most 25 lines.
 
     width: the number of columns at which lines are wrapped.
@@ -53,7 +50,7 @@ def short(explanation: Explanation, width: int) -> str:
     return "\n".join(lines)
 
 
-def _lines(explanation: Explanation, width: int, step: int) -> list[str]:
+def _lines(explanation: Facts, width: int, step: int) -> list[str]:
     """Return the lines before they are wrapped. step: an index of `_STEPS`."""
     lines = headline(explanation)
     if explanation.parts or explanation.stock:
@@ -72,7 +69,7 @@ def _lines(explanation: Explanation, width: int, step: int) -> list[str]:
     return lines if step < _COMPACT else [line for line in lines if line]
 
 
-def headline(explanation: Explanation) -> list[str]:
+def headline(explanation: Facts) -> list[str]:
     facts = ", ".join(f"{key} {value}" for key, value in explanation.machine.items())
     return [f"{explanation.model}: {explanation.state}", f"  {facts}"]
 
@@ -127,7 +124,7 @@ def _part_notes(part: Part) -> Iterator[str]:
         yield f"one matrix in the checkpoint: {' and '.join(part.joined)}"
 
 
-def _notes(explanation: Explanation, width: int, step: int) -> Iterator[str]:
+def _notes(explanation: Facts, width: int, step: int) -> Iterator[str]:
     """Yield the reasons why classes are not served or not fused, each reason once with its classes, and other notes.
 
     The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
@@ -167,7 +164,7 @@ def _notes(explanation: Explanation, width: int, step: int) -> Iterator[str]:
         yield from ["", *lines]
 
 
-def _gradients(explanation: Explanation) -> str:
+def _gradients(explanation: Facts) -> str:
     where, generates = ("in bare calls ", "; generate does this itself") if explanation.decoding else ("", "")
     return f"not fused {where}while gradients are on: use torch.inference_mode(){generates}"
 
@@ -218,7 +215,7 @@ def _kernels(kernels: tuple[Kernel, ...], most: int) -> Iterator[str]:
         yield f"  and {len(refused) - most} more reason{'s' * (len(refused) > most + 1)}, in the details"
 
 
-def _next(explanation: Explanation) -> Iterator[str]:
+def _next(explanation: Facts) -> Iterator[str]:
     if explanation.without_overlay:
         yield f"next: {WITHOUT_OVERLAY}"
     elif explanation.state == NO_ROCM:

@@ -17,7 +17,8 @@ from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
-from hf_rocm.tools.explain_text import Explanation, Kernel
+from hf_rocm.tools.explain_text import Explanation
+from hf_rocm.tools.explanation import Kernel
 from tests.parity import models
 from tests.parity.models import tokens
 

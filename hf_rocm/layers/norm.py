@@ -121,7 +121,7 @@ def can_fuse(x: Tensor) -> bool:
     This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile, torch.export or
     torch.jit traces, under autocast, a function transform or forward AD, and for a subclass of Tensor.
     """
-    return ops.rides_along(x) and not is_pytorchs(x)
+    return ops.fused_linear_serves(x) and not is_pytorchs(x)
 
 
 def _normed_stock(

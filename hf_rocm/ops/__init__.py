@@ -13,7 +13,7 @@ from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.delta_prefill import gated_delta_prefill
 from hf_rocm.ops.finish_step import finish_step
 from hf_rocm.ops.layer_norm import add_layer_norm
-from hf_rocm.ops.linear import fused_linear, linear, rides_along
+from hf_rocm.ops.linear import fused_linear, fused_linear_serves, linear
 from hf_rocm.ops.look_up_drafts import look_up_drafts
 from hf_rocm.ops.moe import experts
 from hf_rocm.ops.moe_mxfp4 import mxfp4_experts
@@ -46,6 +46,7 @@ __all__ = [
     "experts",
     "finish_step",
     "fused_linear",
+    "fused_linear_serves",
     "gated_delta_prefill",
     "gated_delta_step",
     "linear",
@@ -56,7 +57,6 @@ __all__ = [
     "quantized_linear",
     "recording",
     "register",
-    "rides_along",
     "rms_norm",
     "rope",
     "rope_into_cache",

@@ -199,7 +199,7 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def rides_along(x: Tensor) -> bool:
+def fused_linear_serves(x: Tensor) -> bool:
     """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
     x: [..., K]. False while torch.compile traces, because it fuses these operations itself, under torch.export, and

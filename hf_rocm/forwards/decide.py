@@ -73,7 +73,7 @@ def refuses_model(model: Any, wanted: Switch) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "the model is compiled"
     if "forward" in model.__dict__:
-        return "another library has set a forward on the model itself, and that forward calls the stock one"
+        return "the model's forward attribute was replaced, for example by a hook of accelerate"
     return refuses_weights(model) or suspects.refuses(model.device, required=wanted is Switch.REQUIRED)
 
 
@@ -115,7 +115,7 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
 def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
     """Return why a call with this input runs uncaptured, or None."""
     if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
-        return f"an input is of type {type(tensor).__name__} and dtype {tensor.dtype}"
+        return f"an input is of type {type(tensor).__name__}, dtype {tensor.dtype} and layout {tensor.layout}"
     if tensor.device != device:
         return "an input is on a different device from the model"
     return None

@@ -65,8 +65,8 @@ class Attempt:
         if given.get("streamer") is not None:
             self._streamer = self.arguments["streamer"] = Received(given["streamer"])
         self.rounds: Any = None
-        # the state that transformers changes during the call: the length of drafts, and the generator of candidates,
-        # which generate creates before the loop in releases up to 4.56
+        # the state that transformers changes during the call: the length of drafts, and the candidate generator, which
+        # generate creates before the loop in releases up to 4.56
         generator = given.get("candidate_generator")
         changing = [getattr(assistant, "generation_config", None), generator]
         changing.append(getattr(generator, "generation_config", None))

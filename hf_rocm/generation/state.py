@@ -36,7 +36,7 @@ class State:
         self.pool = Pool()
         self.disabled: str | None = None  # the reason why recording has stopped
         self.wrong_replay: str | None = None  # the reason why it has stopped, if a replay differed from its step
-        self.calls = 0  # the number of calls of generate over a DecodeCache
+        self.calls = 0  # the number of generate calls that used a DecodeCache
         self.recorded = 0  # the number of recorded steps
         self.routes: Collection[Route] = ()  # of every operation in the last recorded step
         self.replayed = 0  # the number of replayed steps after the first comparison

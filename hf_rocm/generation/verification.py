@@ -110,7 +110,7 @@ def _receiving() -> Watch:
     )
 
 
-_GENERATOR = "_get_candidate_generator"  # the generator of candidates receives the stand-in for the logits
+_GENERATOR = "_get_candidate_generator"  # the candidate generator receives the stand-in for the logits
 _GENERATORS = (
     "AssistedCandidateGenerator",
     "AssistedCandidateGeneratorDifferentTokenizers",

@@ -125,8 +125,8 @@ def _bytes(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 def run_length(k: int, group: int) -> int:
     """The length of the runs in a row of K numbers: a power of two.
 
-    A row consists of whole blocks, and a group of whole runs: of at least two if that leaves runs of 32, because the
-    products of a group are added up before they are multiplied by its scale. K must be a multiple of 8.
+    A row consists of whole blocks, and a group of whole runs. A group has at least two runs if these are then at least
+    32 long, so that several products are added up before they are multiplied by the scale. K must be a multiple of 8.
     """
     length = min(_LONGEST, group, max(32, group // 2))
     while k % (PER_WORD * length):

@@ -1,7 +1,7 @@
 """First-use checks: a kernel runs a small call of the same kind, and the result is compared with the eager tier.
 
-A kernel may build for minutes, hang or crash, so the check runs in a child process with a time-out. Passed checks are
-remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check disables the
+A kernel may take minutes to build, hang or crash, so the check runs in a child process with a time-out. Passed checks
+are remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check disables the
 kernel in this process for calls with the same `terms` (dtypes, biases and gradients), with one warning; other calls
 have their own check. Processes that need the same check at the same time run it once (`probe_lock`). If the disk or
 the temporary folder is not available, the check runs without it; if no process can be started, the kernel is disabled.

@@ -1,8 +1,8 @@
 """One process at a time checks a kernel; other processes wait for it and use its result.
 
 The lock is a file lock of the operating system on a separate file. It is released when the process that holds it
-ends, so no lock is ever stale. If the file system has no locks, or the wait takes too long, every process runs the
-check itself.
+ends, so no lock is ever stale. If the file system does not support locks, or the wait takes too long, every process
+runs the check itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
                 return Turn(lock, waited=before is not None, failure=str(note["reason"]) if fresh and note else None)
         except FileNotFoundError:
             pass  # its holder has finished and removed it
-        except OSError:  # the cache folder can't be written or has no locks
+        except OSError:  # the cache folder can't be written or does not support locks
             if lock is not None:
                 os.close(lock)
             return Turn()
@@ -95,7 +95,7 @@ def _leave(file: Path, mine: Turn) -> None:
             text = json.dumps({"reason": mine.reason, "id": secrets.token_hex(8)})
             os.ftruncate(mine.lock, 0)
             os.pwrite(mine.lock, text.encode(), 0)
-        elif mine.failure is None:  # with a failure, other processes may still be waiting to read it
+        elif mine.failure is None:  # if the file contains a failure, other processes may still be waiting to read it
             file.unlink()  # before the lock is released, so that no other process locks this file
 
 

@@ -62,7 +62,7 @@ def quantized_linear(
     nested: the zero points of the groups, the table of the 4-bit numbers, and how uint8 scales are decoded; see
     `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
-    Raises `OptionError` if gradients are on and x requires them, and for activations that `fused_linear` lacks.
+    Raises `OptionError` if gradients are enabled and x requires them, and for activations that `fused_linear` lacks.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(

@@ -31,7 +31,8 @@ class Implementation(Generic[SpecT]):
 
     refuses(spec, device): why it can't serve the call, in a sentence, or None; cheap, without side effects. call: takes
     the same arguments as the operation's other implementations. probe(spec, device): None if a small call of the same
-    kind returns the right result on this device, otherwise the problem, in a sentence. Plain PyTorch has no probe.
+    kind returns the right result on this device, otherwise the problem, in a sentence. Most implementations
+    in PyTorch have no probe.
     """
 
     tier: str

@@ -82,7 +82,7 @@ def _require(state: FileState, *, strict: bool) -> None:
         }[state.installed]
         edited = state.installed is Installed.EDITED
         raise OverlayError(
-            f"the overlay of {state.model} is not installed as in hf-rocm {__version__}",
+            f"the installed file of {state.model} is not the one that hf-rocm {__version__} installs",
             facts={**facts, "expected": "the stock file and this release's block", "found": own},
             hint=state.reinstall() if edited else "run `hf-rocm install-overlays` on this node",
         )
@@ -119,18 +119,18 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
     for rank, (host, _, failed) in enumerate(everyone):
         if failed is not None:
             raise OverlayError(
-                f"rank {rank} on {host} failed its check: {failed.message}", facts=failed.facts, hint=failed.hint
+                f"rank {rank} (host {host}) failed its check: {failed.message}", facts=failed.facts, hint=failed.hint
             )
     first_host, first, _ = everyone[0]
     for rank, (host, other, _) in enumerate(everyone):
         if other != first:
-            raise _other(f"rank 0 on {first_host}", first, f"rank {rank} on {host}", other)
+            raise _other(f"rank 0 (host {first_host})", first, f"rank {rank} (host {host})", other)
 
 
 def _other(one: str, expected: str, other: str, actual: str) -> OverlayError:
     return OverlayError(
         "the processes of this job do not run the same files",
-        facts={"expected": f"{expected}, as in {one}", "found": f"{actual}, in {other}"},
+        facts={"expected": f"{expected}, as on {one}", "found": f"{actual}, on {other}"},
         hint="install the same transformers and hf-rocm on every node, run `hf-rocm install-overlays` there, and "
         "compare `python -m hf_rocm.check_version --json`",
     )

@@ -77,7 +77,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return True if locked, None if another process has the lock, and False if the file system has no locks."""
+    """Return True if locked, None if another process has the lock, False if the file system does not support locks."""
     try:
         return files.lock(descriptor) or None
     except OSError as error:

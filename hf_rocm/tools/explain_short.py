@@ -165,8 +165,8 @@ def _notes(explanation: Facts, width: int, step: int) -> Iterator[str]:
 
 
 def _gradients(explanation: Facts) -> str:
-    where, generates = ("in bare calls ", "; generate does this itself") if explanation.decoding else ("", "")
-    return f"not fused {where}while gradients are on: use torch.inference_mode(){generates}"
+    where, generates = ("in direct calls ", "; generate does this itself") if explanation.decoding else ("", "")
+    return f"not fused {where}while gradients are enabled: use torch.inference_mode(){generates}"
 
 
 def _distinct(lines: Iterable[str]) -> Iterator[str]:

@@ -134,14 +134,14 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
             )
         )
     rounds = _from_to([segment.rounds for segment in segments], str)
+    copied = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
+    multiplied = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
     yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
         f"{_unit([result.case for _, result in results])}, "
         f"{'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
-        f"The machine copied {_from_to([one.rates.copy for one in segments], lambda rate: f'{large(rate)}B/s')} "
-        f"and multiplied {_from_to([one.rates.matmul for one in segments], lambda rate: f'{large(rate)}FLOP/s')} "
-        "in the same run."
+        f"Measured in the same run: a copy bandwidth of {copied} and a matmul throughput of {multiplied}."
     )
     for segment in segments:
         if segment.parallel:

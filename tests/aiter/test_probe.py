@@ -188,7 +188,7 @@ def test_an_unwritable_cache_is_not_an_error(monkeypatch, tmp_path):
     assert attend().name == "mha_fwd"
 
 
-def test_an_ended_child_is_replaced():
+def test_a_child_that_was_killed_is_replaced():
     assert attend().name == "mha_fwd"
     probe_worker._worker.process.kill()
     probe_worker._worker.process.wait()

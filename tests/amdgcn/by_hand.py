@@ -64,6 +64,6 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
         "the pointer to the next masked block, but without a causal mask only the last block is masked"
     ),
     ("gfx1201", "_attn_fwd", "s_add_co_i32 s1, s36, 30", "s_add_co_i32 s1, s36, 28"): (
-        "only for one or two keys, rows below 1 - S are set to 0, and there are none because S is at least 1"
+        "matters only for one or two keys; it sets rows below 1 - S to 0, and there are none because S is at least 1"
     ),
 }

@@ -59,7 +59,7 @@ def _row(fault: Mapping[str, Any], arch: str) -> str:
     elif proof := _proof(fault, arch):
         outcome = f"changes nothing: {proof}"
     else:
-        outcome = f"**not detected** by {fault['cases']} cases"
+        outcome = f"**not detected** by {fault['cases']} {'case' if fault['cases'] == 1 else 'cases'}"
     before, after = (fault[name].replace("|", "\\|") for name in ("before", "after"))
     return f"| {fault['kernel']} | {fault['kind']} | `{before}` | `{after}` | {outcome} |"
 

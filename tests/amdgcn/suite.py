@@ -35,7 +35,7 @@ LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models",
 # Parts of the names of functions that test the host, some of them without a reference for the kernel's result. Every
 # share except "all" excludes them.
 HOST = re.compile(
-    r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|no_tokens"
+    r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|zero_tokens"
     r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
     r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures|a_block_covers_a_row"
 )

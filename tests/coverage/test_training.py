@@ -58,7 +58,7 @@ def test_loss_and_gradients_equal_stock(case, trio):
     same_dtype = gradients(case, stock)
     with inputs.in_float64():
         expected = gradients(case, exact)
-    # errors are relative to the gradient's largest value, but at least to 0.1 % of the largest value of all gradients,
-    # because some gradients (such as that of a key's bias) are zero up to rounding
+    # errors are relative to the gradient's largest value, or to 0.1 % of the largest value of all gradients if that is
+    # larger, because some gradients (such as that of a key's bias) are zero up to rounding
     rounded = rounded_once(case, exact)
     assert_run_as_good_as_eager(actual, same_dtype, expected, least=1e-3, rounded=rounded)

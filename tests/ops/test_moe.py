@@ -220,7 +220,7 @@ def test_nothing_is_read_back_from_the_device():
         moe_torch.sorted_loop(on_meta)
 
 
-def test_no_tokens_return_an_empty_output():
+def test_zero_tokens_give_an_empty_output():
     tensors, keywords = drawn((0, 4, 2, 16, 16), torch.bfloat16, {})
     for tier in ("torch", "eager"):
         with options.override(tiers={"experts": tier}):

@@ -164,7 +164,7 @@ def test_without_a_time_limit_a_check_passes():
         assert CHECK(SPEC, CPU) is None
 
 
-def test_half_an_answer_means_that_the_child_ended(monkeypatch):
+def test_a_truncated_reply_means_that_the_child_exited(monkeypatch):
     monkeypatch.setattr(probe_worker, "_START", "print('{{\"rea', end='', flush=True); raise SystemExit(7)")
     with pytest.warns(RuntimeWarning, match="exit code 7"):
         assert CHECK(SPEC, CPU) is not None

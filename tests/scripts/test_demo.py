@@ -45,7 +45,7 @@ def seconds(median: float, width: float = 0.0) -> dict[str, float]:
 
 
 def result(lib, *, stock: float, **others: float) -> dict[str, object]:
-    """By way: the result of a worker whose rounds took these times."""
+    """Return a dict from every key of WAYS to the result of a worker whose rounds took these times."""
     shapes = [("torch", ((1, 4, 1, 8), (1, 2, 9, 8), (1, 2, 9, 8)))]
     explanation = {
         "parts": [{"group": "qkv", "fused": 4, "instances": 4}],

@@ -297,9 +297,9 @@ def test_a_file_that_is_not_a_path_is_an_error(name, wrong):
 def test_gradients_are_distinguished_from_reasons_against_fusing(llama):
     attention = part(llama, "LlamaAttention")
     assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
-    assert "one by one while gradients are on" in hf_rocm.explain(llama).details()
+    assert "one by one while gradients are enabled" in hf_rocm.explain(llama).details()
     words = " ".join(str(hf_rocm.explain(llama)).split())
-    assert "in bare calls while gradients are on: use torch.inference_mode(); generate does this itself" in words
+    assert "in direct calls while gradients are enabled: use torch.inference_mode(); generate does this itself" in words
     with torch.no_grad():
         assert not part(llama, "LlamaAttention").gradients
         assert "gradients" not in hf_rocm.explain(llama).details()

@@ -149,7 +149,7 @@ def test_a_single_token_equals_its_result_in_a_batch():
         assert torch.equal(alone, together[part])
 
 
-def test_no_tokens_return_an_empty_output():
+def test_zero_tokens_give_an_empty_output():
     tensors, _ = drawn((0, 4, 2, 16, 16), BF16, {})
     assert routed("experts", *tensors).shape == (0, 16)
 

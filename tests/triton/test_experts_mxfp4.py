@@ -174,7 +174,7 @@ def test_rows_may_be_strided_and_blocks_unaligned():
     assert torch.equal(routed("mxfp4_experts", wide, flat[1:].view(gate_up.shape), *rest, **keywords), expected)
 
 
-def test_no_tokens_return_an_empty_output():
+def test_zero_tokens_give_an_empty_output():
     tensors, _ = drawn((0, 4, 2, 32, 32), BF16)
     assert routed("mxfp4_experts", *tensors).shape == (0, 32)
 

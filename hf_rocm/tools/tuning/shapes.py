@@ -138,7 +138,8 @@ def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Ge
         raise _wrong(path, line, f"{len(fields)} fields, but the header has {len(header)}")
     numbers = [values[name] for name in ("M", "N", "K")]
     if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
-        raise _wrong(path, line, f"M, N and K are {', '.join(ascii(number[:20]) for number in numbers)}, not integers")
+        given = ", ".join(ascii(number[:20]) for number in numbers)
+        raise _wrong(path, line, f"M, N and K must be positive integers of at most 10 digits, got {given}")
     if values["dtype"] not in DTYPES or bias is None or shuffled is None:
         raise _wrong(path, line, "dtype must be a name such as torch.bfloat16, and bias and bpreshuffle True or False")
     m, n, k = map(int, numbers)

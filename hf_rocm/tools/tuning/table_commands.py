@@ -93,7 +93,10 @@ class MergedFile:
 
 
 def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tuple[list[Checked], Release, Gpu | None]:
-    """Check every file for this release of aiter and, if known, this GPU. Returns also the release and the GPU."""
+    """Check every file for this release of aiter and, if known, this GPU.
+
+    Returns the results, the release and the GPU.
+    """
     meant, here = machine.release(release), machine.gpu(gpu)
     return [_checked(path, meant, here) for path in files], meant, here
 

@@ -200,19 +200,19 @@ class Ranks(types.ModuleType):
 
 def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
     site = farm("one")
-    with pytest.raises(OverlayError, match="is not installed") as refused:
+    with pytest.raises(OverlayError, match="is not the one that hf-rocm") as refused:
         hf_rocm.check("llama", transformers_path=site.path)
     assert "hf-rocm install-overlays" in (refused.value.hint or "")
     install(["llama"], transformers_path=site.path)
     result = hf_rocm.check("llama", strict=True, transformers_path=site.path)
     assert result == hf_rocm.check("llama", expected=result, transformers_path=site.path)
-    with pytest.raises(OverlayError, match="overlay of bert is not installed"):
+    with pytest.raises(OverlayError, match="installed file of bert is not the one"):
         hf_rocm.check(transformers_path=site.path)
     with pytest.raises(OverlayError, match="do not run the same files"):
         hf_rocm.check("llama", expected="0" * 16, transformers_path=site.path)
     file = site.model("llama")
     file.write_text(file.read_text().replace("# <<< hf-rocm", "mine = 1\n# <<< hf-rocm"))
-    with pytest.raises(OverlayError, match="is not installed as") as refused:
+    with pytest.raises(OverlayError, match="is not the one that hf-rocm") as refused:
         hf_rocm.check("llama", transformers_path=site.path)
     assert "reinstall" in (refused.value.hint or "") and refused.value.facts["found"] == "the block was edited"
 
@@ -226,16 +226,16 @@ def test_23_a_node_with_different_files_stops_every_rank(farm: Farm, monkeypatch
     monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", actual, None), ("node-2", "f" * 16, None)))
     with pytest.raises(OverlayError, match="do not run the same files") as refused:
         hf_rocm.check(transformers_path=site.path)
-    assert "rank 2 on node-2" in refused.value.facts["found"] and refused.value.hint
+    assert "rank 2 (host node-2)" in refused.value.facts["found"] and refused.value.hint
     failed = OverlayError("its file was edited", facts={"file": "/there"}, hint="the fix")
     monkeypatch.setitem(sys.modules, "torch.distributed", Ranks(("node-1", "", failed)))
-    with pytest.raises(OverlayError, match="rank 1 on node-1 failed its check: its file was edited") as refused:
+    with pytest.raises(OverlayError, match=r"rank 1 \(host node-1\) failed its check: its file was edited") as refused:
         hf_rocm.check(transformers_path=site.path)
     assert refused.value.hint == "the fix"
     uninstall(transformers_path=site.path)
     ranks = Ranks(("node-1", actual, None))
     monkeypatch.setitem(sys.modules, "torch.distributed", ranks)
-    with pytest.raises(OverlayError, match="is not installed"):
+    with pytest.raises(OverlayError, match="is not the one that hf-rocm"):
         hf_rocm.check(transformers_path=site.path)
     assert isinstance(ranks.sent[0][2], OverlayError), "the other ranks got no error and would wait forever"
 
@@ -281,7 +281,7 @@ def test_23_two_real_ranks_compare_their_files(farm: Farm, tmp_path: Path, same:
         assert ended[0][0] == ended[1][0]
     else:
         assert [code for *_, code in ended] == [1, 1], ended
-        assert "rank 1 on" in ended[0][1] and "hf-rocm install-overlays" in ended[0][1]
+        assert "rank 1 (host " in ended[0][1] and "hf-rocm install-overlays" in ended[0][1]
 
 
 def newer(site: Site, release: str, *, changed: str = "") -> None:

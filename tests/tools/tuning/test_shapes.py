@@ -86,8 +86,8 @@ RIGHT = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
     [
         ("M,N\n1,2\n", 1, "there is no column K, bias"),
         (HEADER + RIGHT + "1,64\n", 3, "2 fields, but the header has 8"),
-        (HEADER + RIGHT.replace("64", "-64"), 2, "M, N and K are '1', '-64', '32', not integers"),
-        (HEADER + RIGHT.replace("64", "9" * 12), 2, "M, N and K are"),
+        (HEADER + RIGHT.replace("64", "-64"), 2, "at most 10 digits, got '1', '-64', '32'"),
+        (HEADER + RIGHT.replace("64", "9" * 12), 2, "at most 10 digits, got"),
         (HEADER + RIGHT.replace("bfloat16", "bf16"), 2, "dtype must be a name such as torch.bfloat16"),
         (HEADER + RIGHT.replace("False", "no", 1), 2, "bias and bpreshuffle True or False"),
         (HEADER + RIGHT + '"', 3, "not CSV"),

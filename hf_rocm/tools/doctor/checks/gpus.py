@@ -35,7 +35,7 @@ def _tiers(facts: Facts, gfx: str) -> Finding:
     return warning(
         "tiers",
         f"hf_rocm {__version__} has no data on the architecture {gfx}; {words}",
-        means="its models use PyTorch's kernels, and Triton kernels that pass their check on this machine",
+        means="models on this GPU use PyTorch's kernels, and the Triton kernels that pass their check",
         fix="pip install --upgrade hf-rocm, or report it with the output of `hf-rocm env`",
     )
 
@@ -49,7 +49,7 @@ def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
     else:
         keep = ",".join(str(index) for index, gfx in enumerate(facts.gpus) if gfx == different[0])
         why = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
-        hide = f"export HIP_VISIBLE_DEVICES={keep}, one architecture for each process"
+        hide = f"export HIP_VISIBLE_DEVICES={keep} (use one architecture per process)"
     if facts.set("HIP_VISIBLE_DEVICES") or facts.set("ROCR_VISIBLE_DEVICES"):
         return ok("mixed", f"{' and '.join(different)} are in this machine; the variables above select among them")
     return warning("mixed", f"{' and '.join(different)} are in one machine", means=why, fix=hide)

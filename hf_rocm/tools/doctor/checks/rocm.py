@@ -49,7 +49,7 @@ def _version(facts: Facts) -> Finding:
 
 def _like(facts: Facts) -> str:
     built = version(short(facts.rocm_release or ""))
-    return f": {built.major}.{built.minor}, the release of torch" if built else ""
+    return f": {built.major}.{built.minor}, the release that torch uses" if built else ""
 
 
 def _rocminfo(facts: Facts) -> Iterator[Finding]:
@@ -84,5 +84,5 @@ def _tools(facts: Facts) -> Finding:
         "tools",
         f"{', '.join(missing)} not found on PATH or in /opt/rocm/bin",
         means="aiter runs them when it is imported and when it compiles, so it cannot be used",
-        fix="sudo apt install rocminfo hipcc rocm-dev, or export PATH=$PATH:/opt/rocm/bin if they are elsewhere",
+        fix="sudo apt install rocminfo hipcc rocm-dev, or add their folder to PATH if they are installed elsewhere",
     )

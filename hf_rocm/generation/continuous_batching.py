@@ -95,10 +95,11 @@ def attention_of(model: nn.Module) -> str | None:
 
 def _can_batch(model: Any) -> bool:
     """Return whether transformers has pages for all layers: it has none for encoder-decoders and linear attention."""
-    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return False
     known = sliding_pages.SLIDING, sliding_pages.FULL
-    kinds = getattr(config, "layer_types", None)
-    return not model.config.is_encoder_decoder and all(kind in known for kind in kinds or ())
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    return all(kind in known for kind in kinds or ())
 
 
 def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

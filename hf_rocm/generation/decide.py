@@ -206,7 +206,7 @@ def refuses_modules(model: nn.Module) -> str | None:
 
 
 def _name(module: nn.Module, model: nn.Module) -> str:
-    return next(name for name, other in model.named_modules() if other is module) or "the model"
+    return next((name for name, other in model.named_modules() if other is module), "") or "the model"
 
 
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))

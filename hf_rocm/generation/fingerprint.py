@@ -124,12 +124,13 @@ def _identity(value: Any) -> Hashable:
     """A weak reference that equals only references to the same object, as long as that object is alive.
 
     Python keeps one plain `weakref.ref` per object, which makes it fast. It is not used for classes with their own
-    `__eq__`, because references to equal objects are equal.
+    `__eq__` or `__hash__`, because references call them.
     """
-    return weakref.ref(value) if type(value).__eq__ is _BY_IDENTITY else _Identity(value)
+    cls = type(value)
+    return weakref.ref(value) if (cls.__eq__, cls.__hash__) == _BY_IDENTITY else _Identity(value)
 
 
-_BY_IDENTITY: Any = object.__eq__
+_BY_IDENTITY: Any = object.__eq__, object.__hash__
 
 
 class _Identity:

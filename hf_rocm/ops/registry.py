@@ -226,7 +226,8 @@ def device_of(tensor: Tensor) -> Device:
 
 _operations: dict[str, Operation[Any]] = {}
 # the routes that are collected, and the thread whose calls are collected, or None for all
-_recorders: list[tuple[list[Route], int | None]] = []
+_recorders: tuple[tuple[list[Route], int | None], ...] = ()  # a new tuple for every change, under the lock
+_recorders_lock = threading.Lock()
 _watchers: list[Watcher] = []
 
 
@@ -247,15 +248,17 @@ def recording(*, this_thread: bool = False) -> Iterator[list[Route]]:
 
     this_thread: leave out the calls of other threads.
     """
-    routes: list[Route] = []
-    _recorders.append((routes, threading.get_ident() if this_thread else None))
-    _drop_calls()
-    try:
-        yield routes
-    finally:
-        # compared by identity, because the lists of nested blocks may be equal
-        del _recorders[next(index for index, (collected, _) in enumerate(_recorders) if collected is routes)]
+    global _recorders
+    recorder: tuple[list[Route], int | None] = [], threading.get_ident() if this_thread else None
+    with _recorders_lock:
+        _recorders = (*_recorders, recorder)
         _drop_calls()
+    try:
+        yield recorder[0]
+    finally:
+        with _recorders_lock:
+            _recorders = tuple(other for other in _recorders if other is not recorder)
+            _drop_calls()
 
 
 @contextmanager

@@ -35,7 +35,8 @@ _FULL, _FEW_STOCK, _COUNTED_STOCK, _TOGETHER, _TWO_LINES, _NO_LAYERS, _TWO_REASO
 _REASONS = 6  # the largest number of refusals
 _STOCK = 6  # the largest number of class names per reason
 
-_UNCAPTURED = re.compile(r"((steps|forwards) run )?uncaptured( × \d+)?: ")
+# in lines on generate and forwards: the name of a model inside the model, if any, and the reason
+_UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|forwards) run )?uncaptured(?: × \d+)?: (.*)")
 
 
 def short(explanation: Facts, width: int) -> str:
@@ -132,7 +133,7 @@ def _notes(explanation: Facts, width: int, step: int) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     one_by_one = [part.cls for part in explanation.parts if part.gradients]
     if one_by_one:
-        every = len(one_by_one) == sum(part.fused > 0 for part in explanation.parts)
+        every = one_by_one == [part.cls for part in explanation.parts if part.fused]
         reasons[_gradients(explanation)] = ["the fused classes"] if every else one_by_one
     for part in explanation.parts:
         for reason, count in part.not_fused.items():
@@ -170,13 +171,15 @@ def _gradients(explanation: Facts) -> str:
 
 
 def _distinct(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, except those that repeat the reason of an earlier one."""
-    reasons: list[str] = []
+    """Yield the lines, except those that repeat the reason of an earlier one for the same model."""
+    reasons: set[tuple[str | None, str]] = set()
     for line in lines:
-        reason = _UNCAPTURED.sub("", line, count=1)
-        if reason not in reasons and not any(line.endswith(f": {earlier}") for earlier in reasons):
+        uncaptured = _UNCAPTURED.fullmatch(line)
+        reason = (None, line.partition(": ")[2]) if uncaptured is None else (uncaptured[1], uncaptured[2])
+        if reason not in reasons:
             yield line
-            reasons.append(reason)
+        if uncaptured is not None:
+            reasons.add(reason)
 
 
 def _limited(start: str, parts: Iterable[str], separator: str, width: int, step: int) -> str:
@@ -222,8 +225,8 @@ def _next(explanation: Facts) -> Iterator[str]:
         yield "next: hf-rocm doctor lists what ROCm needs; force=True (--force) shows hf_rocm's path on this machine"
     elif not explanation.prepared and any(NOT_PREPARED in part.not_fused for part in explanation.parts):
         yield (
-            "next: hf_rocm.prepare(model) fuses its layers and records decode steps; HF_ROCM_AUTO=1 does so when "
-            "transformers loads a model"
+            "next: hf_rocm.prepare(model) fuses its layers and records its steps or forwards; HF_ROCM_AUTO=1 does so "
+            "when transformers loads a model"
         )
     yield "details: .details() in Python, hf-rocm explain --all in a shell"
 

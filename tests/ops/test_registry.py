@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import NamedTuple
 
@@ -199,6 +200,30 @@ def test_calls_of_other_threads_can_be_left_out(this_thread, expected):
         thread.start()
         thread.join()
     assert [route.operation for route in routes] == ["act_and_mul"] * expected
+
+
+def test_threads_may_record_at_the_same_time():
+    interval, failures = sys.getswitchinterval(), []
+
+    def record():
+        try:
+            for _ in range(500):
+                with ops.recording(this_thread=True):
+                    pass
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=record) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures and not registry._recorders
 
 
 def test_watchers_get_results_of_operations_that_were_called_before():

@@ -88,15 +88,18 @@ def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
 
 
-def test_replays_that_differed_are_a_warning_only_with_the_same_torch_and_have_a_fix_for_this_machine() -> None:
+def test_replays_that_differed_are_a_warning_only_with_the_same_torch_or_driver_and_have_a_fix_for_this_machine() -> None:
     facts = collect(Recorded("graphs-mi300x"))
     (event,) = facts.graph_events
-    other = replace(event, torch="2.10.0+rocm7.0", checkpoint="org/other")
+    other = replace(event, torch="2.10.0+rocm7.0", driver="6.0.5", checkpoint="org/other")
+    assert event.driver == facts.driver.version and facts.driver.loaded
     (finding,) = graph_events(replace(facts, graph_events=(event, other)))
     assert finding.level.value == "warning" and finding.what.startswith("1 replay differed")
     assert finding.fix.startswith("HF_ROCM_GRAPHS=1 hf-rocm verify org/model   # ") and facts.ledger in finding.fix
     (finding,) = graph_events(replace(facts, graph_events=(other,)))
     assert finding.level.value == "ok" and "1 did with torch 2.10.0+rocm7.0" in finding.what
+    (finding,) = graph_events(replace(facts, graph_events=(replace(other, driver=event.driver),)))
+    assert finding.level.value == "warning"
 
     forced = "HF_ROCM_GRAPHS=1 hf-rocm verify org/model --force   # "
     for machine, start in (("nvidia", forced), ("no-gpu", "rm /home")):

@@ -17,6 +17,7 @@ from hf_rocm import options
 from hf_rocm.errors import OptionError
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.overlay import bind
+from hf_rocm.tools import explain_short
 from hf_rocm.tools.explain_text import Explanation
 from hf_rocm.tools.explanation import Kernel
 from tests.parity import models
@@ -369,3 +370,17 @@ def test_explaining_changes_nothing(llama):
     after = {path: dict(vars(module)) for path, module in llama.named_modules()}
     assert before.keys() == after.keys() and all(before[path].keys() == after[path].keys() for path in before)
     assert bind.mode_of(llama.model.layers[0].mlp) == bind.ON
+
+
+def test_reasons_of_models_inside_the_model_are_not_left_out():
+    lines = (
+        "forwards run uncaptured: X",
+        "uncaptured × 2: X",
+        "uncaptured × 4: Y",
+        "text_model: forwards run uncaptured: X",
+        "text_model: uncaptured × 3: X",
+        "text_model: uncaptured × 4: Y",
+        "vision_model: forwards are recorded and replayed",
+        "the steps' inputs are prepared by transformers: Y",
+    )
+    assert [lines.index(line) for line in explain_short._distinct(lines)] == [0, 2, 3, 5, 6]

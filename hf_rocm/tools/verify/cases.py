@@ -211,7 +211,9 @@ def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:
 
 
 def _decoder_inputs(subject: Subject, ids: Tensor, rows: int) -> dict[str, Tensor]:
-    return {"decoder_input_ids": ids[-6 * rows :].reshape(rows, 6)} if subject.kind == PAIR else {}
+    if subject.kind != PAIR:
+        return {}
+    return {"decoder_input_ids": ids.repeat(-(-6 * rows // len(ids)))[-6 * rows :].reshape(rows, 6)}
 
 
 def _positions(mask: Tensor, last: int) -> Tensor:

@@ -62,6 +62,12 @@ def test_a_model_with_few_positions_is_checked_with_shorter_prompts(positions, b
     assert report.passed and {check.name for check in report.checks if check.status == PASSED} >= {*DECODER}
 
 
+def test_an_encoder_decoder_with_few_positions_is_checked(build):
+    model = build("bart")
+    model.config.max_position_embeddings = 32
+    assert hf_rocm.verify(model, force=True, quick=True).passed
+
+
 def test_the_report_is_complete_as_text_and_as_data(build, monkeypatch):
     """The model is prepared and in training mode before and after the call."""
     model = faults.prepared(build("llama")).train()

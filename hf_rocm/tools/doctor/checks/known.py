@@ -81,9 +81,9 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
 def graph_events(facts: Facts) -> Iterator[Finding]:
     """Report the recorded replays on this machine that differed from uncaptured steps.
 
-    Replays with another release of torch are no warning, because the installed one may not have the fault.
+    Replays with another release of torch and another amdgpu driver are no warning, because the fault is in one of them.
     """
-    here = [event for event in facts.graph_events if event.torch == facts.torch.version]
+    here = [event for event in facts.graph_events if _concerns(event, facts)]
     others = [event for event in facts.graph_events if event not in here]
     if here:
         yield warning(
@@ -100,6 +100,12 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
             "graph-events",
             f"no replay differed from the uncaptured step with this torch; {len(others)} did with torch {releases}",
         )
+
+
+def _concerns(event: Event, facts: Facts) -> bool:
+    """Return whether the event had the installed torch, or the loaded amdgpu driver."""
+    same_driver = event.rocm is not None and facts.driver.loaded and event.driver == facts.driver.version
+    return same_driver or event.torch == facts.torch.version
 
 
 def _compared_again(facts: Facts, event: Event) -> str:

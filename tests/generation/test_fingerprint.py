@@ -1,0 +1,106 @@
+"""Fingerprints differ if anything that a recorded step depends on differs, and don't keep parts of the model alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hf_rocm
+from hf_rocm.generation.fingerprint import fingerprint
+from hf_rocm.generation.watch import watches_of
+from tests.generation.conftest import make
+
+
+def taken(model):
+    result = fingerprint(model, watches_of(model))
+    hash(result)
+    return result
+
+
+class Equal:
+    """All instances are equal."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+
+class Unhashable:
+    __hash__ = None
+
+
+class Slots:
+    """Weak references to its instances are not possible."""
+
+    __slots__ = ()
+
+
+@pytest.fixture
+def model():
+    return hf_rocm.prepare(make("llama"), force=True)
+
+
+def layer(model):
+    return model.model.layers[0]
+
+
+def test_an_unchanged_model_has_the_same_fingerprint(model):
+    layer(model).number, layer(model).many, layer(model).function = 1.5, [1, {"a": 2}], len
+    before = taken(model)
+    layer(model).number, layer(model).many = float("1.5"), [1, {"a": 2}]
+    assert taken(model) == before and hash(taken(model)) == hash(before)
+
+
+@pytest.mark.parametrize("kind", [Equal, Unhashable, Slots, object])
+def test_attributes_are_compared_by_identity(kind, model):
+    layer(model).attribute = kind()
+    before = taken(model)
+    assert taken(model) == before
+    old = layer(model).attribute
+    layer(model).attribute = kind()
+    assert taken(model) != before
+    layer(model).attribute = old
+    assert taken(model) == before
+
+
+def test_a_freed_object_never_equals_a_later_one(model):
+    layer(model).attribute = Equal()
+    before = taken(model)
+    for _ in range(20):
+        layer(model).attribute = None  # the next object may get the same address
+        layer(model).attribute = Equal()
+        assert taken(model) != before
+
+
+CHANGES = {
+    "a module": lambda model: setattr(layer(model), "mlp", copy.deepcopy(layer(model).mlp)),
+    "a class": lambda model: setattr(layer(model).mlp, "__class__", type("Other", (type(layer(model).mlp),), {})),
+    "a weight": lambda model: setattr(layer(model).mlp.up_proj.weight, "data", torch.zeros(1)),
+    "a hook": lambda model: layer(model).register_forward_hook(lambda *_: None),
+    "the mode": lambda model: layer(model).mlp.train(),
+    "an attribute": lambda model: setattr(layer(model).mlp, "extra", 1),
+    "a setting": lambda model: setattr(model.config, "extra", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_detected(change, model):
+    before = taken(model)
+    change(model)
+    assert taken(model) != before
+
+
+def test_modules_and_weights_are_not_kept_alive():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = taken(model)
+    references = [weakref.ref(model[0]), weakref.ref(model[0].weight)]
+    model[0] = nn.Linear(4, 4)
+    gc.collect()
+    assert [reference() for reference in references] == [None, None] and taken(model) != before

@@ -98,7 +98,7 @@ def _hints(
     states: Sequence[FileState], unmet: Sequence[FileState], release: str, newer: Outlook | None, *, named: bool
 ) -> list[str]:
     if not states:
-        return [f"no overlay is made for transformers {release}; upgrade hf-rocm, or install a release that it covers"]
+        return [f"there is no overlay for transformers {release}; upgrade hf-rocm, or install a release that it covers"]
     differing = [state.model for state in unmet if state.match not in GOOD or state.installed is Installed.EDITED]
     met = [] if named else [state.model for state in states if state not in unmet]
     missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD, Installed.FOREIGN)]

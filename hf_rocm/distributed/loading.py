@@ -28,7 +28,7 @@ _log = logging.getLogger("hf_rocm")
 
 @contextmanager
 def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served: bool) -> Iterator[None]:
-    """Load a model within the block, together with the other ranks that load it.
+    """Coordinate the ranks that load the same model within the block.
 
     arguments: those of hf_rocm and transformers, as the user gave them. config: returns the model's config, or None
     if it has none. served: False if the model stays stock; in that case, the ranks are not compared. Raises

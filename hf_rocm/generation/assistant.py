@@ -40,7 +40,7 @@ class Rounds:
     def refuses(self, generation_config: Any) -> str | None:
         """Return why the rounds can't be recorded, or None."""
         if self._translated and generation_config.do_sample:
-            return "sampling with another tokenizer uses an embedding for which the host waits for the device"
+            return "sampling with another tokenizer looks up an embedding, which synchronises the host with the device"
         if any(Agreement(model).group is not None for model in (self.model, self._assisted)):
             return "the assistant, or the model that it drafts for, is sharded over several ranks"
         return features.refuses("assistants")

@@ -71,7 +71,7 @@ class Audit:
             facts={
                 "file": f"{poisoned[0]}{rest}",
                 "expected": "the bytes that the package manager recorded",
-                "found": "other bytes, wherever the file is shared: it was overwritten in place",
+                "found": "other bytes, in every environment that shares the file: it was overwritten in place",
                 "places": f"find / -xdev -samefile '{poisoned[0]}'",
             },
             hint="clean the cache (uv cache clean transformers; conda clean --packages), then, in every environment "

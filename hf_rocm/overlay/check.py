@@ -58,7 +58,7 @@ def _fingerprint(models: Sequence[str], *, strict: bool, transformers_path: Path
     installation, states, _ = status(models, transformers_path=transformers_path)
     if not states:
         raise OverlayError(
-            f"no overlay is made for transformers {installation.version}, and none is installed",
+            f"there is no overlay for transformers {installation.version}, and none is installed",
             facts={"path": installation.root, "found": installation.version},
             hint="upgrade hf-rocm, or install a release of transformers that it covers",
         )

@@ -134,7 +134,7 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
         if model is not None and (reason := catalog.leaves_out(model, release)):
             facts["because"] = reason
         return OverlayError(
-            f"no overlay{f' of {model}' if model else ''} is made for transformers {release}",
+            f"there is no overlay{f' of {model}' if model else ''} for transformers {release}",
             facts=facts,
             hint="upgrade hf-rocm, or install a release of transformers from that range",
         )
@@ -144,7 +144,9 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
     return OverlayError(
         f"hf-rocm has no overlay for {model!r}",
         facts={
-            "expected": f"one of {len(served)} models, such as {', '.join(examples)}" if served else "none here",
+            "expected": f"one of {len(served)} models, such as {', '.join(examples)}"
+            if served
+            else "no name: this release of transformers has no overlays",
             "found": model,
             "transformers": f"{release} ({installation.root})",
         },

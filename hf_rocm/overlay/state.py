@@ -121,7 +121,7 @@ class FileState:
             )
         if self.match is Match.UNSUPPORTED:
             return OverlayError(
-                f"no overlay of {self.model} is made for transformers {self.release}",
+                f"there is no overlay of {self.model} for transformers {self.release}",
                 facts={"file": self.file, "expected": self.detail, "found": self.release},
                 hint="upgrade hf-rocm, or install a release of transformers from that range",
             )

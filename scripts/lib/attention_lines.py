@@ -18,7 +18,7 @@ def projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
     head_dim = query.head_dim or "self.head_dim"
     linears = [part.linear for part in shape.parts]
     if len({part.head_dim for part in shape.parts}) != 1 or value.head_norm or value.flat_norm:
-        raise Unknown("heads of more than one width, or a norm of the values")
+        raise Unknown("different head dims, or a norm of the values")
     if len(set(linears)) == 3 and not (query.flat_norm or key.flat_norm):
         width = "" if head_dim == "self.head_dim" else f", head_dim={head_dim}"
         quoted = ", ".join(f'"{name}"' for name in linears)
@@ -37,7 +37,7 @@ def projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
             f"query, key, value = layers.split_heads(({', '.join(normed)}, value), {head_dim})",
         ]
     if len(set(linears)) > 1 or query.head_norm or query.flat_norm:
-        raise Unknown("a joined projection with norms")
+        raise Unknown("a partly joined projection, or a joined projection with norms")
     if query.chunk is not None:
         return [
             f"(joined,) = layers.split_heads((self.{query.linear}({x}),), {head_dim})",

@@ -24,8 +24,8 @@ def tables() -> str:
         [
             "Data exchanged per token at batch 1, in bf16 (*computed*):",
             exchanged(),
-            "Additional time of an all-reduce, relative to one over half the GPUs, above which twice the GPUs are "
-            f"slower ({GPU.name}, batch 1, *computed*):",
+            "Additional time of an all-reduce, relative to one over half the GPUs, above which doubling the "
+            f"number of GPUs makes a step slower ({GPU.name}, batch 1, *computed*):",
             allowed(),
             f"A decode step at batch 1 on {GPU.name}s, if an all-reduce takes {_micro(ASSUMED[0])} "
             f"or {_micro(ASSUMED[1])} (assumed, *computed*):",
@@ -61,7 +61,7 @@ def exchanged() -> str:
 
 
 def allowed() -> str:
-    """The additional time of an all-reduce above which doubling the ranks makes a step slower."""
+    """The additional time of an all-reduce above which doubling the number of ranks makes a step slower."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

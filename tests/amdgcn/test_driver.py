@@ -74,7 +74,7 @@ def test_storages_are_far_apart_and_views_lie_inside():
     assert first % 4096 == x.data_ptr() % 4096
 
 
-def test_every_bit_of_an_address_and_every_carry_matters():
+def test_addresses_use_every_high_bit_and_cross_a_multiple_of_4_gib():
     """In two consecutive launches, the addresses of a storage together set all of bits 32 to 47, and the storage
     crosses a multiple of 2³² in exactly one of them. Storages are far apart and keep their alignment."""
     for place in range(12):
@@ -115,7 +115,7 @@ def test_bytes_outside_tensors_are_hidden():
     assert not space.memory.buffer_at(other).hidden_units
 
 
-def test_numbers_are_converted_as_the_launcher_does():
+def test_numbers_are_converted_as_in_the_launcher():
     assert scalar(-2, "i32") == struct.pack("<i", -2)
     assert scalar(True, "i1") == b"\1"
     assert scalar(2**40, "i64") == struct.pack("<q", 2**40)

@@ -56,5 +56,5 @@ def test_other_pairs_need_no_wait_states():
 
 def test_a_launch_refuses_a_program_with_a_hazard():
     code = program("gfx942", ["v_mov_b32_e32 v1, 0", "v_readfirstlane_b32 s4, v1"])
-    with pytest.raises(Hazard, match="1 wait states too early"):
+    with pytest.raises(Hazard, match="too early: 1 more wait state needed"):
         launch(code, (1, 1, 1), b"", Memory(), waves=1)

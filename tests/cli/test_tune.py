@@ -40,7 +40,7 @@ def test_without_rocm_the_shapes_and_the_tuning_commands_are_printed(checkpoint,
     assert main(arguments) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"{checkpoint}: 9 shapes\n") and "10  192  64  bfloat16" in out
-    assert "not tuned: there is no AMD GPU under ROCm here" in out
+    assert "not tuned: this process has no AMD GPU under ROCm" in out
     assert f"hf-rocm tune --shapes {output}" in out
     assert f"python3 gradlib/gradlib/gemm_tuner.py --input_file {output} --tuned_file tuned.csv" in out
     assert output.read_text().splitlines()[0] == "M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle"
@@ -105,7 +105,7 @@ def test_the_hint_for_a_float32_model_suggests_a_dtype(tmp_path, capsys):
     capsys.readouterr()  # discard the progress bar that transformers prints when it saves
     assert main(["tune", path, "--prompt", "5"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("note: there is no AMD GPU under ROCm here") and "--dtype bfloat16" in err
+    assert err.startswith("note: this process has no AMD GPU under ROCm") and "--dtype bfloat16" in err
     assert main(["tune", path, "--prompt", "5", "--dtype", "bfloat16", "--shapes-only"]) == 0
     assert main(["tune", path, "--prompt", "5", "--engine", "tunableop", "--shapes-only"]) == 0
 

@@ -1,4 +1,4 @@
-"""The specifications that `explain` and `warmup` list are those of a model's calls, and its text stays short."""
+"""The specifications that `explain` and `warmup` list match a model's calls, and the text of `explain` stays short."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def constant(spec):
 
 
 def of_calls(operation, spec):
-    """Without the fields that depend on the tokens or the grad mode of a call."""
+    """Return the operation and its fields, without those that depend on the tokens or the grad mode of a call."""
     fields = registry.operations()[operation].spec_type(*spec)._asdict()
     return operation, *(value for name, value in fields.items() if name not in ("shared", "grad"))
 

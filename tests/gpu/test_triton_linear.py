@@ -1,4 +1,4 @@
-"""GEMMs with few rows in the Triton kernels on a GPU: compared with float64, and in a recorded graph."""
+"""The Triton GEMM kernels for few rows, on a GPU: compared with float64, and in a captured CUDA graph."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def ran(routes):
 
 @served
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_runs_over_flash_attention_with_stocks_tokens(kind):
+def test_a_batch_uses_flash_attention_and_returns_the_same_tokens_as_stock(kind):
     model = make(kind, **KINDS[kind])
     own = model.config._attn_implementation
     expected = one_by_one(model, prompts())
@@ -103,8 +103,8 @@ def test_a_model_whose_implementation_is_fixed_is_not_switched():
     assert f"continuous batching runs as in stock transformers: {reason}" in hf_rocm.explain(model).decoding
 
 
-def test_models_without_pages_have_no_sentence_on_batches():
-    """transformers has no pages for the layers of encoder-decoders, nor for linear attention."""
+def test_explain_omits_batching_for_models_without_a_paged_cache():
+    """transformers has no paged cache for encoder-decoder models or for linear attention."""
     config = transformers.BartConfig(
         vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64,
@@ -117,7 +117,7 @@ def test_models_without_pages_have_no_sentence_on_batches():
 @served
 @pytest.mark.parametrize("page_size", [256, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_of_single_tokens_run_over_pages(kind, page_size, page_tables_on_cpu):
+def test_single_token_steps_run_paged_attention(kind, page_size, page_tables_on_cpu):
     """A window of 8 keys occupies part of a page of 256 keys, or two pages of 5 keys without filling the second."""
     model = make(kind, **KINDS[kind])
     expected = one_by_one(model, prompts())

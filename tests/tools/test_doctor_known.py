@@ -88,9 +88,7 @@ def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
     assert install().endswith("7.2") and install("gfx1100", "gfx942").endswith("7.1")
 
 
-def test_replays_that_differed_are_a_warning_only_with_the_same_torch_or_driver_and_have_a_fix() -> (
-    None
-):
+def test_replays_that_differed_are_a_warning_only_with_the_same_torch_or_driver_and_have_a_fix() -> None:
     facts = collect(Recorded("graphs-mi300x"))
     (event,) = facts.graph_events
     other = replace(event, torch="2.10.0+rocm7.0", driver="6.0.5", checkpoint="org/other")

@@ -111,7 +111,7 @@ def test_rounding_can_be_preserved(kernel):
     ]
 
 
-def test_tensors_are_keyed_together(monkeypatch):
+def test_aligned_tensors_of_one_dtype_share_a_key(monkeypatch):
     x, odd = torch.zeros(16), torch.zeros(17)[1:]
     assert alike(x, x) == torch.float32
     assert alike(x, odd) == (form(x), form(odd)) != (form(x), form(x))
@@ -153,7 +153,7 @@ def test_the_rules_match_the_installed_triton():
     assert "is_within_2gb" in inspect.getsource(HIPBackend.get_tensor_specialization)
 
 
-def test_with_an_unknown_triton_or_the_interpreter_nothing_is_remembered(monkeypatch):
+def test_kernels_are_not_cached_with_an_unknown_triton_or_the_interpreter(monkeypatch):
     launching._remembers.cache_clear()
     assert not launching._remembers()
     monkeypatch.setattr(options, "triton_interprets", lambda: False)

@@ -59,7 +59,7 @@ def test_add_rms_norm(shape, one_plus, dtype):
 @each_form
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
 def test_norm_add(shape, one_plus, dtype):
-    """Compare the sum with float64, and the second norm of that sum. A NaN stays in its row or its column."""
+    """Compare the sum, and the second norm of that sum, with float64. A NaN stays in its row or its column."""
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     first, second = (random(shape[-1], dtype=dtype, seed=seed) for seed in (2, 3))
     norms = ops.Norm(first, 1e-5, one_plus), ops.Norm(second, 1e-6, one_plus)

@@ -59,7 +59,7 @@ def compiled_for(build: Build, target: Any) -> Any:
     names = build.kernel.arg_names
     given = {*build.signature, *build.constants}
     if given != set(names):
-        raise ValueError(f"its BUILDS don't match the kernel's arguments: {', '.join(sorted(given ^ set(names)))}")
+        raise ValueError(f"this build does not match the kernel's arguments: {', '.join(sorted(given ^ set(names)))}")
     signature = {name: build.signature.get(name, "constexpr") for name in names}
     whole = [
         index

@@ -159,7 +159,7 @@ def no_gpu() -> str | None:
     """Return the reason why no model can be tuned on this machine, or None if tuning is possible."""
     from hf_rocm.device import is_rocm
 
-    return None if is_rocm() and machine.gpu() is not None else "there is no AMD GPU under ROCm here"
+    return None if is_rocm() and machine.gpu() is not None else "this process has no AMD GPU under ROCm"
 
 
 def _recorded(
@@ -189,7 +189,7 @@ def _engine(named: str | None, gpu: Gpu | None) -> str:
 def _obstacle(job: Tuning, *, named: bool) -> str | None:
     """Return the reason why this job can't be tuned on this machine, or None if it can be tuned."""
     if (missing := no_gpu()) is not None or job.gpu is None:
-        return missing or "there is no AMD GPU under ROCm here"
+        return missing or "this process has no AMD GPU under ROCm"
     if named and (machine.gpu(), machine.installed()) != (job.gpu, job.release):
         return "the specified GPU or release is not that of this machine"
     if job.engine == TUNABLE:

@@ -42,7 +42,7 @@ def tuning_of(model: nn.Module) -> Tuning | None:
         recorded = shapes.read(file)
         release, gpu = machine.installed(), machine.gpu()
         if release is None or gpu is None:
-            missing = "aiter is not installed" if release is None else "there is no AMD GPU under ROCm here"
+            missing = "aiter is not installed" if release is None else "this process has no AMD GPU under ROCm"
             return Tuning(len(recorded), None, f"{len(recorded)} shapes are recorded; {missing}")
         if not release.layout.reads_variable:
             return Tuning(len(recorded), None, f"amd-aiter {release.version} reads only its own table")

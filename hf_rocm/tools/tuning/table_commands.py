@@ -137,7 +137,7 @@ def inventory() -> Inventory:
     installed = release.folder is not None
     inventory = Inventory(
         {
-            "GPU": str(gpu) if gpu else "no AMD GPU under ROCm here",
+            "GPU": str(gpu) if gpu else "this process has no AMD GPU under ROCm",
             "amd-aiter": release.version if installed else "not installed",
             "kept in": str(store.root()),
         }

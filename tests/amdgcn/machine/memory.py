@@ -61,8 +61,10 @@ class Buffer:
         bad = np.flatnonzero((self.hidden_units[unit][spots] != 0).any(1))
         if bad.size:
             address = int(addresses[bad[0]])
-            where = f"byte {address - self.address} of a buffer of {self.size}"
-            raise OutOfBounds(f"{size} bytes at {address:#x}: {where} belong to no tensor that was passed")
+            where = f"from byte {address - self.address} of a buffer of {self.size} bytes"
+            raise OutOfBounds(
+                f"{size} bytes at {address:#x}, {where}: some of them belong to no tensor that was passed"
+            )
 
     @staticmethod
     def _aligned(size: int) -> dict[int, np.ndarray]:
@@ -163,7 +165,7 @@ class Memory:
         nearest = min(self.buffers, key=distance, default=None)
         where = "there is no buffer"
         if nearest:
-            where = f"byte {address - nearest.address} of the nearest buffer, which has {nearest.size}"
+            where = f"byte {address - nearest.address} of the nearest buffer, which has {nearest.size} bytes"
         return f"{size} bytes at {address:#x} (active lane {lane} of the batch, {count} such lanes): {where}"
 
     def load(

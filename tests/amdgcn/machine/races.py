@@ -19,8 +19,9 @@ from .errors import Race
 @dataclass(eq=False)
 class Access:
     """One instruction's accesses. places: int64 [n], addresses divided by `unit`; `repeat` consecutive units are
-    accessed at each of them. who: wave numbers [n], or (waves, lanes, every, lanes per wave) to compute them from.
-    first, last: the intervals between barriers to which the access belongs. values: the stored values."""
+    accessed at each of them. who: wave numbers [n], or (waves, lane mask or True, whether there is one
+    address per wave, lanes per wave) to compute them from. first, last: the intervals between barriers to which the
+    access belongs. values: the stored values."""
 
     index: int
     writes: bool
@@ -61,11 +62,13 @@ class Access:
         return self.values.view(np.dtype(f"u{min(unit, 8)}")).reshape(len(self.places), -1, max(1, unit // 8))
 
 
-def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], where: str) -> None:
+def check_interval(
+    accesses: Sequence[Access], size: int, texts: Sequence[str], where: str, agent: str = "wave"
+) -> None:
     """Raise `Race` if two waves accessed the same byte in one interval and at least one of them wrote it.
 
     Waves may write the same value to one place: replicated layouts do this. size: memory size in bytes. texts: the
-    instructions, for the message.
+    instructions, for the message. agent: what the numbers of the accesses count, for the message.
     """
     writes = [access for access in accesses if access.writes]
     if not writes:
@@ -83,7 +86,7 @@ def check_interval(accesses: Sequence[Access], size: int, texts: Sequence[str], 
             clash &= ~_harmless(access, writes, unit, size)
         if clash.any():
             lane, part = np.argwhere(clash)[0]
-            raise Race(_describe(access, int(lane), access.spots(unit)[lane, part], writes, unit, texts, where))
+            raise Race(_describe(access, int(lane), access.spots(unit)[lane, part], writes, unit, texts, where, agent))
 
 
 def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) -> np.ndarray:
@@ -105,18 +108,26 @@ def _harmless(access: Access, writes: Sequence[Access], unit: int, size: int) ->
 
 
 def _describe(
-    access: Access, lane: int, spot: int, writes: Sequence[Access], unit: int, texts: Sequence[str], where: str
+    access: Access,
+    lane: int,
+    spot: int,
+    writes: Sequence[Access],
+    unit: int,
+    texts: Sequence[str],
+    where: str,
+    agent: str,
 ) -> str:
-    wave = int(access.waves()[lane])
+    own = int(access.waves()[lane])
+    first = f"{agent} {own} at {access.index} ({texts[access.index]!r})"
     for write in writes:
         others = write.waves()[np.argwhere(write.spots(unit) == spot)[:, 0]]
-        others = others[others != wave]
+        others = others[others != own]
         if others.size:
             return (
-                f"wave {wave} at {access.index} ({texts[access.index]!r}) and wave {others[0]} at {write.index} "
-                f"({texts[write.index]!r}) access byte {spot * unit} of {where} with no barrier between them"
+                f"{first} and {agent} {others[0]} at {write.index} ({texts[write.index]!r}) "
+                f"access byte {spot * unit} of {where} with no barrier between them"
             )
-    return f"wave {wave} at {access.index} ({texts[access.index]!r}) stores two values to byte {spot * unit} of {where}"
+    return f"{first} stores two values to byte {spot * unit} of {where}"
 
 
 def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: Sequence[str], where: str) -> None:
@@ -131,7 +142,7 @@ def check_launch(accesses: Sequence[Access], size: int, per_group: int, texts: S
     except Race:
         pass
     groups = [_regrouped(access, per_group) for access in accesses]
-    check_interval(groups, size, texts, f"{where}, as workgroups")
+    check_interval(groups, size, texts, where, "workgroup")
     for interval in range(max(access.last for access in accesses) + 1):
         present = [access for access in accesses if access.first <= interval <= access.last]
         check_interval(present, size, texts, where)

@@ -86,8 +86,8 @@ class Launch:
     def run(self) -> Report:
         for producer, consumer, missing in self.program.hazards:
             raise Hazard(
-                f"{self.texts[consumer]!r} at {consumer} of {self.program.name} comes {missing} wait states too early "
-                f"after {self.texts[producer]!r} at {producer}"
+                f"{self.texts[consumer]!r} at {consumer} of {self.program.name} follows {self.texts[producer]!r} at "
+                f"{producer} too early: {missing} more wait state{'s' * (missing > 1)} needed"
             )
         environment = self.program.environment
         environment.memory = self.memory

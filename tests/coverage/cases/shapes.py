@@ -105,7 +105,7 @@ SHAPES = [
         "StableLmConfig",
         {**STABLE, "qk_layernorm": True},
         ("StableLmAttention",),
-        since="5.0",  # in 4.x, stock can't initialise the norms of heads
+        since="5.0",  # in 4.x, stock can't initialise the per-head norms
         variant="head norms",
     ),
     Case(

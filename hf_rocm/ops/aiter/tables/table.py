@@ -184,7 +184,7 @@ def _unreadable(path: Path, line: int, text: str) -> TableError:
 
 
 def _columns(path: Path, line: int, header: list[str], layout: Layout, release: str) -> tuple[str, ...]:
-    """The columns by their names in this layout. Raises `TableError` if releases with this layout can't read them."""
+    """The column names, stripped. Raises `TableError` if releases with this layout can't read them."""
     if len(header) > MAX_COLUMNS:
         raise _unreadable(path, line, f"{len(header)} columns")
     columns = tuple(name.strip() for name in header)
@@ -245,7 +245,9 @@ def _key(values: dict[str, str]) -> Key:
     dtype, outdtype = values["dtype"], values["outdtype"]
     for name, value in (("dtype", dtype), ("outdtype", outdtype)):
         if value not in DTYPES:
-            raise _Wrong(f"{name} is {_short(value)}, which aiter never looks up; expected for example torch.bfloat16")
+            raise _Wrong(
+                f"{name} is {_short(value)}, which aiter never looks up; expected, for example, torch.bfloat16"
+            )
     return Key(
         gfx,
         units,
@@ -303,7 +305,7 @@ def _flag(values: dict[str, str], name: str) -> bool:
 
 
 def _short(text: str) -> str:
-    return "missing" if not text else ascii(text if len(text) <= 40 else f"{text[:40]}…").replace("\\u2026", "…")
+    return "empty" if not text else ascii(text if len(text) <= 40 else f"{text[:40]}…").replace("\\u2026", "…")
 
 
 def _repeated(table: Table, layout: Layout) -> None:

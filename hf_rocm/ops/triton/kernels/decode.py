@@ -2,8 +2,8 @@
 
 A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of each are
 split into blocks, which several programs share. A program reads `lengths` to compute its blocks, and returns at once if
-it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises, rotates and writes to the cache.
-"""
+it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the query and the
+new key, and writes the key and the value to the cache."""
 
 from __future__ import annotations
 

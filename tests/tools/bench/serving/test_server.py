@@ -92,7 +92,7 @@ def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):
     assert pids[0].returncode is not None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="not run: needs Linux's signal of a parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: needs Linux's parent-death signal")
 def test_it_ends_when_the_command_is_killed(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", "import subprocess, sys, time\nsys.path[:] = " + repr(sys.path) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -205,6 +206,9 @@ def test_nvidias_instructions_look_up_two_words_at_a_time(half, code):
                 assert results[place] == picked[0] | picked[1] << 16
 
 
+SIMPLE = {"and.b32": operator.and_, "or.b32": operator.or_, "shl.b32": operator.lshift, "shr.u32": operator.rshift}
+
+
 def _execute(lines: list[str], operands: list[int]) -> list[int]:
     """Execute PTX with four results."""
     values = {f"${index}": value for index, value in enumerate([0, 0, 0, 0, *operands])}
@@ -225,6 +229,6 @@ def _execute(lines: list[str], operands: list[int]) -> list[int]:
             assert more[1] == 0xE4  # c selects bits of a, else of b
             result = a & more[0] | b & ~more[0]
         else:
-            result = {"and.b32": a & b, "or.b32": a | b, "shl.b32": a << b, "shr.u32": a >> b}[name]
+            result = SIMPLE[name](a, b)
         values[target] = result & 0xFFFFFFFF
     return [values[f"${index}"] for index in range(4)]

@@ -60,11 +60,9 @@ def verify(
     own dtype. Exits with 1 if an error is larger, and names the first layer and operation. Without ROCm it needs
     --force. With --save-golden alone and no ROCm, stock's results are recorded and nothing is compared.
     """
-    from hf_rocm import options
-    from hf_rocm.device import is_rocm
     from hf_rocm.tools.verify import record
     from hf_rocm.tools.verify import verify as compare
-    from hf_rocm.tools.verify.run import check_enabled
+    from hf_rocm.tools.verify.run import check_enabled, enabled
 
     if (model is None) == (config is None):
         raise typer.BadParameter("pass either MODEL or --config")
@@ -73,8 +71,7 @@ def verify(
     for output in (save_golden, picture):
         if output is not None:
             check_output(output)
-    enabled = is_rocm() or force or options.force_requested()
-    only_record = None if enabled or golden is not None else save_golden
+    only_record = None if enabled(force=force) or golden is not None else save_golden
     if only_record is None:
         check_enabled(force=force, enabled_by="--force")  # before the model is loaded
         print_notice(f"comparing {model or config} with stock, which may take minutes")

@@ -110,12 +110,17 @@ def verify(
     )
 
 
+def enabled(*, force: bool) -> bool:
+    """Return whether there is something to verify: the ROCm path is enabled or forced."""
+    return force or options.force_requested() or is_rocm()
+
+
 def check_enabled(*, force: bool, enabled_by: str = "force=True") -> None:
     """Raise `VerifyError` if there is nothing to verify, because the ROCm path is neither enabled nor forced.
 
     enabled_by: how the caller's user forces it.
     """
-    if not (force or options.force_requested() or is_rocm()):
+    if not enabled(force=force):
         raise VerifyError(
             "there is nothing to verify: this PyTorch is not a ROCm build, and without ROCm hf_rocm changes nothing",
             hint=f"{enabled_by} verifies hf_rocm's path on PyTorch's own kernels",

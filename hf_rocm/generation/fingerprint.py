@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,12 +103,10 @@ def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
 
 
 def _fact(value: Any, kept: list[object]) -> Hashable:
-    if type(value) in _PLAIN or value is None:
-        return cast(Hashable, value)
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, Tensor):
         return _place(value)
-    if isinstance(value, _PLAIN):
-        return cast(Hashable, value)
     if type(value) in (list, tuple):
         return tuple(_fact(item, kept) for item in value)
     if type(value) is dict:

@@ -1,12 +1,13 @@
 """The short form of `explain`: the classes, the reasons why some are not served or fused, and the kernels.
 
-The text has at most 25 lines if possible. To this end, a long text is shortened in steps, see `_STEPS`.
+The text has at most 25 lines if possible. To this end, a long text is shortened in steps, see `_Step`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from enum import IntEnum
 
 from hf_rocm.layers.weight_group import NOT_PREPARED
 from hf_rocm.overlay.scan import WITHOUT_OVERLAY
@@ -19,18 +20,19 @@ NO_OVERLAY = "hf_rocm has no overlay for {}"
 
 LINES = 25  # the largest number of lines, if the steps suffice
 
-# Every step also includes the steps before it.
-_STEPS = (
-    "full",
-    "stock classes on one line per reason",
-    "stock classes counted by reason",
-    "served classes with the same notes together",
-    "two lines on generate, forwards and linear layers each",
-    "served classes without the names of their layers",
-    "two reasons",
-    "no empty lines, and no reasons of stock classes",
-)
-_FULL, _FEW_STOCK, _COUNTED_STOCK, _TOGETHER, _TWO_LINES, _NO_LAYERS, _TWO_REASONS, _COMPACT = range(len(_STEPS))
+
+class _Step(IntEnum):
+    """How a long text is shortened. Every step also includes the steps before it."""
+
+    FULL = 0
+    FEW_STOCK = 1  # stock classes on one line per reason
+    COUNTED_STOCK = 2  # stock classes counted by reason
+    TOGETHER = 3  # served classes with the same notes together
+    TWO_LINES = 4  # two lines on generate, forwards and linear layers each
+    NO_LAYERS = 5  # served classes without the names of their layers
+    TWO_REASONS = 6
+    COMPACT = 7  # no empty lines, and no reasons of stock classes
+
 
 _REASONS = 6  # the largest number of refusals
 _STOCK = 6  # the largest number of class names per reason
@@ -44,30 +46,30 @@ def short(explanation: Facts, width: int) -> str:
 
     width: the number of columns at which lines are wrapped.
     """
-    for step in range(len(_STEPS)):
+    for step in _Step:
         lines = list(_wrapped(_lines(explanation, width, step), width))
         if len(lines) <= LINES:
             break
     return "\n".join(lines)
 
 
-def _lines(explanation: Facts, width: int, step: int) -> list[str]:
-    """Return the lines before they are wrapped. step: an index of `_STEPS`."""
+def _lines(explanation: Facts, width: int, step: _Step) -> list[str]:
+    """Return the lines before they are wrapped."""
     lines = headline(explanation)
     if explanation.parts or explanation.stock:
         lines += ["", *_served(explanation.parts, step), *_stock(explanation.stock, width, step)]
     lines += _notes(explanation, width, step)
     lines += [""] if explanation.decoding or explanation.forwards or explanation.kernels else []
     if explanation.decoding:
-        lines.append(_limited("generate: ", _distinct(explanation.decoding), "; ", width, step))
+        lines.append(_limited("generate: ", _distinct(explanation.decoding), width, step))
     if explanation.forwards:
-        lines.append(_limited("forwards: ", _distinct(explanation.forwards), "; ", width, step))
+        lines.append(_limited("forwards: ", _distinct(explanation.forwards), width, step))
     if explanation.kernels:
-        lines += _kernels(explanation.kernels, _REASONS if step < _TWO_REASONS else 2)
+        lines += _kernels(explanation.kernels, _REASONS if step < _Step.TWO_REASONS else 2)
     if explanation.tuning is not None:
         lines.append(f"tuned GEMMs: {explanation.tuning.sentence}")
     lines += ["", *_next(explanation)]
-    return lines if step < _COMPACT else [line for line in lines if line]
+    return lines if step < _Step.COMPACT else [line for line in lines if line]
 
 
 def headline(explanation: Facts) -> list[str]:
@@ -75,39 +77,39 @@ def headline(explanation: Facts) -> list[str]:
     return [f"{explanation.model}: {explanation.state}", f"  {facts}"]
 
 
-def _served(parts: tuple[Part, ...], step: int) -> Iterator[str]:
+def _served(parts: tuple[Part, ...], step: _Step) -> Iterator[str]:
     """Yield a line for every served class, or for all classes with the same notes."""
     rows = [(part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in parts]
-    if step < _TOGETHER:
+    if step < _Step.TOGETHER:
         first = max((len(name) for name, _, _ in rows), default=0)
         second = max((len(count) for _, count, _ in rows), default=0)
         yield from (f"  {name:<{first}}  {count:<{second}}  {notes}".rstrip() for name, count, notes in rows)
         return
     alike: dict[str, list[str]] = {}
     for name, count, notes in rows:
-        alike.setdefault(notes if step < _NO_LAYERS else notes.partition(":")[0], []).append(f"{name} {count}")
+        alike.setdefault(notes if step < _Step.NO_LAYERS else notes.partition(":")[0], []).append(f"{name} {count}")
     lines = []
     for notes, names in alike.items():
         listed = ", ".join(name.replace(" ", "\xa0") for name in names)  # a count is kept on the line of its class
         lines.append(f"{listed} ({notes})" if notes else listed)
-    yield from (f"  {line}" for line in (lines if step < _NO_LAYERS else ["; ".join(lines)]))
+    yield from (f"  {line}" for line in (lines if step < _Step.NO_LAYERS else ["; ".join(lines)]))
 
 
-def _stock(stock: tuple[Stock, ...], width: int, step: int) -> Iterator[str]:
+def _stock(stock: tuple[Stock, ...], width: int, step: _Step) -> Iterator[str]:
     """Yield the stock classes by reason."""
     reasons: dict[str, list[Stock]] = {}
     for one in stock:
         reasons.setdefault(one.reason, []).append(one)
-    if step >= _COMPACT and reasons:
+    if step >= _Step.COMPACT and reasons:
         yield f"  stock: {sum(one.instances for one in stock)} modules, listed in the details"
         return
-    if step >= _COUNTED_STOCK and reasons:
+    if step >= _Step.COUNTED_STOCK and reasons:
         counts = {reason: sum(one.instances for one in classes) for reason, classes in reasons.items()}
         yield f"  stock: {'; '.join(f'{reason} × {count}' for reason, count in counts.items())}"
         return
     for reason, classes in reasons.items():
         lines = [f"  stock, {reason}: {_counted(classes, count)}" for count in range(_STOCK, 0, -1)]
-        fitting = [line for line in lines if len(line) <= width] if step >= _FEW_STOCK else lines
+        fitting = [line for line in lines if len(line) <= width] if step >= _Step.FEW_STOCK else lines
         yield fitting[0] if fitting else f"  stock, {reason}: {len(classes)} class{'es' * (len(classes) > 1)}"
 
 
@@ -125,7 +127,7 @@ def _part_notes(part: Part) -> Iterator[str]:
         yield f"one matrix in the checkpoint: {' and '.join(part.joined)}"
 
 
-def _notes(explanation: Facts, width: int, step: int) -> Iterator[str]:
+def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
     """Yield the reasons why classes are not served or not fused, each reason once with its classes, and other notes.
 
     The other notes are on linear layers, quantisation, replaced functions and models without an overlay.
@@ -147,10 +149,10 @@ def _notes(explanation: Facts, width: int, step: int) -> Iterator[str]:
                 f"{part.cls} × {part.theirs}"
             )
     lines = [f"{', '.join(classes)}: {reason}" for reason, classes in reasons.items()]
-    if step < _TWO_LINES:
+    if step < _Step.TWO_LINES:
         lines += [f"linear layers: {line}" for line in explanation.linears]
     elif explanation.linears:
-        lines.append(_limited("linear layers: ", explanation.linears, "; ", width, step))
+        lines.append(_limited("linear layers: ", explanation.linears, width, step))
     if explanation.quantized is not None:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:
@@ -182,13 +184,13 @@ def _distinct(lines: Iterable[str]) -> Iterator[str]:
             reasons.add(reason)
 
 
-def _limited(start: str, parts: Iterable[str], separator: str, width: int, step: int) -> str:
+def _limited(start: str, parts: Iterable[str], width: int, step: _Step) -> str:
     """Return the joined parts. If the step requires it, only those that fit in two lines, and the number of others."""
     every = list(parts)
     for count in range(len(every), 0, -1):
         rest = len(every) - count
-        text = start + separator.join([*every[:count], *([f"{rest} more in the details"] if rest else [])])
-        if step < _TWO_LINES or len(wrapped(text, width)) <= 2:
+        text = start + "; ".join([*every[:count], *([f"{rest} more in the details"] if rest else [])])
+        if step < _Step.TWO_LINES or len(wrapped(text, width)) <= 2:
             break
     return text
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hf_rocm import patches
 from hf_rocm.patches import ABSENT, Change, Entry
+from tests.threads import running
 
 
 class User:
@@ -225,16 +227,9 @@ def test_concurrent_changes_of_one_attribute(owner):
                 if labels.count(key) != 1 or labels[-1] != "stock":
                     wrong.append(labels)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    with running(*(partial(work, number) for number in range(4)), interval=1e-5) as failed:
+        pass
+    assert not failed
     assert not wrong and vars(owner)["own"] is stock and patches.on(owner) == []
 
 
@@ -242,30 +237,20 @@ def test_the_original_is_read_while_other_threads_undo_changes(owner):
     changes = [Change(owner, f"method_{number}", lambda change: change.original) for number in range(300)]
     for change in changes:
         setattr(owner, change.name, labelled(change.name))
-    failed, done = [], threading.Event()
+    done = threading.Event()
 
     def read():
-        try:
-            while not done.is_set():
-                patches.original(owner, "own")
-        except RuntimeError as error:
-            failed.append(error)
+        while not done.is_set():
+            patches.original(owner, "own")
 
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for change in changes:
-            user = User()
-            patches.apply(change, user=user)
-            patches.release(user)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
+    with running(read, read) as failed:
+        try:
+            for change in changes:
+                user = User()
+                patches.apply(change, user=user)
+                patches.release(user)
+        finally:
+            done.set()
     assert not failed
 
 

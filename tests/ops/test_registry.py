@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import registry
 from hf_rocm.ops.registry import Implementation, Operation, Refusal
 from hf_rocm.ops.specs.step import BeginStepCall
+from tests.threads import running
 
 
 class Spec(NamedTuple):
@@ -203,26 +203,13 @@ def test_calls_of_other_threads_can_be_left_out(this_thread, expected):
 
 
 def test_threads_may_record_at_the_same_time():
-    interval, failures = sys.getswitchinterval(), []
-
     def record():
-        try:
-            for _ in range(500):
-                with ops.recording(this_thread=True):
-                    pass
-        except BaseException as error:
-            failures.append(error)
-            raise
+        for _ in range(500):
+            with ops.recording(this_thread=True):
+                pass
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=record) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    with running(*[record] * 4) as failures:
+        pass
     assert not failures and not registry._recorders
 
 

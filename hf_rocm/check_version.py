@@ -1,7 +1,7 @@
 """`python -m hf_rocm.check_version`: check that the installed overlays match the installed transformers.
 
-It takes less than a second and imports neither torch nor transformers nor typer, so every rank of a job and every
-health check can run it.
+The check takes less than a second and imports neither torch nor transformers nor typer, so every rank of a job and
+every health check can run it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="accept only files that were verified as a whole")
     parser.add_argument("--all", action="store_true", help="list every model")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--transformers-path", metavar="PATH", help="the folder of another transformers, or its parent")
+    parser.add_argument(
+        "--transformers-path", metavar="PATH", help="the folder of another transformers installation, or its parent"
+    )
     return parser
 
 

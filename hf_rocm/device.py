@@ -58,9 +58,9 @@ def gpu_available() -> bool:
 def gpu_arch(device: torch.device | str | int | None = None) -> str | None:
     """Return the architecture of an AMD GPU without feature flags, such as `gfx942` (MI300X), or None.
 
-    device: a torch device, its name or its index; default: the current GPU. Use it to select a kernel, a build flag or
-    a table by architecture. It opens the device, so do not call it at import time. Returns None instead of raising on
-    NVIDIA, on the CPU and without a usable GPU; for NVIDIA see `torch.cuda.get_device_capability`.
+    device: a torch device, its name or its index; default: the current GPU. Use the result to select a kernel, a build
+    flag or a table. The call opens the device, so do not call this function at import time. Returns None instead of
+    raising on NVIDIA, on the CPU and without a usable GPU; for NVIDIA see `torch.cuda.get_device_capability`.
     """
     if not is_rocm() or not gpu_available():
         return None

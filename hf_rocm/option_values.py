@@ -31,7 +31,7 @@ def seconds(environment: Mapping[str, str], name: str, *, default: float, larges
 
 
 def memory(environment: Mapping[str, str], name: str, *, default: str) -> str:
-    """Return an amount of memory as text: a number of bytes, with or without a unit, or a share."""
+    """Return an amount of memory as text: a number of bytes, with or without a unit, or a share of a total."""
     text = environment.get(name, "").strip() or default
     in_bytes(text, 0, source=f"{name}=")
     return text

@@ -76,7 +76,7 @@ VARIABLES = (
     Variable(
         "HF_ROCM_PRESHUFFLE_BUDGET",
         "bytes, 4GiB, 25%",
-        "memory limit for shuffled copies; a share is of the model's weights (default 0: no copies)",
+        "memory limit for shuffled copies; a percentage refers to the model's weights (default 0: no copies)",
     ),
     Variable(
         "PRESHUFFLE_M_THRESH",
@@ -92,8 +92,8 @@ VARIABLES = (
     Variable(
         "HF_ROCM_GRAPHS_MEMORY",
         "bytes, 4GiB, 10%",
-        "memory limit for the caches and recordings that a model keeps between calls; a share is of the device's "
-        "memory (default 10%; 0 keeps none)",
+        "memory limit for the caches and recordings that a model keeps between calls; a percentage refers to the "
+        "device's memory (default 10%; 0 keeps none)",
     ),
     Variable(
         "HF_ROCM_PAD_TOKENS",

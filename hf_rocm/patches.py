@@ -67,7 +67,7 @@ class Change:
             setattr(self.owner, str(self.name), value)
 
     def call_of(self, instance: Any) -> Callable[..., Any]:
-        """Return the original method, bound to an instance, or to a class for class methods and static methods."""
+        """Return the original method as looked up on `instance`, which is the class for class and static methods."""
         cls: Any = self.owner
         is_class = isinstance(instance, type)
         bound: Callable[..., Any] = (

@@ -103,8 +103,8 @@ def learn_tokenizer() -> Any:
 
 
 def progress_bar(width: int = 28) -> Progress:
-    """Show progress: on a terminal as a bar that is redrawn, elsewhere as one line for the first step and one per tenth
-    of the steps."""
+    """Return a function that shows progress: on a terminal as a bar that is redrawn, elsewhere as one line for the
+    first step and one per tenth of the steps."""
     began, live = time.monotonic(), sys.stdout.isatty()
 
     def show(step: int, steps: int, loss: float) -> None:

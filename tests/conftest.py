@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-interface",
         action="store_true",
-        help="write the current interface to tests/public_interface.json instead of comparing it",
+        help="write the current interface to tests/public_interface.json instead of comparing it with that file",
     )
     from tests.amdgcn import suite
 
@@ -49,7 +49,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose hardware is missing. Their reasons begin with "not run".
+    """Skip tests whose hardware is missing. The skip reasons begin with "not run".
 
     Tests that compare all loaded objects run first, before other tests prepare models in the process. Tests that
     measure the allocator's memory also run first, because the recordings of other tests keep some of it.
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Let all tests and their child processes use a temporary cache folder instead of the user's.
 
-    The user's folder has the ledger, which `hf-rocm doctor` reports, and the results of kernel checks.
+    The user's folder contains the ledger, which `hf-rocm doctor` reports, and the results of kernel checks.
     """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")

@@ -1,4 +1,4 @@
-"""Replacements of transformers and torch functions, as users make them."""
+"""Replace functions of transformers and torch, as users do."""
 
 from __future__ import annotations
 

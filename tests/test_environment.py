@@ -20,7 +20,7 @@ BOTH = "max_split_size_mb:128,expandable_segments:True"
 def settings(monkeypatch: pytest.MonkeyPatch):
     """Returns a function that calls `setup_environment` with a simulated build of torch.
 
-    The function's `hip` is None for a build without ROCm. It returns (result, effective settings).
+    The function returns (result, effective settings). Its argument `hip` is None for a build without ROCm.
     """
     for name in environment.ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test

@@ -112,7 +112,7 @@ def test_an_output_to_stdout_is_appended(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "folder", "missing/file", "file/below", "loop"])
-def test_an_unwritable_output_is_refused_before_the_work(tmp_path, path):
+def test_an_unwritable_output_is_refused_and_nothing_is_created(tmp_path, path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")

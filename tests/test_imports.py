@@ -121,7 +121,7 @@ def test_imports_for_type_checkers_close_cycles() -> None:
     assert list(_circles(_graph(trees))) == [set(sources)]
 
 
-def test_ops_never_import_weights_nor_what_builds_on_them() -> None:
+def test_ops_import_neither_weights_nor_what_builds_on_them() -> None:
     above = ("hf_rocm.weights", "hf_rocm.layers", "hf_rocm.loading.pretrained", "hf_rocm.cli")
     wrong = [
         edge for edge in _all_imports() if edge.importer.startswith("hf_rocm.ops") and _inside(edge.imported, above)

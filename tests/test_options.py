@@ -147,7 +147,7 @@ def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch
     ]
 
 
-def test_tests_and_their_child_processes_leave_the_users_cache_folder_alone(scratch_cache, tmp_path_factory):
+def test_tests_and_their_child_processes_do_not_use_the_users_cache_folder(scratch_cache, tmp_path_factory):
     assert scratch_cache.is_relative_to(tmp_path_factory.getbasetemp())
     code = "from hf_rocm.generation import ledger; print(ledger.path())"
     child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Changes in memory are applied once and undone after their last user, in any order and under other wrappers."""
+"""Changes in memory are applied once, and undone when no user is left, in any order and under other wrappers."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_exchange_replaces_only_the_expected_value(owner):
     assert patches.exchange(cell, "cell_contents", one, module)
 
 
-def test_concurrent_changes_of_one_attribute(owner):
+def test_threads_may_change_one_attribute_at_the_same_time(owner):
     stock, wrong = vars(owner)["own"], []
 
     def work(number):

@@ -42,7 +42,8 @@ ALLOWED = {
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
     # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
-    # copies of a model that tools make, and settings of the model under test, which are restored if it is the user's
+    # copies of a model that tools make, and settings of the model under test, which are restored if the user
+    # passed the model
     "hf_rocm/tools/bench/parity.py": {"()"},
     "hf_rocm/tools/bench/variants.py": {
         "_compile_all_devices",

@@ -34,7 +34,7 @@ Models = Annotated[
 ]
 TransformersPath = Annotated[
     Path | None,
-    typer.Option(metavar="PATH", help="The folder of another transformers, or its parent."),
+    typer.Option(metavar="PATH", help="The folder of another transformers installation, or its parent."),
 ]
 ModelPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the Hub.", callback=_folder)

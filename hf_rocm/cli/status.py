@@ -29,7 +29,8 @@ def status(
     transformers_path: TransformersPath = None,
     diff: Annotated[str | None, typer.Option(metavar="MODEL", help="Show what differs in one model's file.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="With --diff: the wheel or folder of another transformers.")
+        Path | None,
+        typer.Option(metavar="PATH", help="With --diff: the wheel or folder of another transformers release."),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Compare the whole transformers package with its package record.")

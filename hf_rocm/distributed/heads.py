@@ -24,7 +24,10 @@ _COUNTS = {
 
 
 def check(config: Any, size: int, arguments: Mapping[str, Any]) -> None:
-    """Raise `RankError` if the plan for this config splits heads whose number is not divisible by `size`."""
+    """Raise `RankError` if the plan for this config splits heads whose number is not divisible by the number of ranks.
+
+    size: the number of ranks. arguments: those of `from_pretrained`, which may contain a plan.
+    """
     if config is None or size < 2:
         return
     users = arguments.get("tp_plan") or setting(arguments.get("distributed_config"), "tp_plan")

@@ -21,9 +21,9 @@ LONGEST_STEP = 21
 class Layer:
     """The rows of one attention layer.
 
-    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt arrives. window: the number
-    of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes only in
-    sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens
+    keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt is written. window: the
+    number of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes only
+    in sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens
     writes to the first n of these rows. place: [1], the first element of places. All layers with the same window share
     `places`.
     """

@@ -1,5 +1,4 @@
-"""Continuous batching of prepared models: with hf_rocm's flash attention if possible, and without graphs that may be
-wrong.
+"""Continuous batching of prepared models: hf_rocm's flash attention if possible, and no graphs that may be wrong.
 
 If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwards the model's own implementation is
 restored.

@@ -3,7 +3,7 @@
 A replay runs none of the model's Python code. So the model is fingerprinted before the first step of every call. The
 fingerprint changes if a weight is moved, if a hook is added, or if the active adapter or the implementation of
 attention or experts changes. Recordings with a different fingerprint are not used. A replay reads the weights
-themselves, so it sees values that were written in place.
+themselves, so values that were written in place take effect.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hf_rocm.layers.release import before
 # Used instead of a layer's window: the layer has a recurrent state and no keys.
 RECURRENT = 0
 
-# The types of the text configs of models whose layers were compared with stock.
+# The `model_type` of every text config whose model's layers were compared with stock.
 MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 

@@ -14,7 +14,7 @@ from hf_rocm.generation.suspects import rocm_release
 
 
 def keep(model: Any, *, reason: str, operators: int, replays: int, unproven: int) -> None:
-    """Record a wrong replay of a step of this model. The other arguments are fields of `ledger.Event`."""
+    """Record a wrong replay of a step or a forward of this model. The other arguments are fields of `ledger.Event`."""
     import transformers
 
     from hf_rocm import __version__

@@ -1,4 +1,4 @@
-"""The ledger: graph replays on this machine that differed from the uncaptured step, one line of JSON per event.
+"""The ledger: graph replays on this machine that differed from uncaptured runs, one line of JSON per event.
 
 It is in the cache folder, so that `hf-rocm doctor` and `hf-rocm env` still report the events of processes that have
 ended. Reading it imports neither torch nor transformers.
@@ -23,10 +23,10 @@ _log = logging.getLogger("hf_rocm")
 
 @dataclass(frozen=True)
 class Event:
-    """One difference between a replay and the uncaptured step.
+    """One difference between a replay and the uncaptured step or forward.
 
     when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
-    name or path. operators: the number of operators that the step runs, roughly the number of kernels in the graph; 0
+    name or path. operators: the number of operators of an uncaptured run, roughly the number of kernels in the graph; 0
     if unknown. replays: the number of replays up to the difference. unproven: the number of replays since the
     last verified one. reason: the difference.
     """

@@ -20,7 +20,10 @@ class Seen:
         self._verified: dict[Hashable, bool] = {}
 
     def replay(self, state: int | None, tokens: int, key: Hashable) -> None:
-        """Record that a step of this many tokens with resident inputs was replayed. state: that of the model."""
+        """Record that a step of this many tokens with resident inputs was replayed.
+
+        state: the number of the model's fingerprint.
+        """
         _keep(self._replayed, (state, tokens), key)
 
     def key_of(self, state: int | None, tokens: int) -> Hashable:

@@ -61,7 +61,7 @@ def provide(user: Any, served: Served, *, key: Hashable) -> None:
 
 
 def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list[int]]]:
-    """Replaces the function whose result determines whether transformers uses page tables for a model."""
+    """Return a replacement for the function whose result determines whether a model uses page tables."""
 
     def group_layers_by_attn_type(config: Any) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = change.original(config)
@@ -73,7 +73,7 @@ def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list
 
 
 def _allocator(served: Served, change: Change) -> type:
-    """The class that manages the pages of sliding layers."""
+    """Return a class that manages the pages of sliding layers, with page tables."""
     stock: Any = change.current()
 
     class RingAllocator(stock):
@@ -105,7 +105,7 @@ def _active(change: Change, served: Served, config: Any) -> bool:
 
 
 def _longest(change: Change) -> Callable[[Any], int]:
-    """Replaces the method that returns the largest number of keys of a request that uses page tables."""
+    """Return a replacement for the method that returns the maximum number of keys of a request with page tables."""
 
     def _infer_max_decode_fast_path_length(self: Any) -> int:
         stock: int = change.call_of(self)()

@@ -27,7 +27,7 @@ def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "drafts for encoder-decoder models are verified uncaptured"
     if generation_config.assistant_early_exit is not None:
-        return "the model's first layers draft, which changes its config during the call"
+        return "assistant_early_exit changes the model's config during the call"
     if generation_config.prompt_lookup_num_tokens is None:
         read_by = getattr(generation_config, "speculation_type", None) or getattr(generation_config, "use_mtp", None)
         if assistant is None or read_by or type(assistant).__name__.startswith(_READS_OUTPUTS):

@@ -119,7 +119,7 @@ class _Criteria(StoppingCriteriaList):
 
 
 def _acts(criterion: Any, length: int) -> bool:
-    """Return whether a criterion may stop a row at this length, or warn that the length exceeds the model's maximum."""
+    """Return whether, at this length, a criterion may stop a row or warn about the model's maximum length."""
     if type(criterion) is not MaxLengthCriteria:
         return True
     position = criterion.max_position_embeddings

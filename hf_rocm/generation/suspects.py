@@ -16,7 +16,10 @@ _log = logging.getLogger("hf_rocm")
 
 
 def refuses(device: Any, *, required: bool) -> str | None:
-    """Return why no step is recorded on this torch device by default, or None. Warns once if recording is required."""
+    """Return why no step is recorded on this torch device by default, or None.
+
+    If recording is required, returns None, and logs one warning for each fault.
+    """
     fault = fault_of(device)
     if fault is None:
         return None
@@ -36,7 +39,7 @@ def fault_of(device: Any) -> GraphFault | None:
 
 
 def reason(fault: GraphFault) -> str:
-    return f"on {' and '.join(fault.gfx)} with {fault.releases} {fault.what} ({fault.link})"
+    return f"on {' and '.join(fault.gfx)} with {fault.releases}, {fault.what} ({fault.link})"
 
 
 def rocm_release() -> str | None:

@@ -6,8 +6,8 @@ draw has its own recording (`recorded_draw`). The loop then handles stand-ins fo
 probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
 the tensor.
 
-This applies only to the unchanged loop without `synced_gpus`, if it returns neither scores nor logits. Processors of
-`RECORDED` are supported if the loop draws; if it takes the largest score, it must have no processors.
+This applies only to the unchanged loop without `synced_gpus`, if it returns neither scores nor logits. The
+processors in `RECORDED` are supported if the loop draws; if it takes the largest score, it must have no processors.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
 
 
 def may_stand_in(model: Any, arguments: Mapping[str, Any], *, feature: str, methods: Sequence[str] = (UPDATE,)) -> bool:
-    """Return whether a loop of `generate` may handle stand-ins: it is known, and only it reads scores and logits.
+    """Return whether a loop of `generate` may handle stand-ins: it is unchanged, and only it reads scores and logits.
 
     arguments: the keyword arguments of the loop. methods: the methods of the model that receive a stand-in.
     """

@@ -157,7 +157,7 @@ def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
 
 
 def cache_of_forward(model: Any) -> Any:
-    """The cache that the model's forward creates in releases where `generate` creates none."""
+    """Return a new cache like the one that the model's forward creates in releases where `generate` creates none."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if model.config.is_encoder_decoder:

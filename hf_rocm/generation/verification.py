@@ -32,7 +32,7 @@ from hf_rocm.overlay.replacements import Watch
 
 
 class Verification:
-    """How a call of `_assisted_decoding` accepts drafts. It replaces a `token_choice.Choice`.
+    """How a call of `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
 
     processors: the call's list of logits processors, which is empty. early: whether steps may be launched early.
     tokens: the tokens of the call.

@@ -50,7 +50,7 @@ def encoder_decoder(
 
 
 def pack_outputs(output: Tensor, weights: Tensor | None, cache: Any) -> tuple[Any, ...]:
-    """Return the outputs of an encoder-decoder model's attention layer in the form of this release."""
+    """Return the outputs of an encoder-decoder model's attention layer as the installed transformers expects them."""
     return (output, weights, cache) if _WITH_CACHE else (output, weights)
 
 

@@ -140,7 +140,7 @@ def _refuses(
     if any(type(tensor) not in _PLAIN or tensor.device != x.device for tensor in tensors):
         return "its weights or states are not plain tensors on the input's device"
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)):
-        return "the gated delta rule has no gradient here"
+        return "hf_rocm's gated delta rule has no gradient"
     if states is not None and (states.conv.dtype != x.dtype or states.conv.shape[2] != conv.weight.shape[2]):
         return "the states of the convolution have a different dtype or length"
     return _refused(x)

@@ -128,8 +128,8 @@ def given_experts(
     """Return a function for the experts of a module that stacks their weights in parameters, or None.
 
     gate_up, down: the parameters' names, dotted for parameters of children; biases are named `…_bias`. activation: as
-    in `ops.experts`; by default, that of the child act_fn. extra_reason: the overlay's reason to run the stock forward.
-    form: the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
+    in `ops.experts`; by default, that of the child that act_fn names. extra_reason: the overlay's reason to run the
+    stock forward. form: the other keyword arguments of `ops.experts`. x: [T, H]. Returns what `listed_experts` returns.
     """
     function = None if activation else _function(module, act_fn)
     known = activation or activation_of(function)

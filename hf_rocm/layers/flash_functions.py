@@ -1,4 +1,4 @@
-"""The functions of the flash-attn package that transformers calls, computed by the operations of `hf_rocm.ops`.
+"""The functions of the flash-attn package that transformers calls, implemented with the operations in `hf_rocm.ops`.
 
 transformers reads the parameters of these functions to determine what an implementation supports, so the names are
 those of flash-attn. Parameters that transformers never passes are omitted.
@@ -23,8 +23,8 @@ Window = tuple[int | None, int | None]
 class RingPages(NamedTuple):
     """The key pages of sliding layers. Every row is a ring that contains only its last `window` keys, in any order.
 
-    `flash_attn_with_kvcache` takes them with a block table whose last column has the slot of each row's new key.
-    size: the number of pages of a full ring.
+    With them, `flash_attn_with_kvcache` expects a block table whose last column contains the slot of each row's new
+    key. size: the number of pages of a full ring.
     """
 
     keys: Tensor

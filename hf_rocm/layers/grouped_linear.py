@@ -207,7 +207,10 @@ def _traced(module: Module, x: Tensor, norm: ops.Norm | None, activation: str | 
 
 
 def _modified(module: Module, group: WeightGroup) -> WeightGroup | None:
-    """Handle a modified layer: the layers must be called. The group is kept unless a weight has left it (offload)."""
+    """Handle a modified layer. Returns None, so that the layers are called, and keeps the group.
+
+    If a weight has left the group (offload), calls `forget` and returns its result.
+    """
     for part in group.parts:
         linear = part.layer(module)
         if type(linear) is Linear:

@@ -19,7 +19,7 @@ from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import is_pytorchs
 from hf_rocm.overlay.replacements import constant_in_traces
 
-# The classes in transformers' ACT2FN: 4.53 uses torch's SiLU, later releases wrap it; GELUTanh was renamed once.
+# The classes in transformers' ACT2FN: 4.53 uses torch's SiLU, later releases wrap it; PytorchGELUTanh is now GELUTanh.
 _ACTIVATIONS = {
     ("torch.nn.modules.activation", "SiLU"): "silu",
     ("transformers.activations", "SiLUActivation"): "silu",

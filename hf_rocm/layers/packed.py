@@ -11,8 +11,8 @@ from hf_rocm import ops
 def packed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *, scale: float) -> Tensor:
     """Bidirectional attention within every sequence of a packed batch.
 
-    query, key, value: [T, H, D]. ends: [sequences + 1] cumulative lengths, integers. The longest length is read on the
-    host, where the stock layers read every length. Returns [T, H, D].
+    query, key, value: [T, H, D]. ends: [sequences + 1] cumulative lengths, integers. Only the longest length is read
+    on the host; the stock layers read every length. Returns [T, H, D].
     """
     longest = int((ends[1:] - ends[:-1]).max())
     ends = ends.to(torch.int32)

@@ -19,5 +19,5 @@ def before(release: str) -> bool:
 
 @constant_in_traces
 def rounded_root(value: int, dtype: torch.dtype) -> float:
-    """Return the square root of value, rounded to a dtype: some models of transformers 4 store it in a tensor."""
+    """Return the square root of value, rounded to a dtype, as in models of transformers 4 that store it in a tensor."""
     return torch.tensor(value, dtype=torch.float32).sqrt().to(dtype).item()

@@ -88,7 +88,7 @@ class WeightGroup:
 
     @classmethod
     def form(cls, module: Module, names: tuple[str, ...]) -> str | None:
-        """Form the group in place. Returns None on success, else the reason; the module is then unchanged."""
+        """Form the group in place. Returns None, or the reason why it can't be formed; the module is then unchanged."""
         raise NotImplementedError
 
     @classmethod

@@ -52,14 +52,14 @@ def fault() -> MappedCopyFault | None:
 
 @contextmanager
 def where_needed() -> Iterator[None]:
-    """Within the block, the weights that transformers loads are copied through ordinary memory if there is a fault."""
+    """Within the block, copy weights that transformers loads through ordinary memory if this machine has a fault."""
     known = fault()
     if known is None:
         yield
         return
     if known.name not in _logged:
         _logged.add(known.name)
-        _log.info("weights are copied through ordinary memory: %s (%s)", known.what, known.link)
+        _log.info("weights are copied through ordinary memory, not from a mapped file: %s (%s)", known.what, known.link)
     with patches.applied(Change(import_module("transformers.modeling_utils"), "safe_open", _open_through_heap)):
         yield
 

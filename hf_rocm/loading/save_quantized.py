@@ -65,7 +65,7 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
 
 
 def _as_checkpoint(model: Any, linears: list[tuple[str, QuantizedLinear]]) -> Iterator[Change]:
-    """The changes that make the model look as if it had been loaded from a compressed-tensors checkpoint."""
+    """Yield the changes that make the model look as if it had been loaded from a compressed-tensors checkpoint."""
     others = [path for path, module in model.named_modules() if isinstance(module, Linear)]
     given = _scheme(linears[0][1], others)
     format = parse(given)

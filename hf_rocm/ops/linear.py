@@ -95,7 +95,10 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 
 
 def is_pytorchs(x: Tensor) -> bool:
-    """Whether autocast, a function transform, forward AD, torch.jit.trace or a Tensor subclass leaves it to PyTorch."""
+    """Whether operations on x are left to PyTorch.
+
+    True under autocast, in a function transform, in forward AD, in torch.jit.trace, and for a subclass of Tensor.
+    """
     return (
         x.__class__ not in _PLAIN
         or torch.is_autocast_enabled(x.device.type)

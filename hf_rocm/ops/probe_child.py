@@ -51,7 +51,7 @@ def serve(*, warm: bool) -> None:
 
 
 def _alarm(timeout: float) -> None:
-    """End this child some time after its parent would kill it, in case the parent no longer exists."""
+    """Set an alarm that ends this child after its parent would have killed it, in case the parent no longer exists."""
     signal.alarm(int(min(timeout + GRACE, LONGEST)))
 
 

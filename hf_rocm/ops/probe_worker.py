@@ -223,7 +223,7 @@ class _Worker:
 
     def _ended(self, began: bool) -> _Ended:
         code = self.process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         lines: list[str] = []
         if self.errors is not None:
             self.errors.seek(0)

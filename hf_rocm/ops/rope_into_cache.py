@@ -125,7 +125,7 @@ def _specification(
 def norms_of(norms: tuple[Norm, Norm] | None, *tensors: Tensor) -> tuple[torch.dtype | None, bool, bool]:
     """The dtype of the norms' weights, whether they multiply by (1 + w), and whether a gradient is required.
 
-    tensors: those of the call that may require one, besides the weights.
+    tensors: the call's tensors that may require a gradient, besides the weights.
     """
     weights = () if norms is None else tuple(norm.weight for norm in norms)
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *weights))

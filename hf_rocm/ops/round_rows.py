@@ -25,7 +25,7 @@ def round_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
         rows, scale = quantize_rows(x, format)
         return rows.contiguous(), scale.contiguous()
     spec = _specification(x, format)
-    # The options of `linear` apply, and the tier that they name may not have this operation.
+    # The options of `linear` apply, and the tier that they select may not implement this operation.
     serve = _operation.calls[spec] if kernel_serves(_operation, spec) else torch_round_rows
     data, scale = serve(x, format)
     return data.view(format), scale

@@ -40,12 +40,12 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """The `top` experts with the largest scores of every token, and their weights.
 
-    logits: [T, E] floating-point. scores: `softmax` or `sigmoid` is applied to all logits, in at least fp32, and gives
-    both scores and weights; with `softmax of the chosen`, the logits are the scores, and the weights are a softmax of
-    the chosen logits. bias: [E], added to the scores, not to the weights. groups: the number of groups of consecutive
-    experts. Only experts in the `chosen_groups` best groups are eligible. Groups are ranked by the sum of their `best`
-    largest scores. normalise: divide the weights by their sum plus epsilon. scale: multiplies the weights. dtype: the
-    dtype of the weights, by default that of the logits.
+    logits: [T, E] floating-point. scores: with `softmax` or `sigmoid`, this function of all logits, computed in at
+    least fp32, provides both scores and weights; with `softmax of the chosen`, the logits are the scores, and the
+    weights are a softmax of the chosen logits. bias: [E], added to the scores, not to the weights. groups: the number
+    of groups of consecutive experts. Only experts in the `chosen_groups` best groups are eligible. Groups are ranked by
+    the sum of their `best` largest scores. normalise: divide the weights by their sum plus epsilon. scale: multiplies
+    the weights. dtype: the dtype of the weights, by default that of the logits.
     Among experts with equal scores, the one with the lower index is chosen, as by `torch.topk` on a GPU. On a CPU, the
     torch tier chooses as `torch.topk` does there. Returns (weights [T, top], ids [T, top] int64), in
     descending order of the scores with the bias. Raises `OptionError` for any other `scores`.

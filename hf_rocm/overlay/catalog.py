@@ -106,7 +106,7 @@ class Catalog:
         return sorted({model for directory in self.directories for model in directory.files})
 
     def serving(self, model: str, release: str) -> Directory | None:
-        """The newest directory that has the model and covers the release."""
+        """The newest directory that has the model and covers the release, or None."""
         for directory in reversed(self.directories):
             if model in directory.files and directory.covers(release, model):
                 return directory
@@ -126,12 +126,12 @@ class Catalog:
         return sorted({release for record in records if record for release in record.releases()}, key=Version)
 
     def find(self, model: str, release: str) -> Overlay | None:
-        """The overlay that serves a model in this release."""
+        """The overlay that serves a model in this release, or None."""
         directory = self.serving(model, release)
         return directory.overlay(model) if directory else None
 
     def by_id(self, identity: str) -> Overlay | None:
-        """The overlay with this id, such as `transformers-5.4/llama`."""
+        """The overlay with this id, such as `transformers-5.4/llama`, or None."""
         name, _, model = identity.partition("/")
         directory = next((d for d in self.directories if d.name == name and model in d.files), None)
         return directory.overlay(model) if directory else None

@@ -42,8 +42,8 @@ def check(
         require_families(models, "check")
         fingerprint = _fingerprint(models, strict=strict, transformers_path=transformers_path)
         if expected is not None and fingerprint != expected:
-            here = f"this process on {socket.gethostname()}"
-            raise _other("the process that `expected` is from", expected, here, fingerprint)
+            here = f"in this process (host {socket.gethostname()})"
+            raise _other("in the process that computed `expected`", expected, here, fingerprint)
     except HfRocmError as caught:
         error = caught  # the other ranks wait in the collective: send them the error, then raise it
     distributed = _process_group(across_ranks)
@@ -124,13 +124,13 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
     first_host, first, _ = everyone[0]
     for rank, (host, other, _) in enumerate(everyone):
         if other != first:
-            raise _other(f"rank 0 (host {first_host})", first, f"rank {rank} (host {host})", other)
+            raise _other(f"on rank 0 (host {first_host})", first, f"on rank {rank} (host {host})", other)
 
 
 def _other(one: str, expected: str, other: str, actual: str) -> OverlayError:
     return OverlayError(
         "the processes of this job do not run the same files",
-        facts={"expected": f"{expected}, as on {one}", "found": f"{actual}, on {other}"},
+        facts={"expected": f"{expected}, as {one}", "found": f"{actual}, {other}"},
         hint="install the same transformers and hf-rocm on every node, run `hf-rocm install-overlays` there, and "
         "compare `python -m hf_rocm.check_version --json`",
     )

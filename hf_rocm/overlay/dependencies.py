@@ -156,7 +156,10 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
 
 
 def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
-    """A method of a class without hf_rocm's changes, and its references. called: a class whose methods it calls."""
+    """Yield a method of a class, and the references of its function without hf_rocm's changes.
+
+    called: a class, such as `Tensor`, whose methods are also yielded if their names occur in the function's code.
+    """
     own = Reference(cls, name)
     yield own
     function = own.beneath()

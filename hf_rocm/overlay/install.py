@@ -41,7 +41,7 @@ class Interrupted(BaseException):
 
 
 def execute(plan: Plan, *, disk: Disk | None = None) -> None:
-    """Execute the plan, all or nothing. The caller must hold the lock and must have made the plan under it.
+    """Execute the plan, all or nothing. The caller must hold the lock, and must have made the plan while holding it.
 
     Raises `OverlayError` for refusals, for file system errors and for files that changed in the meantime, and
     `Interrupted` if a signal arrives before the end.

@@ -35,7 +35,7 @@ def exclusive(root: Path, *, timeout: float = 60.0) -> Iterator[list[str]]:
 
 
 def _uv_lock(root: Path) -> Path | None:
-    """Return the `.lock` file of `root`'s virtual environment, if the file exists or uv made the environment."""
+    """Return the `.lock` file of `root`'s virtual environment, if the file exists or uv created the environment."""
     for folder in root.parents:
         settings = folder / "pyvenv.cfg"
         if settings.is_file():

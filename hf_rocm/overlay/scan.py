@@ -106,7 +106,7 @@ def _link(file: Path) -> Path | None:
 
 
 def _absent(installation: Installation, model: str) -> bool:
-    """Whether this transformers was shipped without the model. A file that was deleted later is not absent."""
+    """Whether this transformers was shipped without the model. False if the file was deleted after the installation."""
     file = _file(installation, model)
     if os.path.lexists(file):
         return False

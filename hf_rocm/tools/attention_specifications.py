@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
-        return f"{self.heads} heads on {self.kv_heads}, dim {dims}"
+        return f"{self.heads} query heads, {self.kv_heads} key/value heads, dim {dims}"
 
 
 def of_attention(

@@ -28,7 +28,7 @@ class _Step(IntEnum):
     FEW_STOCK = 1  # stock classes on one line per reason
     COUNTED_STOCK = 2  # stock classes counted by reason
     TOGETHER = 3  # served classes with the same notes together
-    TWO_LINES = 4  # two lines on generate, forwards and linear layers each
+    TWO_LINES = 4  # at most two lines each on generate, forwards and linear layers
     NO_LAYERS = 5  # served classes without the names of their layers
     TWO_REASONS = 6
     COMPACT = 7  # no empty lines, and no reasons of stock classes

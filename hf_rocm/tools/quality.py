@@ -97,8 +97,8 @@ def measure(
 ) -> tuple[Unquantized, list[Quantized], nn.Module]:
     """Load a model once for each kind, quantise it, and compare it with the unquantised model.
 
-    ids: [S] or [B, S] tokens. Only one model is in memory at a time, and the last model is returned too. Raises the
-    errors of `hf_rocm.quantize` and `load`.
+    ids: [S] or [B, S] tokens. Returns a description of the unquantised model, one result per kind, and the last
+    quantised model. Only one model is in memory at a time. Raises the errors of `hf_rocm.quantize` and `load`.
     """
     from hf_rocm.tools.load import load
     from hf_rocm.weights import quantize as quantizing

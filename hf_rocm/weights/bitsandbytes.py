@@ -161,7 +161,7 @@ class Bitsandbytes(FourBitFormat):
         return torch.stack([factor, torch.full_like(factor, offset)], 1)
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """The dequantised weight [N, K], for any N and K: a block may continue in the next row."""
+        """Return the dequantised weight [N, K], for any N and K: a block may continue in the next row."""
         wide = torch.promote_types(dtype, torch.float32)
         absmax = tensors[_ABSMAX]
         if self.double:
@@ -182,12 +182,12 @@ _AT_ONCE = 2**22  # numbers that are unpacked at once
 
 
 def _unpacked(data: Tensor) -> Tensor:
-    """The numbers 0 … 15, [rows, K] int32, of bytes [rows, K / 2]."""
+    """Return the numbers 0 … 15, [rows, K] int32, in bytes [rows, K / 2]."""
     return torch.stack([data >> 4, data & 0xF], -1).flatten(1).to(torch.int32)
 
 
 def _parsed(values: Sequence[Any]) -> dict[str, Any]:
-    """The state of a layer, parsed from the bytes of a tensor; empty if the bytes are not a JSON object."""
+    """Return the state of a layer, parsed from the bytes of a tensor; empty if the bytes are not a JSON object."""
     try:
         state = json.loads(bytes(values))
     except ValueError:

@@ -42,13 +42,13 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def shares(cls, module: Module, names: Sequence[str]) -> bool:
-        """Whether other tensors share the memory of these weights and would not be moved with them."""
+        """Return whether other tensors share the memory of these weights and would not be moved with them."""
         weights = (weight for layer in cls.layers(module, names) for weight in layer._parameters.values())
         return any(type(weight) is Parameter and not weight.is_meta and is_aliased(weight) for weight in weights)
 
     @classmethod
     def can_wait(cls, module: Module, names: tuple[str, ...]) -> bool:
-        """Whether joining is deferred to the first call or to the move to a GPU."""
+        """Return whether joining is deferred to the first call or to the move to a GPU."""
         return False
 
     @classmethod
@@ -58,7 +58,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def layers(cls, module: Module, names: Sequence[str]) -> list[Any]:
-        """The linear layers with these names, without those that the module does not have."""
+        """Return the linear layers with these names, without those that the module does not have."""
         children = (module._modules.get(name) for name in names)
         return [child for child in children if child is not None]
 

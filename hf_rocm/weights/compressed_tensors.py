@@ -35,7 +35,7 @@ from hf_rocm.weights.stored import (
 
 _METHOD = "compressed-tensors"
 _GROUPS = (32, 64, 128)
-# The settings whose meaning is known, or which do not affect the result. Any other is refused if it is set.
+# The settings whose meaning is known, or which do not affect the result. Any other setting is refused if it is set.
 _SETTINGS = (
     "quant_method",
     "format",

@@ -41,7 +41,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Whether the instance has its class's or hf_rocm's forward, or accelerate's with a hook that moves nothing.
+    """Return whether the forward is the class's, hf_rocm's, or accelerate's with a hook that moves nothing.
 
     `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.
@@ -65,7 +65,7 @@ def accepted_forward(module: nn.Module) -> bool:
 
 
 def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
-    """Whether an instance forward that was added or removed is harmless; if so, expect it from now on."""
+    """Return whether a forward that was added to an instance, or removed, is harmless; if so, record it as expected."""
     if not accepted_forward(linear):
         return False
     with lock:
@@ -75,7 +75,7 @@ def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
 
 
 def is_stock(forward: object, module: nn.Module) -> bool:
-    """Whether `forward` is the class's or hf_rocm's, bound to this instance. Both compute the same result."""
+    """Return whether `forward` is the class's or hf_rocm's, bound to this instance. Both compute the same result."""
     return is_class_forward(forward, module) or is_ours(forward, module)
 
 

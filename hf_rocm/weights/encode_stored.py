@@ -56,7 +56,7 @@ def encode(model: nn.Module) -> None:
 
 
 def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
-    """The groups of layers to encode, and the reason why each of the other layers stays in the checkpoint's format."""
+    """Return the groups of layers to encode, and path → the reason why a layer stays in the checkpoint's format."""
     groups, left, others = list[Group](), dict[str, str](), None
     for path, module in model.named_modules():
         eligible = []
@@ -92,7 +92,7 @@ def _refusal(layer: StoredLinear) -> str | None:
 
 
 def _alike(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether these layers can be encoded into one weight."""
+    """Return whether these layers can be encoded into one weight."""
     layers: list[Any] = [module._modules[name] for name in names]
     first = layers[0]
     return all(
@@ -105,7 +105,7 @@ def _alike(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _encode(group: Group) -> str:
-    """Replace the layers of a group. Returns their format."""
+    """Replace the layers of a group. Returns the description of their format."""
     module, names = group.module, group.names
     layers: list[Any] = [module._modules[name] for name in names]
     first: StoredLinear = layers[0]

@@ -47,22 +47,22 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> Any:
-        """The format for a model's weights. kind: one of the names under which the encoding is registered."""
+        """Return the format for a model's weights. kind: one of the names under which the encoding is registered."""
         raise NotImplementedError
 
     @classmethod
     def described(cls, format: Any) -> str:
-        """The format as text for a report."""
+        """Return the format as text for a report."""
         raise NotImplementedError
 
     @classmethod
     def refuses(cls, weight: Tensor, format: Any) -> str | None:
-        """The reason why a layer with this weight is not quantised, or None."""
+        """Return the reason why a layer with this weight is not quantised, or None."""
         return None
 
     @classmethod
     def empty(cls, n: int, weight: Tensor, format: Any, bias: Tensor | None) -> QuantizedWeight:
-        """An uninitialised weight with n rows and the K of `weight`, on the same device."""
+        """Return an uninitialised weight with n rows and the K of `weight`, on the same device."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +87,7 @@ class QuantizedWeight(nn.Module):
         residual: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """The outputs [..., stop - start] of the rows from start to stop. x: [..., K].
+        """Return the outputs [..., stop - start] of the rows from start to stop. x: [..., K].
 
         norm, activation, residual, more: as in `ops.quantized_linear`.
         """
@@ -114,7 +114,7 @@ class QuantizedWeight(nn.Module):
         )
 
     def scales_of(self, start: int, stop: int | None) -> slice:
-        """The rows of `scale` for the weight's rows from start to stop. start: a multiple of `per_scale`."""
+        """Return the rows of `scale` for the weight's rows from start to stop. start: a multiple of `per_scale`."""
         per = self.per_scale
         return slice(start // per, None if stop is None else -(-stop // per))
 
@@ -148,5 +148,5 @@ def encoding(*names: str) -> Callable[[type[EncodingT]], type[EncodingT]]:
 
 
 def encodings() -> dict[str, type[QuantizedWeight]]:
-    """The imported encodings by the names of their kinds."""
+    """Return the imported encodings by the names of their kinds."""
     return dict(_encodings)

@@ -148,7 +148,7 @@ class Stacked(BlockGroup):
         return self.copies.serve(x, *self.weights())
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that form gate_up, and those that form down."""
+        """Return the parameters that form gate_up, and those that form down."""
         linears: list[Any] = [(part.owner or {}).get(part.name) for part in self.parts]
         weights = [linear._parameters["weight"] for linear in linears]
         return [weight for index, weight in enumerate(weights) if index % 3 < 2], weights[2::3]

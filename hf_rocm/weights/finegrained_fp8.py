@@ -1,7 +1,7 @@
 """Checkpoints with transformers' `FineGrainedFP8Config`, such as DeepSeek's: fp8 with one scale per 128 × 128 block.
 
-A number is multiplied by its `weight_scale_inv`, which may be a power of two, stored in one byte (`scale_fmt` `ue8m0`).
-Without blocks, there is one scale per tensor.
+Every number is multiplied by the `weight_scale_inv` of its block, which may be a power of two that is stored in one
+byte (`scale_fmt` `ue8m0`). Without blocks, there is one scale per tensor.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Fused(BlockGroup):
         self._choose()
 
     def _choose(self) -> None:
-        """Update `plain`, which is False if there is a copy, or an instance forward (a route, or accelerate's hook)."""
+        """Update `plain`, which is False if there is a copy, or an instance forward (`route_linear`, accelerate)."""
         self.plain = self._copy is None and all(part.forward is None for part in self.parts)
 
     @classmethod
@@ -159,7 +159,7 @@ def fuse(module: Module, names: Sequence[str]) -> str | None:
     It is deferred for weights that are still mapped from the checkpoint, and for weights on the CPU of a module that
     hf_rocm serves only on a GPU. Otherwise returns the reason as a sentence, and no weight has changed. If the reason
     is that other tensors share the memory of the weights, a call fuses the layers once those tensors are gone. At its
-    peak, memory use is higher by one block, plus the tensors between its parts if they are moved.
+    peak, memory use is higher by one block, plus the tensors that lie between the weights in memory if they are moved.
     """
     return _kind(module, names).form(module, tuple(names))
 

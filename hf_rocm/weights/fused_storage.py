@@ -55,7 +55,7 @@ def part_memory(module: nn.Module, names: Sequence[str]) -> None:
     """Move the weights and biases of these children to their own memory. Values and objects do not change.
 
     Parameters that share memory with other tensors, such as another model's, are not moved, because the other
-    tensors would no longer see their new values.
+    tensors would no longer change with them.
     """
     on_gpu, freed = False, 0
     for linear in (module._modules.get(name) for name in names):

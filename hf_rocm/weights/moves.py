@@ -29,7 +29,7 @@ def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.__dict__.get(SLOT), WeightGroup) and _changes_nothing(fn, self):
             return super(cls, self)._apply(fn, *args, **kwargs)
-        suspended = _suspend(self)  # not a reference to the group, whose memory is freed as the parameters leave it
+        suspended = _suspend(self)  # no reference to the group, so that its memory is freed as the parameters leave it
         result = super(cls, self)._apply(fn, *args, **kwargs)
         if suspended is not None:
             kind, names = suspended

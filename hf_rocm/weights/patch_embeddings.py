@@ -47,7 +47,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
     input: [B, C, size_1, …], in the weight's dtype. Returns [B, N, size_1 // kernel_1, …], in the memory format of a
     convolution, or with N as the innermost dim if the module around it only flattens the patches (`_flattens`).
-    Unsupported calls, and those whose functions were replaced, run the stock forward.
+    Unsupported calls run the stock forward, as do all calls if a function that the stock forward calls was replaced.
     """
     weight = self._parameters.get("weight")
     if not _serves(self, input, weight):
@@ -170,11 +170,11 @@ _flattened_by: dict[Any, Callable[..., Any]] = {}
 
 @cache
 def _flattens(cls: Any, child: str) -> Callable[..., Any] | None:
-    """The forward of a module class of transformers if it uses the output of this child only as `….flatten(2)`.
+    """Return the forward of a transformers class that uses this child's output only as `….flatten(2)`, else None.
 
     With patches as rows and N as the innermost dim, `.flatten(2).transpose(1, 2)` is then contiguous. With the
-    format of a convolution, neither this tensor nor the hidden states of all following layers are contiguous, and
-    residual sums take three times as long.
+    format of a convolution, neither this tensor nor the hidden states of the following layers would be contiguous, and
+    residual sums would take three times as long.
     """
     if cls.__module__.partition(".")[0] != "transformers":
         return None

@@ -37,9 +37,10 @@ class Settings(NamedTuple):
 
 
 def settings(model: nn.Module, mode: Any = None, budget: Any = None, before: Any = None) -> Settings:
-    """Validate the arguments. If neither is given, the settings of the earlier preparation are used, if there was one.
+    """Validate mode and budget, and return all settings.
 
-    Otherwise an argument that is not given defaults to the option.
+    If neither is given, the settings of the earlier preparation are used, if there was one. Otherwise an argument that
+    is not given defaults to the corresponding option.
 
     before: the report of the earlier `preshuffle`, or None. Raises `OptionError`.
     """

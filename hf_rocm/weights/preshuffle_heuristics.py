@@ -1,8 +1,8 @@
 """The known gains from shuffled weights, on which `preshuffle="auto"` is based.
 
 None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
-same kernels. It is applied only to its GPU, dtype and sizes, from its release of aiter on. The threshold, not the
-entry, determines the number of rows.
+same kernels. It applies only to its GPU, dtype and sizes, and only from its release of aiter on. The threshold, not
+the entry, determines the number of rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KNOWN = (
 
 
 def unknown(weight: Tensor, device: Device) -> str | None:
-    """Return a sentence if no gain is known for this weight [N, K] on this device, or None."""
+    """Return a sentence if no gain is known for this weight [N, K] on this device, else None."""
     entries = [gain for gain in KNOWN if gain.arch == device.arch]
     if not entries:
         return f"no gain is known on {device.arch or device.kind}; preshuffle='all' shuffles anyway"

@@ -266,7 +266,7 @@ def _empty(linear: Linear, keep: bool) -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return normally distributed numbers, the same for equal K, without using the user's random state."""
+    """Return normally distributed numbers, the same for equal K, without using the global random state."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(_SAMPLES, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
 

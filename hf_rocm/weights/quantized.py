@@ -76,7 +76,7 @@ class Replacement(nn.Module):
 
 
 class QuantizedLinear(PackedLinear, Replacement):
-    """Replaces an `nn.Linear`. Its weight is some rows of a `QuantizedWeight`.
+    """Replaces an `nn.Linear`. Its weight is a range of rows of a `QuantizedWeight`.
 
     State dicts contain the weight in `dtype` on the CPU: the original if it was kept, else the dequantised weight. A
     loaded weight is quantised again.

@@ -1,7 +1,8 @@
 """A shuffled copy in addition to the original weights, for GEMMs with many rows.
 
 A copy can become stale. So every use compares the addresses and the version counters of the weights: after an in-place
-write (a copying load_state_dict, an optimizer) the copy is updated before it is used, and after a move it is dropped.
+write (`load_state_dict` without `assign`, an optimizer) the copy is updated before it is used, and after a move it is
+dropped.
 Version counters miss writes through `.data`. PEFT merges adapters that way, but registers the layer again first, which
 also drops the copy.
 """
@@ -33,7 +34,7 @@ from hf_rocm.weights import instance_forward, linear_hook
 class ShuffledCopy(WeightGroup):
     """A shuffled copy of weights, used from `threshold` rows on.
 
-    In the slot of a linear layer it serves that layer. The copy of a fused group's weight is stored in the group.
+    The copy of a linear layer's weight is stored in the layer's slot, and that of a fused group's weight in the group.
     """
 
     order = 30
@@ -141,12 +142,15 @@ class ShuffledCopy(WeightGroup):
             patches.release(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (bool, ())  # a copied or unpickled layer has no shuffled weights, until it is prepared
+        return (bool, ())  # a copied or unpickled layer has no shuffled weights until it is prepared
 
 
 @contextmanager
 def counters_watched() -> Iterator[None]:
-    """Allow captures to use copies within the block. A prefill compares the counters before steps are replayed."""
+    """Allow graph captures in the `with` block to use copies.
+
+    A prefill compares the counters before recorded steps are replayed.
+    """
     _watched.counters = True
     try:
         yield

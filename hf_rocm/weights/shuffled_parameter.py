@@ -183,7 +183,10 @@ class ShuffledGroup(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        """Shuffle a live fused group as one matrix. Rows stay within blocks of 16, so all parts are shuffled too."""
+        """Shuffle a live fused group as one matrix.
+
+        Rows stay within their blocks of 16, so every layer's part of the result is also a shuffled weight.
+        """
         with torch.no_grad():
             group = live(module)
         if isinstance(group, ShuffledGroup) and group.names == names:

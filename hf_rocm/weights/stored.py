@@ -42,7 +42,11 @@ class TensorInfo(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """The requirements for a layer's tensor. shapes: () allows any. check: returns an error, or None."""
+    """The requirements for one tensor of a layer.
+
+    shapes: the allowed shapes; if empty, any shape is allowed. check: a function of the tensor's values that returns
+    an error, or None.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]

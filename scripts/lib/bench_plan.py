@@ -15,8 +15,9 @@ _ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 
 @dataclass(frozen=True)
 class Plan:
-    """One segment. cases: (kind, batch, prompt, new). run: whether it measures cases, kernels or cold
-    starts. layers, dtype: override the layers and dtype of the shape. tp: the number of GPUs of a sharded model."""
+    """One segment. cases: (kind, batch, prompt, new). sides: the variants that are compared. run: `cases`, `kernels` or
+    `starts` (cold starts). layers, dtype: override the layers and dtype of the shape. tp: the number of GPUs of a
+    sharded model."""
 
     shape: str
     cases: tuple[tuple[str, int, int, int], ...] = ()

@@ -140,7 +140,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """Return an error if the tests can't execute this code. The code is parsed as in the tests."""
+    """Return a tuple with an error if the tests can't execute this code, else (). It is parsed as in the tests."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:

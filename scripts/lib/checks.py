@@ -21,7 +21,9 @@ FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/check", description="ruff format, ruff, mypy strict, import rules.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/check", description="Check formatting, linting, types and import rules."
+    )
     parser.add_argument("--fix", action="store_true", help="let ruff fix and format the sources first")
     fix = parser.parse_args(arguments).fix
     with lock():

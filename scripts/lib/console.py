@@ -42,7 +42,7 @@ def wrapped(text: str, first: str = "", later: str = "  ", *, break_words: bool 
     """Wrap a line between words to the width of the terminal.
 
     first, later: what the first line and the later lines begin with. break_words: also break words that are longer
-    than a line; by default they are whole, because they may be paths or commands.
+    than a line; by default such words are not broken, because they may be paths or commands.
     """
     return textwrap.wrap(
         text, columns(), initial_indent=first, subsequent_indent=later, break_long_words=break_words,

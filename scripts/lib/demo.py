@@ -17,9 +17,9 @@ from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
 
 NOTICE = """\
-Everything below runs on this machine's CPU, where the ROCm path runs only if it is forced on. It shows that results
-agree with stock transformers and that the overlays can be removed without a trace. The times do not predict those under
-ROCm: the forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
+Everything below runs on this machine's CPU, where the ROCm path runs only if it is forced on. The demo shows that
+results agree with stock transformers and that the overlays can be removed without a trace. The times do not predict
+those under ROCm: the forced path is written for AMD GPUs, and no part of hf_rocm has run on one yet."""
 
 NEXT = """\
 next, here
@@ -29,7 +29,7 @@ next, here
 next, on a machine with an AMD GPU
   pip install . there, then hf-rocm doctor (docs/index.md)"""
 
-DISTURBED = 1.25  # the factor between times of the same code from which other load on the machine is reported
+DISTURBED = 1.25  # if times of the same code differ by this factor or more, other load on the machine is reported
 
 
 @dataclass
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     say(styled("hf_rocm demo", "bold"))
     paragraph(NOTICE)
-    paragraph("It takes a few minutes on two cores and about 1.1 GB in .demo, which --clean removes.")
+    paragraph("The demo takes a few minutes on two cores and uses about 1.1 GB in .demo, which --clean removes.")
     with lock():
         checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         say("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
     count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
     say(f"  {checks.passed} of {count} checks passed in {took}")
-    say(f"  .demo has the environment and the trained model: {gigabytes(size())}")
+    say(f"  .demo contains the environment and the trained model: {gigabytes(size())}")
     say(f"\n{NEXT}")
     return 1 if checks.failed else 0
 
@@ -195,10 +195,10 @@ class Demo:
         sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
         quoted("\n".join(sentences))
         told = any("on cpu" in sentence for sentence in sentences)
-        self.checks.expect(told, "explain gives the reason why its forwards are not recorded here")
+        self.checks.expect(told, "explain gives the reason why the model's forwards are not recorded here")
 
     def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:
-        """A table of times and memory, and how they were measured. timed: the titles of the columns of times → keys."""
+        """Print a table of times and memory, and how they were measured. timed: column title → key of its times."""
         rows = []
         for way, result in results.items():
             times = (spread(result["fp32"][key]) for key in timed.values())

@@ -1,4 +1,4 @@
-"""Draft an overlay from a stock file. Recognised classes are bound or get a forward; others are left to the author."""
+"""Draft an overlay from a stock file. Known classes are bound or given a forward; others are left to the author."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _tables(tree: ast.Module) -> Iterator[tuple[str, str]]:
             entries = zip(statement.value.keys, statement.value.values, strict=True)
             table = {ast.unparse(key).strip("'"): ast.unparse(value) for key, value in entries if key is not None}
             if "sdpa" in table:
-                yield ast.unparse(statement.targets[0]), f"a table that builds {table['sdpa']}: bind that class"
+                yield ast.unparse(statement.targets[0]), f"a table that selects {table['sdpa']}: bind that class"
 
 
 def _declared(cls: ast.ClassDef, forward: ast.FunctionDef) -> str | None:

@@ -188,9 +188,10 @@ def lock() -> Iterator[None]:
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """The user's environment without variables that would change a child's packages or its options of hf_rocm.
+    """The user's environment variables, without those that would change a child process's packages or hf_rocm options.
 
     PYTHONDONTWRITEBYTECODE is removed too, because hundreds of test processes import transformers.
+    changes: variables that are added or replaced.
     """
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"}
     options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")

@@ -22,7 +22,7 @@ class Call:
     repeats: whether the layers of the model add zeros, so that it repeats the last token of the prompt, and the number
     of accepted drafts is known. prompt: `random`, `one token` (lookups draft the same token, so all drafts are
     accepted) or `every other` (lookups draft random tokens, which follow the first occurrence of the last token, so all
-    drafts are rejected). assistant: whether the first layers of the model draft.
+    drafts are rejected). assistant: whether the first layers of the model are used as the assistant model.
     """
 
     name: str

@@ -38,7 +38,7 @@ PYPI_LACKS = (
     "it never finds its table of tuned GEMMs, and its untuned GEMMs run in F.linear",
     "its attention has no sinks (added in 0.1.10), and drops a softcap on bf16 with head dim 128",
     "it has no (1 + w) norm (added in 0.1.17)",
-    "hf_rocm uses it on no Radeon (aiter supports some from 0.1.19 on)",
+    "hf_rocm does not use it on Radeon GPUs (aiter supports some of them from 0.1.19 on)",
 )
 
 SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
@@ -109,7 +109,7 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
         words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
     words += _unchecked(release)
     words.append(
-        "kernels are compiled when first used, which takes minutes each; `hf-rocm warmup MODEL` does this in advance"
+        "a kernel is compiled when it is first used, which takes minutes; `hf-rocm warmup MODEL` does this in advance"
     )
     commands.append(("install", *BUILD_NEEDS))
     commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))

@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 
 INDEX = "model.safetensors.index.json"
 BLOCK, MXFP4_BLOCK = 128, 32
-_FP8_SPREAD, _INT8_SPREAD = 64.0, 73.0  # the standard deviations of the numbers that are drawn
+_FP8_SPREAD, _INT8_SPREAD = 64.0, 73.0  # the standard deviations of the random numbers
 _INT4_SPREAD = math.sqrt((16**2 - 1) / 12)
 _EIGHTS = 0x77777777  # eight zero points of 8, which GPTQ stores as 7
 
@@ -34,7 +34,7 @@ class Packed:
     """A format. layer: draws the tensors of a weight [N, K]. config: returns the `quantization_config`.
 
     The last argument of both is the number of columns per group. experts: whether the format is for stacked experts
-    [E, K, N]; `layer` gets E, N and K, and the tensors' names begin with that of the parameter.
+    [E, K, N]; then `layer` is called with E, N and K, and its names are appended to the parameter's name.
     """
 
     layer: Callable[..., Tensors]
@@ -60,7 +60,7 @@ def write(
 ) -> int:
     """Write a checkpoint of a shape in a format of `FORMATS`. Returns the number of bytes of its packed tensors.
 
-    group: columns per group, where the format has groups of any size. device: the device on which numbers are drawn.
+    group: columns per group, for formats that support any group size. device: where the random numbers are generated.
     settings: values of the config that override those of the shape. Tensors that are not packed are bf16.
     """
     packed, dtype = FORMATS[name], torch.bfloat16
@@ -219,7 +219,7 @@ def mxfp4_experts(experts: int, n: int, k: int, group: int) -> Tensors:
 
 
 def _powers(k: int, *shape: int) -> Tensor:
-    """The exponents of scales in MXFP4."""
+    """Random scales of MXFP4, as biased exponents."""
     spread = torch.tensor(CODES[E2M1]).square().mean().sqrt().item()
     exponent = 127 + round(math.log2(deviation(k) / spread))
     return torch.randint(exponent - 1, exponent + 1, shape, dtype=torch.uint8)

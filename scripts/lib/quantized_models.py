@@ -134,7 +134,7 @@ def _fit(run: Run, batch: int, model: Any, count: int) -> bool:
 
 
 def _loaded(run: Run, kind: str, failures: list[str]) -> Any:
-    """Load a model of this kind, and print its size and its error. Returns the side to time, or None if it failed."""
+    """Load a model of this kind, and print its size and its error. Returns the side to time, or None if this failed."""
     from hf_rocm.tools.bench.variants import PREPARED, Side, silence
 
     began = time.perf_counter()

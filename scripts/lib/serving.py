@@ -114,7 +114,7 @@ def _prompts(load: Load, vocabulary: int) -> list[list[int]]:
 
 
 def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, list[list[int]]]:
-    """Run two equal batches. Returns the seconds and the tokens of the second one."""
+    """Run the same batch twice. Returns the seconds and the tokens of the second run."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 

@@ -1,7 +1,7 @@
 """mkdocs hooks: links to files outside the site become plain text, and tables and drawings fit narrow windows.
 
-A table of long texts becomes a list of its rows in a narrow window. Other wide content gets a scrolling box, so that
-the page never scrolls sideways.
+In a narrow window, a table with long text in its cells becomes a list of its rows. Other wide content gets a scrolling
+box, so that the page never scrolls sideways.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-LONG = 60  # a table with more characters in a cell after the first column is a table of texts
+LONG = 60  # with more characters in a cell after the first column, a table is a text table
 WIDE_NAME = 24  # more characters of code in a first column leave too little room for a second column
-FEW = 6  # the largest number of columns of a table of texts
+FEW = 6  # the largest number of columns of a text table
 MANY = 4  # the smallest number of columns of a table whose first column stays visible
 
 
@@ -35,8 +35,8 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
 
 
 def table(html: str) -> str:
-    """Return the table in a box. In a table of texts, every cell after the first column gets the name of its column as
-    an attribute. A header row without text is removed."""
+    """Return the table in a box. In a text table, every cell after the first column gets the name of its column as an
+    attribute. A header row without text is removed."""
     head = [_text(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", html, re.DOTALL)]
     if not any(head):
         html = re.sub(r"<thead>.*?</thead>\n?", "", html, flags=re.DOTALL)

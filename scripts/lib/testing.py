@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
         nargs="*",
         metavar="ARCH",
         choices=(*machine_code.ARCHITECTURES, *machine_code.RELATIVES),
-        help="every case of the kernels' machine code, for some architectures or all",
+        help="all cases of the kernels' machine code, for the given architectures (default: all)",
     )
     parser.add_argument("pytest", nargs="*", help="after --, arguments for pytest (then the checks are skipped)")
     options = parser.parse_args(arguments)

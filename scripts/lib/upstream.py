@@ -18,8 +18,9 @@ from lib.upstream_passes import Interpreter, Pass, Result, overlaid_site, run
 from lib.upstream_tree import from_checkout, from_mixins, model_of, source_distribution
 
 DESCRIPTION = """\
-Run transformers' own tests of each MODEL in the environment of RELEASE, first with stock, then with overlays installed
-(in a copy of that transformers) and forced, and print the tests that pass with stock and fail with overlays.
+Run transformers' own tests of each MODEL in the environment of RELEASE, first with stock, then with the overlays
+installed in a copy of transformers and enabled by HF_ROCM_FORCE=1. Print the tests that pass with stock and fail with
+overlays.
 
 Without --source, the shared mixins of the release's source distribution are applied to thin test classes
 (tests/upstream). A model's own test file is only in transformers' public repository: pass a checkout of it.
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "models", metavar="MODEL", nargs="+", type=_model, help="the name of a model's folder, such as llama"
     )
     parser.add_argument("--source", type=_folder, metavar="PATH", help="a checkout of transformers, of any commit")
-    parser.add_argument("--source-name", metavar="TEXT", help="its name in the JSON, such as a commit")
+    parser.add_argument("--source-name", metavar="TEXT", help="the source's name in the JSON file, such as a commit")
     parser.add_argument(
         "--release-mixins",
         action="store_true",
@@ -147,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help="multiply the standard deviation of transformers' initial weights by this factor (only with 5.x), because "
         "attention with the default weights is nearly uniform",
     )
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for one test (default 120)")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds per test (default 120)")
     parser.add_argument("--environment", type=_folder, metavar="PATH", help="a virtual environment to use")
     parser.add_argument(
         "--pytest", action="append", default=[], metavar="ARG", help="an argument for pytest, such as --pytest=-kname"

@@ -88,7 +88,7 @@ def print_detected(detected: Sequence[Detected]) -> None:
     """Print one row per fault and one column per model and kind of tests: the failures among the reached tests."""
     if not detected:
         return
-    heading("injected faults: failing tests, of those that they reach")
+    heading("injected faults: failing tests among the tests that each fault reached")
     columns = list(dict.fromkeys((row.tests, row.model) for row in detected))
     rows = []
     for fault in dict.fromkeys(row.fault for row in detected):

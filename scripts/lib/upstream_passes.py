@@ -55,7 +55,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Pass:
-    """How the tests of a tree are run. site: the folder with transformers (None: the one on the Python's import path).
+    """How the tests of a tree are run. site: the folder with transformers (None: the one on the interpreter's path).
 
     fault: one of `upstream_faults.FAULTS`. spread: a factor on the standard deviation of initial weights.
     left_out: tests that are not run.

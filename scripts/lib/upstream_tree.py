@@ -126,7 +126,7 @@ def _thin(model: str) -> str:
     if not any((ROOT / "overlays").glob(f"*/models/{model}")):
         raise ScriptError(
             f"there is no overlay of {model}, and no thin test class\n  path  {file}\n\n"
-            "hint: the name is that of the folder below transformers/models"
+            "hint: pass the name of the model's folder in transformers/models"
         )
     name = model.title().replace("_", "")
     return (
@@ -136,7 +136,7 @@ def _thin(model: str) -> str:
 
 
 def model_of(test: str) -> str:
-    """The model to which a test belongs, by the test's node id."""
+    """The model to which a test belongs, from the test's node id."""
     return test.split("/")[2]
 
 

@@ -21,7 +21,7 @@ Wheels = Mapping[str, Path]  # release → wheel, from the oldest to the newest
 
 
 def download(catalog: Catalog, folder: Path = WHEELS, *, new_releases: bool = False) -> Wheels:
-    """Fetch every final release that an overlay covers into a cache folder.
+    """Fetch every final release that an overlay covers into a cache folder. Returns the wheels by release.
 
     Releases that are newer than all recorded ones are fetched only with `new_releases`, because nobody has reviewed or
     tested them.
@@ -79,7 +79,7 @@ def _recorded(catalog: Catalog, releases: list[str]) -> list[str]:
     if newer:
         print(
             f"not read: transformers {release_span(newer)}, newer than the newest recorded release, {newest} "
-            "(scripts/refresh-digests --new-releases reads it)",
+            "(scripts/refresh-digests --new-releases also reads newer releases)",
             file=sys.stderr,
         )
     return [release for release in releases if release not in newer]

@@ -28,7 +28,7 @@ def aiter_version() -> str | None:
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Install the stand-ins for this process and its children."""
     if aiter_version() is None:
-        pytest.skip("not run: needs amd-aiter (scripts/test makes its environment)")
+        pytest.skip("not run: needs amd-aiter (scripts/test installs it)")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
             patch.setenv(name, value)

@@ -56,7 +56,7 @@ def generate(model):
 
 
 def check(model, wide):
-    """Generate with aiter, and compare the logits with eager's and float64's for these tokens. Returns the routes."""
+    """Generate with aiter, and compare the logits with those of the eager tier and of float64. Returns the routes."""
     with options.override(probe=False), ops.recording() as routes:
         tokens, logits = generate(model)
     assert tokens.shape == (2, 7 + NEW_TOKENS)
@@ -190,4 +190,4 @@ def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, 
     registry.forget_choices()
     monkeypatch.setattr(probe_worker, "ask", lambda *_: pytest.fail("checked again"))
     assert main(["explain", str(tmp_path / "llama"), "--force", "--device", "cpu", "--all"]) == 0
-    assert "attention (prefill, 4 heads on 2, dim 16): aiter, mha_fwd" in capsys.readouterr().out
+    assert "attention (prefill, 4 query heads, 2 key/value heads, dim 16): aiter, mha_fwd" in capsys.readouterr().out

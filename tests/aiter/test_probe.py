@@ -71,7 +71,7 @@ BROKEN = {  # kernel and fault: (the affected call, the kernel used instead, wor
     "mha_fwd:nan": (attend, "SDPA", "not finite"),
     "mha_fwd:raise": (attend, "SDPA", "it raised RuntimeError: hipErrorLaunchFailure"),
     "mha_fwd:build": (attend, "SDPA", "it raised SystemExit: [aiter] build failed"),
-    "mha_fwd:crash": (attend, "SDPA", "the process that checked it was ended by signal 11"),
+    "mha_fwd:crash": (attend, "SDPA", "the process that checked it was killed by signal 11"),
     "rmsnorm2d_fwd:nan": (norm, "F.rms_norm", "not finite"),
     "silu_and_mul:raise": (activation, "F.silu/F.gelu", "it raised RuntimeError"),
 }
@@ -98,7 +98,7 @@ def test_a_broken_kernel_is_found_and_the_next_one_is_used(how, break_kernel):
 
 @pytest.fixture
 def newest(recorded_as, monkeypatch):
-    """Simulate release 0.1.20.post1 by its declarations, and run its checks in this process."""
+    """Simulate release 0.1.20.post1 from its recorded declarations, and run its checks in this process."""
     recorded_as("0.1.20.post1")
 
     def here(question, timeout):
@@ -126,7 +126,7 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
         return routes[0]
 
     assert shuffled().name == "gemm_a16w16, shuffled"
-    # simulate a release that ignores the mark `is_shuffled`
+    # simulate a release that ignores the attribute `is_shuffled`
     monkeypatch.setattr(recorded, "READS_SHUFFLED", Version("9"))
     probe.forget()
     monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")

@@ -52,7 +52,7 @@ def available() -> bool:
 
 
 def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
-    """Compare a code object with these instructions and return their number. Raises `Mismatch`.
+    """Compare a code object with these instructions and return their number. Raises `Mismatch` if they differ.
 
     The opcode and the first register of every operand are compared. Padding between the parts of a function
     (s_nop) is skipped, and only padding may follow the last instruction.

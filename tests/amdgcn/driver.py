@@ -90,7 +90,7 @@ class Utils:
         self.loaded: dict[bytes, Code] = {}
 
     def about_to_load(self, module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-        """A hook that Triton calls before it loads a binary. The assembly is stored next to the binary."""
+        """A hook that Triton calls before it loads a binary. It records the path of the assembly."""
         self.assembly = next(Path(path) for file, path in files.items() if file.endswith(".amdgcn"))
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Code, int, int, int]:

@@ -53,8 +53,8 @@ class Kept:
         return self.size <= _MOST
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
-        """Repeat the launch and return the resulting memory, or the name of the error. bits: one of BITS, which fills
-        the floats."""
+        """Repeat the launch and return the resulting memory, or the name of the error. bits: the key in `BITS` of the
+        function that fills buffers of floats."""
         memory, copies = Memory(self.contract), []
         rng = np.random.default_rng(seed)
         for address, data, hidden, dtype in self.buffers:

@@ -80,7 +80,12 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("machine code of AMD GPUs")
     group.addoption("--machine-code", metavar="ARCH", help="execute the machine code of Triton kernels for this GPU")
     group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="number of cases (default: all)")
-    group.addoption("--machine-code-report", metavar="FILE", type=Path, help="write a JSON report of what was executed")
+    group.addoption(
+        "--machine-code-report",
+        metavar="FILE",
+        type=Path,
+        help="write a JSON report of what was executed, or of the planted faults",
+    )
     group.addoption("--machine-code-faults", metavar="N", type=int, help="plant N faults instead of testing")
     group.addoption("--machine-code-again", metavar="FILE", type=Path, help="plant the faults of this report again")
     group.addoption("--machine-code-seed", metavar="N", type=int, default=0, help="seed of the faults (default: 0)")

@@ -10,7 +10,7 @@ from tests.amdgcn.machine import Program
 
 pytest.importorskip("triton", reason="not run: needs Triton")
 if not decoded.available():
-    pytest.skip("not run: needs tinygrad's decoder (scripts/test makes its environment)", allow_module_level=True)
+    pytest.skip("not run: needs tinygrad's decoder (scripts/test installs it)", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

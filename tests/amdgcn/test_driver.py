@@ -49,7 +49,7 @@ def test_the_cpu_is_described_as_another_device_within_the_block():
     assert describe(CPU) == before == Device("cpu", rocm=False)
 
 
-def test_triton_has_the_gpu_within_the_block():
+def test_triton_targets_the_gpu_within_the_block():
     pytest.importorskip("triton", reason="not run: needs Triton")
     from triton.backends import backends
     from triton.runtime import driver

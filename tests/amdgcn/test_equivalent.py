@@ -54,7 +54,7 @@ def proof(index, after, bound="8"):
         (10, "v_sub_u32_e32 v2, v2, v3", None),
     ],
 )
-def test_a_proof_has_its_reason(index, after, words):
+def test_only_faults_without_effect_have_a_proof(index, after, words):
     why = proof(index, after)
     assert why is None if words is None else words in why
 

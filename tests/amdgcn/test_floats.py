@@ -241,7 +241,7 @@ def test_dot_products():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_transcendental(arch):
+def test_transcendental_functions_match_numpy(arch):
     source = np.array([0.0, 1.0, -1.0, 3.5, 0.1, 100.0], f32)
     with np.errstate(all="ignore"):
         for name, function in (

@@ -34,7 +34,7 @@ def test_shifts_within_a_row(arch, control, n):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_patterns(arch):
+def test_dpp_patterns(arch):
     source = np.arange(lanes(arch), dtype=np.uint32)
     cases = {
         "quad_perm:[3,1,0,2]": lambda lane: lane // 4 * 4 + (3, 1, 0, 2)[lane % 4],

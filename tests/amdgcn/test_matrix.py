@@ -106,7 +106,7 @@ def layout_of(arch: str, size: int) -> str:
 
 
 @pytest.mark.parametrize(("arch", "mnemonic", "size", "depth", "kind"), CASES)
-def test_products_by_the_published_map(arch, mnemonic, size, depth, kind):
+def test_products_match_the_published_map(arch, mnemonic, size, depth, kind):
     generator = np.random.default_rng(0)
     a_codes, a = random_matrix(kind, size, depth, generator)
     b_codes, b = random_matrix(kind, size, depth, generator)  # B is [K, columns]; its columns are packed like rows

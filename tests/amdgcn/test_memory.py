@@ -84,8 +84,8 @@ def test_narrow_loads(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_buffers_end_in_zeros(arch):
-    """Lanes beyond the limit of a raw buffer read zero and do not write."""
+def test_lanes_beyond_the_limit_read_zero_and_do_not_write(arch):
+    """The limit is the third word of the buffer's descriptor."""
     memory, data, registers = buffer(256)
     address = registers["s[4:5]"]
     lane = np.arange(lanes(arch), dtype=np.uint32)

@@ -123,7 +123,7 @@ BY_GENERATION: dict[bool, dict[str, Callable[..., int]]] = {
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_formulas(arch):
+def test_instructions_equal_their_formulas(arch):
     sources = [values(arch, seed) for seed in range(3)]
     for mnemonic, formula in {**FORMULAS, **BY_GENERATION[arch in CDNA]}.items():
         count = formula.__code__.co_argcount if hasattr(formula, "__code__") else 0
@@ -164,7 +164,7 @@ def test_carries(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_64_bits(arch):
+def test_64_bit_instructions_equal_their_formulas(arch):
     low, high, by = values(arch, 4), values(arch, 5), values(arch, 6)
     wide = [int(h) << 32 | int(x) for x, h in zip(low, high, strict=True)]
     registers = {"v2": low, "v3": high, "v4": by, "v5": values(arch, 7)}
@@ -288,7 +288,7 @@ def test_sdwa_with_a_carry(operation):
         execute("gfx90a", text.replace("dst_sel:DWORD", "dst_sel:WORD_0"), {"v1": a, "v2": b})
 
 
-def test_sdwa_selects_and_places():
+def test_sdwa_selects_parts_of_the_sources_and_of_the_destination():
     registers = {"v1": 0x44332211, "v2": 0x88776655, "v3": 0xAAAABBBB}
     cases = {
         "v_and_b32_sdwa v3, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_1": 0x44332211

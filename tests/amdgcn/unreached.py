@@ -2,8 +2,8 @@
 
     python -m tests.amdgcn.unreached REPORT ...
 
-The reports are those of `pytest tests/triton --machine-code ARCH --machine-code-report REPORT`. Instructions
-that no launch can reach are explained and counted separately.
+The reports are those of `pytest tests/triton --machine-code ARCH --machine-code-report REPORT`. Instructions that were
+not reached because all launches had preloaded arguments are counted separately, as explained.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _INSTRUCTION = re.compile(r"(?:[.\w$]+:\s*)?(?:s|v|ds|global|buffer|flat|scratch
 class Share:
     """How many instructions of a kernel's compiled variants on one architecture were reached.
 
-    explained: the number of instructions that no launch can reach. places: the source lines of all other instructions
-    that were not reached.
+    explained: the number of instructions that were not reached because all launches had preloaded arguments.
+    places: the source lines of all other instructions that were not reached.
     """
 
     arch: str

@@ -260,7 +260,7 @@ def test_a_bug_exits_with_three_and_is_reported_as_a_bug(command: Command, monke
     assert "bug in hf-rocm" in outcome.err and "ZeroDivisionError: a defect" in outcome.err
 
 
-def test_after_a_signal_the_exit_code_is_its_number_and_the_run_is_undone(
+def test_after_a_signal_the_exit_code_is_128_plus_its_number_and_the_run_is_undone(
     command: Command, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hf_rocm.overlay.disk import Disk

@@ -98,7 +98,7 @@ def test_a_check_that_fails_is_a_warning_and_hides_nothing(monkeypatch: pytest.M
     assert report.ready and len(report.of(Level.OK)) > 10
 
 
-def test_the_facts_of_a_crashed_child_are_kept_with_its_exit() -> None:
+def test_the_facts_of_a_crashed_child_are_kept_with_the_cause() -> None:
     text = json.dumps({"facts": {"version": "2.9"}, "stage": "devices", "error": None})
     assert read_answer(text, Ran(0)).error is None
     crashed = read_answer(text, Ran(-11))

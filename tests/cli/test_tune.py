@@ -50,7 +50,7 @@ def test_without_rocm_the_shapes_and_the_tuning_commands_are_printed(checkpoint,
     assert data["result"] is None and len(data["shapes"]) == 9 and data["shapes"][0]["n"] == 64
 
 
-def test_tuning_saves_results_and_does_not_repeat(fake_aiter, rocm, tmp_path, capsys):
+def test_tuning_saves_its_results_and_is_not_repeated(fake_aiter, rocm, tmp_path, capsys):
     fake = fake_aiter("0.1.20")
     arguments = ["tune", "--shapes", str(small(tmp_path))]
     assert main(arguments) == 0
@@ -118,7 +118,7 @@ def test_shuffled_weights_are_tuned_if_supported(tmp_path, capsys):
     assert [(shape["n"], shape["shuffled"]) for shape in data["shapes"]] == [(100, False), (4096, False), (4096, True)]
 
 
-def test_check_names_the_lines(tmp_path, capsys):
+def test_check_names_the_lines_with_problems(tmp_path, capsys):
     good = write(tmp_path / "good.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9, cu_num=80)))
     bad = write(tmp_path / "bad.csv", table_text(LAYOUT, row(LAYOUT), row(LAYOUT, N="x"), row(LAYOUT, us=1)))
     assert main(["tune", "check", str(good), "--release", "0.1.20", "--gpu", "gfx942:304"]) == 0

@@ -76,7 +76,7 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
     if case.kind == "audio":
         features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(6), dtype=torch.float32).to(dtype)
         return {"input_features": features, "decoder_input_ids": tokens(2, 6, seed=1)}
-    raise AssertionError(f"{case.id}: inputs of kind {case.kind!r} are not known")
+    raise AssertionError(f"{case.id}: unknown kind of inputs: {case.kind!r}")
 
 
 @contextmanager

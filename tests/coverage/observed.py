@@ -44,8 +44,8 @@ Row = dict[str, Any]
 def observed(case: Case) -> dict[str, Row]:
     """Run the case and, for text models that support it, a step with a filled cache. Observe the overlays that ran.
 
-    Returns, by the overlay's model: the overlay's id, the classes whose replaced forward ran, with the operations
-    inside it, and a mark for each feature.
+    Returns one row per overlay, keyed by the overlay's model: the overlay's id, the classes whose replaced forward ran,
+    with the operations inside it, and a mark for each feature.
     """
     model = hf_rocm.prepare(case.build(), force=True)
     with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:

@@ -40,7 +40,7 @@ def of_calls(operation, spec):
 
 
 @params(CASES)
-def test_heads_rotations_and_sums_are_those_of_the_calls(case, trio):
+def test_listed_heads_rotations_and_sums_match_the_calls(case, trio):
     prepared, _, _ = trio()
     attention = registry.operations()["attention"]
     with torch.inference_mode():

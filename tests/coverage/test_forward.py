@@ -33,7 +33,7 @@ def compare(case, models, run):
             actual = run(prepared)
         assert_served(prepared, case.classes(), routes, hits)
         assert_experts_served(prepared, case.moe_class(), routes, hits)
-    dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from GEMMs that were rounded to the dtype
+    dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from results of GEMMs in this dtype
     assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
     if alike.scores:
         left, reference = (numbered(score.to(dtype) for score in seen.scores) for seen in (alike, chosen))

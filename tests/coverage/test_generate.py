@@ -34,7 +34,7 @@ WAYS = {
 def generated(case, model, padding=None, **how):
     given = inputs.arguments(case, model, padding)
     given.pop("decoder_input_ids", None)
-    # the model must not generate image tokens, because its tokens are fed back as text
+    # the model must not generate image tokens, because generated tokens are fed back as text
     if case.kind in ("images in text", "image and text"):
         how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
     with torch.inference_mode():
@@ -45,14 +45,14 @@ def generated(case, model, padding=None, **how):
 @params(GENERATING, without="generate")
 def test_generated_tokens_equal_stock(case, way, trio):
     if way in case.stock_can_not:
-        pytest.skip(f"stock can't: {case.stock_can_not[way]}")
+        pytest.skip(f"stock can't run this: {case.stock_can_not[way]}")
     prepared, stock, _ = trio()
     try:
         expected = generated(case, stock, **WAYS[way])
     except Exception as error:
         if way != "static" or not (case.experts or "does not support" in str(error)):
             raise
-        pytest.skip(f"stock can't in this release: {str(error).splitlines()[0]}")
+        pytest.skip(f"stock can't run this in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
         actual = generated(case, prepared, **WAYS[way])
     assert_served(prepared, case.classes(), routes, hits)
@@ -76,5 +76,5 @@ def test_tokens_with_rejected_drafts_equal_stock(case, trio):
         except ValueError as error:  # 5.0 to 5.13: a full sliding cache can't be cropped
             if "Cannot `crop`" not in str(error):
                 raise
-            pytest.skip(f"stock can't: {error}")
+            pytest.skip(f"stock can't run this: {error}")
         assert torch.equal(prepared.generate(**prompt), expected)

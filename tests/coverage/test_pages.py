@@ -115,7 +115,7 @@ def test_every_listed_overlay_has_a_case():
 
 
 @pytest.mark.parametrize("model", sorted(SERVED | PASSING))
-def test_an_overlay_is_listed_exactly_if_it_passes_pages(model):
+def test_an_overlay_is_listed_if_and_only_if_it_passes_pages(model):
     assert (model in SERVED) is (model in PASSING), f"{__file__}: SERVED"
 
 

@@ -1,7 +1,7 @@
 """Start N ranks over gloo on the CPU, as plain processes or under torchrun, and read their output.
 
-Every process has a mark in its environment, so that remaining processes are found under any parent and killed, even
-after a failed test.
+Every process has a mark in its environment, so that leftover processes are found and killed whatever their parent is,
+even after a failed test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HF_ROCM_TEST_RUN"
 
-# gloo runs on the CPU; if there were a GPU, transformers would shard over it
+# gloo runs on the CPU; if a GPU were visible, transformers would place the shards on it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 _TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
@@ -97,7 +97,7 @@ def torchrun(
 
 
 def succeeded(results: Sequence[Result]) -> list[Result]:
-    """Return the results if every rank ended with 0; otherwise fail with the end of the output of the failing ranks."""
+    """Return the results if every rank exited with 0; otherwise fail with the last output of the failing ranks."""
     failed = [
         f"rank {n}: {failed_rank.code}\n{failed_rank.log[-3000:]}"
         for n, failed_rank in enumerate(results)

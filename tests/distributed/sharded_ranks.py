@@ -42,7 +42,7 @@ def groups(model):
 
 
 def run(model):
-    """Logits of a prompt and of a step over its cache, and the tokens of a greedy run."""
+    """Return the logits of a prompt and of a step with its cache, and the tokens of a greedy `generate` call."""
     with torch.no_grad():
         first = model(input_ids=tokens(2, 9), use_cache=True)
         logits = first.logits.clone()
@@ -174,9 +174,9 @@ class Sharded:
         same(run(self.model), run(self.stock))
 
     def leaves_no_references(self):
-        """transformers, torch and accelerate keep no references to hf_rocm. Only the compiler may.
+        """transformers, torch and accelerate keep no references to hf_rocm, except those of the compiler.
 
-        It keeps them in its caches, and as modules that it adds to the globals of compiled code.
+        The compiler keeps references in its caches, and adds imported modules to the globals of compiled code.
         """
         hf_rocm.deactivate()
         gc.collect()

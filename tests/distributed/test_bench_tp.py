@@ -32,7 +32,7 @@ os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 
 
 @pytest.mark.slow
-def test_a_named_shape_is_measured_stock_and_prepared(tmp_path, capsys):
+def test_stock_and_prepared_models_of_a_named_shape_are_measured(tmp_path, capsys):
     file = tmp_path / "runs.json"
     assert main(["bench", "--config", "small", "--layers", "2", *TINY, "--save", str(file), "--segment", "two"]) == 0
     captured = capsys.readouterr().out

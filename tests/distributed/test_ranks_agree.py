@@ -101,7 +101,7 @@ def test_a_late_rank_raises_the_same_error():
     assert str(ended[0]) == str(ended[1]) and "rank 1 did not join" in ended[1].message
 
 
-def test_a_lost_store_is_an_hf_rocm_error():
+def test_a_lost_store_raises_an_hf_rocm_error():
     class Gone(HashStore):
         def check(self, keys):
             raise RuntimeError("Connection reset by peer")
@@ -135,7 +135,7 @@ def test_the_rank_with_the_store_waits_until_the_others_have_read_it():
     assert gone.is_set()
 
 
-def test_ranks_as_text():
+def test_ranks_are_written_as_ranges_with_their_hosts():
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     assert named([2], hosts) == "rank 2 (b)"
     assert named([3, 0, 1], hosts) == "ranks 0–1, 3 (a, b)"

@@ -71,7 +71,7 @@ def test_rank_world_size_and_local_rank_are_read_from_the_environment(environ, e
         ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, 2),
     ],
 )
-def test_loads_over_several_ranks(arguments, size):
+def test_loads_over_several_ranks_wait_for_all_ranks(arguments, size):
     assert partners(HERE, arguments) == [0, 1, 2, 3]
     assert tensor_parallel_size(HERE, arguments) == size
 
@@ -104,7 +104,7 @@ class Mesh:
         return self.inner
 
 
-def test_the_ranks_of_a_mesh():
+def test_partners_are_read_from_a_device_mesh():
     mesh = Mesh([0, 2])
     assert partners(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == [0, 2]
     assert tensor_parallel_size(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == 2

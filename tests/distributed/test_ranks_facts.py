@@ -64,7 +64,7 @@ def test_secrets_are_neither_compared_nor_sent():
     assert "hf_1" not in str(facts_of(token="hf_1", adapter_kwargs={"token": "hf_1"}))
 
 
-def test_long_arguments_are_compared_whole():
+def test_long_arguments_are_compared_in_full():
     one, other = ["x"] * 100 + ["y"], ["x"] * 100 + ["z"]
     assert differing(facts_of(plan=one), facts_of(plan=other)) == ["argument plan"]
     assert len(facts_of(plan=one)["argument plan"]) < 80

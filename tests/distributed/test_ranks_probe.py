@@ -51,7 +51,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("answer", [None, "wrong by 3"])
-def test_one_of_four_checks_and_all_use_its_result(tmp_path, answer):
+def test_one_of_four_ranks_runs_the_check_and_all_use_its_result(tmp_path, answer):
     cache = tmp_path / "cache"
     ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
     expected = None if answer is None else f"its check failed: {answer}"
@@ -106,7 +106,7 @@ def test_an_unwritable_cache_is_not_used():
         assert turn.lock is None and not turn.waited
 
 
-def test_a_requested_check_runs_again_although_it_passed(tmp_path, monkeypatch):
+def test_a_requested_check_runs_again_even_if_it_passed(tmp_path, monkeypatch):
     from hf_rocm import options
 
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))

@@ -53,7 +53,7 @@ def collect(sources: dict[str, str]) -> Names:
 
 
 def read(root: Path, *folders: str) -> dict[str, str]:
-    """All Python sources in these folders of root."""
+    """Read all Python sources in these folders of root. Returns path → text."""
     files = sorted(file for folder in folders for file in (root / folder).rglob("*.py"))
     return {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
 

@@ -1,4 +1,4 @@
-"""The code in the documentation: Python blocks and cheap commands run, and all command lines have existing options."""
+"""The code in the documentation: Python blocks and cheap commands run, and the options of all command lines exist."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_paragraphs_of_a_docstring_end_where_its_author_ended_a_line():
     ]
 
 
-def test_a_full_line_is_followed_by_a_parameter():
+def test_a_parameter_may_follow_a_full_line():
     from lib.reference import prose
 
     full = f"mode: {'x' * 109}."
@@ -70,11 +70,11 @@ def test_the_text_of_a_diagram_fits_and_its_boxes_do_not_overlap(name):
         assert beside or one.y + one.height <= two.y or two.y + two.height <= one.y, (one.title, two.title)
     root = ElementTree.fromstring(diagrams.svg("a < b", parts))
     width, height = float(root.get("width")), float(root.get("height"))
-    assert width <= 480, "readable in a column of 360 pixels"
+    assert width <= 480, "too wide to be readable in a column of 360 pixels"
     assert root.get("viewBox") == f"0 0 {width:g} {height:g}" and root.get("aria-label") == "a < b"
 
 
-def test_the_readme_and_the_page_of_variables_say_the_same_about_models_that_are_not_served():
+def test_the_readme_and_the_page_of_variables_agree_on_models_that_are_not_served():
     from lib.reference import _environment
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -70,7 +70,7 @@ def test_an_empty_head_is_removed(hooks):
 
 
 def test_anchors_do_not_begin_with_a_digit(hooks):
-    """The theme's script uses them as CSS selectors; an invalid one stops it."""
+    """The theme's script uses anchors as CSS selectors, and an invalid selector stops the script."""
 
     class Link:
         def __init__(self, id, *children):

@@ -78,7 +78,7 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
             assert re.fullmatch(r"[A-Z_]+=\S+", text), text
 
 
-def test_its_commands_exist_and_its_variables_are_read(dockerfile: list[tuple[str, str]]) -> None:
+def test_commands_of_the_dockerfile_exist_and_its_variables_are_read(dockerfile: list[tuple[str, str]]) -> None:
     from tests.docs.test_blocks import _parse
 
     commands = [json.loads(text) for word, text in dockerfile if word == "CMD"]

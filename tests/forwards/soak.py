@@ -27,7 +27,7 @@ MODES = (torch.no_grad, torch.inference_mode)
 MASKS = (torch.long, torch.long, torch.int32, torch.bool)
 ADAPTERS = ("first", "second", None)
 
-# Changes of the models, by the fraction of the calls that run before the change.
+# Changes to the models, by the fraction of the calls that run before the change.
 CHANGES = {
     0.1: lambda models: models.change(_write),
     0.2: lambda models: models.change(_move),
@@ -151,7 +151,7 @@ def _may_be_concurrent(call):
 
 def _agree(models, call, result, same, *, strictly):
     agree = same(result, call(models.twin), models.dtype)
-    if not agree:  # while a call is observed, PyTorch runs some operators with other kernels, which round differently
+    if not agree:  # under a dispatch mode, PyTorch runs some operators with other kernels, which round differently
         with Observed():
             agree = same(result, call(models.twin), models.dtype)
     return agree and (not strictly or close(result, call(models.stock), models.dtype))

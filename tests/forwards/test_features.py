@@ -65,7 +65,7 @@ def test_a_replaced_method_is_called(recorded_on_cpu, monkeypatch):
     assert len(calls) == 4
 
 
-def test_a_second_model_of_the_class_and_restore(twins):
+def test_features_of_two_models_of_a_class_are_recorded_and_restored(twins):
     prepared, stock = twins
     second = hf_rocm.prepare(make("clip" if type(stock) is transformers.CLIPModel else "siglip"), force=True)
     for seed in range(5):

@@ -271,7 +271,7 @@ def test_an_encoder_inside_a_generating_model_is_recorded(recorded_on_cpu):
     assert any(line.startswith(f"{name}: forwards are recorded") for line in hf_rocm.explain(prepared).forwards)
 
 
-def test_explain(pair):
+def test_explain_lists_recorded_and_uncaptured_forwards(pair):
     prepared, _ = pair()
     assert hf_rocm.explain(prepared).forwards == ("forwards are recorded and replayed",)
     for _ in range(5):

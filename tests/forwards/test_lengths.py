@@ -215,7 +215,7 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
     assert counted(prepared)[0] == (1 if replay < 1 else 2)
 
 
-def test_lengths_above_the_models_are_not_padded(pair):
+def test_lengths_whose_bucket_exceeds_the_models_limit_are_not_padded(pair):
     prepared, _ = pair(max_position_embeddings=40)
     for length in (33, 35, 36, 38):
         call(prepared, inputs("bert", length=length))
@@ -283,7 +283,7 @@ def test_a_wrong_replay_of_a_padded_call_is_noticed(pair, monkeypatch):
     assert "a replayed forward differed" in known(prepared).disabled and padded(prepared) == {32: 2}
 
 
-def test_explain(pair):
+def test_explain_lists_padded_calls(pair):
     prepared, _ = pair()
     for length in (5, 6, 7, 40, 41, 42):
         call(prepared, inputs("bert", length=length))

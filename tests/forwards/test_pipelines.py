@@ -40,7 +40,7 @@ def texts(count=24):
 
 
 def both(task, stock, **parts):
-    """(a pipeline over a prepared copy of the model, one over the stock model)."""
+    """Return [a pipeline with a prepared copy of the model, a pipeline with the stock model]."""
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     return [transformers.pipeline(task, model=model, device="cpu", **parts) for model in (prepared, stock)]
 

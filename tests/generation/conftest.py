@@ -264,7 +264,7 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 class Streamer:
     """A streamer that collects the values it receives.
 
-    acts: functions by a number of values; each is called with the last value when this number has been received.
+    acts: maps a number of values to a function, which is called with the last value once that many were received.
     """
 
     def __init__(self, acts=None):

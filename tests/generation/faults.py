@@ -105,7 +105,7 @@ def garbage_in_the_cache(kept, memory):
 
 
 def stray_write(kept, memory):
-    """Keys are written to the first row as well."""
+    """The new keys are also written to the first position of the buffer."""
     index = _first(kept, "index_copy_")
     operator, (buffer, dim, place, value), kwargs, outputs = kept[index]
     kept.append((operator, (buffer, dim, torch.zeros_like(place), value), kwargs, outputs))

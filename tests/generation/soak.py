@@ -208,10 +208,10 @@ class Soak:
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def _results(self, model, number, *, assistant=None, short=False):
-        """The tokens of a call as lists; if it passes a cache, also the cache's length, for one or two turns."""
+        """The tokens of a call as lists; if the call passes a cache, also the cache's length, for one or two turns."""
         arguments = self.call(number, short=short)
         if model is self.stock:
-            arguments["disable_compile"] = True  # by default stock compiles the steps over a static cache
+            arguments["disable_compile"] = True  # by default, stock compiles steps with a static cache
         if arguments.pop("assistant", False):
             arguments["assistant_model"] = assistant or self._assistant(model)
         form = arguments.pop("cache", None)

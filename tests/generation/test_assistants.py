@@ -1,4 +1,4 @@
-"""An assistant's steps are recorded over one cache for all rounds of a call; drafts, tokens and draws equal stock's."""
+"""An assistant's steps are recorded with one cache for all rounds of a call; drafts, tokens and draws equal stock's."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_an_exception_in_a_streamer_ends_the_call(trio):
     assert [known(model).pool.summary()[0] for model in ours] == [1, 1]
 
 
-def test_an_assistant_that_is_restored_during_a_call(trio):
+def test_restoring_an_assistant_during_a_call_does_not_change_the_tokens(trio):
     class Restoring:
         def __init__(self, model):
             self.model = model

@@ -1,4 +1,4 @@
-"""Beam search over recorded steps returns stock's sequences and scores. Replays work for any reordering of beams."""
+"""Beam search with recorded steps returns stock's sequences and scores. Replays work for any reordering of beams."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_wrong_replay_is_noticed_and_the_search_begins_again(fault, pair, monk
     assert torch.equal(searched(prepared, inputs), searched(stock, inputs))
 
 
-def test_other_calls_of_the_model_during_a_search_are_not_taken_for_its_steps(pair):
+def test_other_calls_of_the_model_during_a_search_are_not_mistaken_for_its_steps(pair):
     """A user's logits processor calls the model, as a processor for guidance does."""
     from transformers import LogitsProcessor, LogitsProcessorList
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not NEWEST, reason="the number of stock calls di
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any]:
-    """(stock, prepared without recorded steps)."""
+    """Return (the stock model, a prepared model whose steps are not recorded)."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128,

@@ -102,7 +102,7 @@ def test_outside_of_a_capture_nothing_changes(gpu: Gpu) -> None:
         assert torch.equal(torch.cuda.get_rng_state(), STATE + 1) and torch.equal(gpu.state, STATE + 1)
 
 
-def test_it_is_undone_after_the_block_after_errors_and_when_nested(gpu: Gpu) -> None:
+def test_the_functions_are_restored_after_nested_blocks_and_errors(gpu: Gpu) -> None:
     with pytest.raises(ZeroDivisionError), hf_rocm.random_state_in_capture(), hf_rocm.random_state_in_capture():
         raise ZeroDivisionError
     for module in (torch.cuda, torch.cuda.random):

@@ -64,7 +64,7 @@ def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
 
 
 def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_threads(pair, monkeypatch):
-    """`generate` enters the same context for every model. In transformers 5.0, it enters it once per step."""
+    """`generate` enters the same context for every model. In transformers 5.0, it enters the context once per step."""
     prepared, stock = pair()
     made = []
 

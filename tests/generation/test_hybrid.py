@@ -22,7 +22,7 @@ recorded = pytest.mark.skipif(Version("5.16") > RELEASE, reason="not run: recurr
     Version("4.57") > RELEASE or Version("5.16") <= RELEASE,
     reason="not run: this release does not have the model, or its steps are recorded",
 )
-def test_older_releases_give_the_reason(recorded_on_cpu):
+def test_older_releases_raise_with_the_reason(recorded_on_cpu):
     with pytest.raises(GraphError, match=r"recurrent states|static cache|own cache class"):
         hf_rocm.prepare(make("qwen3_next"), force=True, graphs=True)
 
@@ -93,7 +93,7 @@ def test_rows_may_end_early(pair, ends_checked_late):
     with torch.no_grad():
         end = int(generate(stock)[0, -4])
         assert torch.equal(generate(prepared, eos_token_id=end), generate(stock, eos_token_id=end))
-        assert torch.equal(generate(prepared), generate(stock))  # over the same cache
+        assert torch.equal(generate(prepared), generate(stock))  # with the same cache
 
 
 @recorded
@@ -124,7 +124,7 @@ def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
 
 
 @recorded
-def test_calls_that_need_transformers_cache(pair):
+def test_calls_that_need_transformers_cache_run_uncaptured(pair):
     prepared, stock = pair("qwen3_next", graphs=None)
     with torch.no_grad():
         result = generate(prepared, return_dict_in_generate=True)

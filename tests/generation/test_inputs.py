@@ -25,7 +25,7 @@ PREPARED = NEW - 1  # number of steps after the prompt; their inputs are prepare
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The number of steps that were prepared in place."""
+    """A list that contains only the number of steps that were prepared in place."""
     counts = [0]
     take = inputs.Step.inputs
 
@@ -84,7 +84,7 @@ def test_tokens_equal_stock(name, pair, steps):
     assert torch.equal(got, wanted)
 
 
-def test_a_streamer_gets_the_tokens(pair, steps):
+def test_a_streamer_receives_the_same_tokens_as_in_stock(pair, steps):
     prepared, stock = pair("llama", graphs=None)
     streams = []
     for model in (prepared, stock):
@@ -94,7 +94,7 @@ def test_a_streamer_gets_the_tokens(pair, steps):
     assert steps[0] == PREPARED
 
 
-def test_calls_of_alternating_shapes(pair, steps):
+def test_calls_of_alternating_shapes_equal_stock(pair, steps):
     """Change the batch size, the length and the padding between the calls of one model."""
     prepared, stock = pair("gemma2", graphs=None)
     for rows, length, padded in ((2, 7, 0), (1, 9, 0), (2, 7, 3), (3, 5, 1), (2, 7, 0), (2, 7, 2)):

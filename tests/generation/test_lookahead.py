@@ -38,7 +38,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
 
 @pytest.mark.parametrize("unseen", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, monkeypatch):
+def test_end_tokens_and_maximum_lengths_end_calls_as_in_stock(kind, unseen, pair, launched, queued, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 30)
     if not unseen:
         monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
@@ -55,7 +55,7 @@ def test_end_tokens_and_maximum_lengths(kind, unseen, pair, launched, queued, mo
 
 
 def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
-    """A launched step may have other tokens, another number of them or a later position than the step of the loop."""
+    """A launched step may have other tokens, fewer tokens or a later position than the step of the loop."""
     prepared, stock = pair()
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
     pick = random.Random(0)
@@ -146,7 +146,7 @@ def test_no_step_is_launched_early_if_its_replay_will_be_compared(pair, launched
     assert len(early) > 10 and not any(early) and queued
 
 
-def test_streamers(pair, launched):
+def test_steps_are_launched_early_with_streamers_of_transformers_but_not_with_others(pair, launched):
     prepared, stock = pair()
     for kind in (OfTransformers, Streamer):
         for seed in (0, 0, 1):
@@ -173,7 +173,7 @@ def test_calls_with_code_of_the_user_launch_no_step(pair, launched):
     assert not launched and counted(prepared)[1] > 20
 
 
-def test_criteria_of_transformers_that_read_every_token(pair, launched):
+def test_criteria_of_transformers_do_not_prevent_early_launches(pair, launched):
     prepared, stock = pair()
     for seed in (0, 0, 1):
         criteria = StoppingCriteriaList([MaxTimeCriteria(600.0)])
@@ -254,7 +254,7 @@ def test_a_call_that_ends_after_a_launch_overwrote_earlier_tokens_raises(pair, m
             looked_up(prepared, repeating(seed), stopping_criteria=criteria, return_dict_in_generate=True)
 
 
-def test_room_is_counted_after_a_whole_step_was_removed():
+def test_the_capacity_is_sufficient_after_a_whole_step_was_removed():
     """The capacity is also sufficient if a step runs again at the same position."""
     cache = DecodeCache([None], capacity=cache_layer.LEAST, limit=cache_layer.LEAST)
     cache.drafts = 3
@@ -269,7 +269,7 @@ def test_room_is_counted_after_a_whole_step_was_removed():
     assert cache.layers[0].keys[:, :, : cache.length].eq(1).all()
 
 
-def test_keys_of_steps_are_limited(monkeypatch):
+def test_the_number_of_keys_of_steps_is_limited(monkeypatch):
     monkeypatch.setattr(seen, "_MOST", 3)
     keys = seen.Seen()
     for state in range(5):
@@ -279,7 +279,7 @@ def test_keys_of_steps_are_limited(monkeypatch):
     assert not keys.verify((0, "key")) and keys.key_of(4, 3) is None
 
 
-def test_numbers_of_a_models_states_are_not_used_again():
+def test_numbers_of_a_models_states_are_not_reused():
     """A cache in use keeps its recordings, whose keys contain these numbers, when the state starts over."""
     state = State("Model", required=False)
     before = [state.number_of(fingerprint) for fingerprint in "abc"]

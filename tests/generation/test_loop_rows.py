@@ -42,7 +42,7 @@ class Results(list):
 
 @pytest.fixture(params=["at once", "late"])
 def stop_check(request):
-    """Whether the loop checks immediately, or one step late, if all rows have ended."""
+    """Check immediately, or one step late, whether all rows have ended."""
     if request.param == "late":
         request.getfixturevalue("ends_checked_late")
 
@@ -82,7 +82,7 @@ def test_streamed_tokens_equal_the_result(pair, appended, stop_check):
     assert len(appended) > 15
 
 
-def test_other_criteria_leave_the_rows_to_transformers(pair, appended):
+def test_with_other_criteria_transformers_appends_the_tokens(pair, appended):
     prepared, stock = pair()
     late = StoppingCriteriaList([MaxTimeCriteria(1000.0, initial_timestamp=time.time())])
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_streamer_can_end_the_call_through_a_criterion(change, pair, appended)
 
 
 @pytest.mark.parametrize("ends", [torch.tensor(9), torch.tensor([[9, 4], [33, 9]])], ids=["one", "two dims"])
-def test_end_tokens_of_any_shape(ends, pair, appended):
+def test_end_tokens_of_any_shape_are_supported(ends, pair, appended):
     prepared, stock = pair()
     for _ in range(2):
         given = {"pad_token_id": 0, "new": 25}
@@ -181,7 +181,7 @@ def test_criteria_are_freed_with_the_call(pair, appended):
         gc.enable()
 
 
-def test_end_tokens_that_a_requested_tier_cannot_serve(pair, appended, monkeypatch):
+def test_transformers_appends_the_tokens_if_the_requested_tier_cannot(pair, appended, monkeypatch):
     prepared, stock = pair()
 
     def unavailable(*_):

@@ -31,7 +31,7 @@ def adapted(model, name):
 
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generate(name, padded, recorded_on_cpu):
+def test_generated_tokens_equal_stock(name, padded, recorded_on_cpu):
     stock = make("llama")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     inputs = prompt(padded=padded)
@@ -96,7 +96,7 @@ def test_preparing_the_wrapped_model_again_keeps_its_setting(recorded_on_cpu):
     assert hf_rocm.explain(model).decoding[0] == "steps run uncaptured: graphs are switched off"
 
 
-def test_required_graphs_raise(recorded_on_cpu):
+def test_required_graphs_raise_with_prompt_learning(recorded_on_cpu):
     prepared = hf_rocm.prepare(make("llama"), force=True, graphs=True)
     with pytest.raises(GraphError, match="prompt learning"):
         generate(adapted(prepared, "prompt tuning"))

@@ -224,7 +224,7 @@ def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(fault
     assert [event.replays for event in ledger.events()] == [43]
 
 
-def test_the_cost_of_comparisons_in_short_calls():
+def test_comparisons_are_rare_in_short_calls():
     plan = schedule.Schedule()
     compared = []
     for call in range(1, 40):

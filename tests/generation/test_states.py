@@ -34,7 +34,7 @@ def test_a_state_that_was_taken_is_created_anew():
     assert states.of(model) is not state
 
 
-def test_it_is_freed_with_its_model():
+def test_a_state_is_freed_with_its_model():
     states, model = States(State), nn.Linear(2, 2)
     state = weakref.ref(states.of(model))
     del model

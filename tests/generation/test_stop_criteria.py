@@ -38,7 +38,7 @@ def test_the_same_rows_stop_at_the_same_length(name):
         assert torch.equal(mine, other) and mine.dtype == other.dtype and mine.shape == other.shape
 
 
-def test_a_length_that_changes_during_a_call():
+def test_a_length_that_changes_during_a_call_takes_effect():
     length = MaxLengthCriteria(9)
     ours, ids = of(length), torch.zeros((2, 5), dtype=torch.int64)
     assert not ours(ids, None).any()
@@ -64,7 +64,7 @@ def test_other_criteria_are_called_by_stocks_list():
     assert stop_criteria.instead({"stopping_criteria": OwnList([MaxLengthCriteria(9)])}) == {}
 
 
-def test_criteria_that_are_added_during_a_call():
+def test_criteria_that_are_added_during_a_call_are_called():
     criteria = StoppingCriteriaList([MaxLengthCriteria(9)])
     ours = stop_criteria.instead({"stopping_criteria": criteria})["stopping_criteria"]
     ids = torch.tensor([[3, 4, 1], [3, 4, 2]])
@@ -76,7 +76,7 @@ def test_criteria_that_are_added_during_a_call():
 
 
 @pytest.mark.parametrize("kind", [StoppingCriteriaList, MaxLengthCriteria])
-def test_criteria_that_are_replaced_during_a_call(kind, monkeypatch):
+def test_criteria_that_are_replaced_during_a_call_are_called(kind, monkeypatch):
     ours, ids = of(MaxLengthCriteria(9)), torch.zeros((2, 5), dtype=torch.int64)
     assert not ours(ids, None).any()
     with monkeypatch.context() as patch:
@@ -100,7 +100,7 @@ def test_the_warning_about_the_position_is_logged_as_in_stock(pair, caplog, monk
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_only_criteria_that_may_change_tokens_make_them_unknown(known):
+def test_tokens_stay_known_unless_a_criterion_may_change_them(known):
     """The criterion for the maximum length is called when this length is reached, for example by tokens and drafts."""
     tokens, ids = HostTokens(), torch.tensor([[4, 5, 6]])
     tokens.of(ids)

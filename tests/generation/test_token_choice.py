@@ -46,7 +46,7 @@ SETTINGS = [
 ]
 
 
-def test_any_settings_share_the_recorded_step(pair, chosen):
+def test_all_settings_share_the_recorded_step(pair, chosen):
     prepared, stock = pair()
     for seed, settings in enumerate(SETTINGS + SETTINGS):
         before = chosen["drawn"]
@@ -106,7 +106,7 @@ def test_a_deferred_check_restores_the_random_state(pair, ends_checked_late, cho
     assert chosen["drawn"]
 
 
-def test_a_streamer_that_draws_gets_stocks_numbers(pair, ends_checked_late):
+def test_a_streamer_draws_the_same_random_numbers_as_in_stock(pair, ends_checked_late):
     class Drawing(Streamer):
         def put(self, value):
             super().put((value, torch.rand(1))[0])
@@ -217,7 +217,7 @@ def test_a_method_of_the_model_may_read_the_logits(pair, chosen):
     assert sums[0] == pytest.approx(sums[1], rel=1e-4) and not chosen
 
 
-def test_after_restore_transformers_chooses(pair, chosen):
+def test_after_restore_transformers_chooses_the_tokens(pair, chosen):
     prepared, stock = pair()
     generate(prepared, seed=0, **SAMPLED)
     hf_rocm.restore(prepared)
@@ -225,7 +225,7 @@ def test_after_restore_transformers_chooses(pair, chosen):
     assert same(prepared, stock, new=20, **SAMPLED) and not chosen
 
 
-def test_beams_and_drafts_leave_the_choice_to_transformers(pair, chosen):
+def test_with_beams_or_drafts_transformers_chooses_the_tokens(pair, chosen):
     prepared, stock = pair()
     for how in ({"num_beams": 3}, {"num_beams": 3, **SAMPLED}, {"prompt_lookup_num_tokens": 2, "eos_token_id": 60}):
         assert same(prepared, stock, prompt(rows=1), new=20, **how)

@@ -1,4 +1,4 @@
-"""Changes of functions, lists and settings while token choices are recorded take effect as in stock."""
+"""Changes to functions, lists and settings while token choices are recorded take effect as in stock."""
 
 from __future__ import annotations
 

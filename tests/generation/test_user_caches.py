@@ -32,7 +32,7 @@ def contents(cache):
 def close(one, two):
     """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps of the largest value.
 
-    The random weights of the tested models amplify rounding errors. The largest error that was seen is 45 eps, in T5,
+    The random weights of the tested models amplify rounding errors. The largest observed error is 45 eps, in T5,
     which doesn't scale its attention scores.
     """
     assert one.isfinite().all() and two.isfinite().all()
@@ -127,7 +127,7 @@ def test_a_returned_cache_is_continued_and_can_be_copied(pair):
 
 
 @pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_a_late_end_leaves_no_extra_token_in_the_cache(how, pair, ends_checked_late):
+def test_the_deferred_check_leaves_no_extra_token_in_the_cache(how, pair, ends_checked_late):
     prepared, stock = pair()
     free = generate(stock, repetition_penalty=9.0)
     how = {**how, "eos_token_id": [row[12].item() for row in free], "repetition_penalty": 9.0, "pad_token_id": 0}

@@ -53,7 +53,7 @@ def test_lookups_read_only_tokens(kind, ends, pair, read):
     assert read["tokens"] == replayed > 4 and read["logits"] == 0
 
 
-def test_an_assistant(pair, read):
+def test_calls_with_an_assistant_read_only_tokens(pair, read):
     prepared, stock = pair()
     for _ in range(2):
         drafting = hf_rocm.prepare(assistant_of(stock, "constant"), force=True, graphs=True)
@@ -140,7 +140,7 @@ def test_a_streamer_may_change_the_values_that_it_receives(pair, searched):
     ],
     ids=lambda how: "-".join(how),
 )
-def test_calls_that_read_logits(how, pair, read):
+def test_calls_that_read_logits_equal_stock(how, pair, read):
     prepared, stock = pair()
     for _ in range(2):
         results = [looked_up(model, repeating(), **how) for model in (prepared, stock)]
@@ -227,7 +227,7 @@ def test_the_result_of_criteria_that_stop_nothing():
     assert not criteria(candidates, None)
 
 
-def test_end_tokens_after_uncaptured_steps(pair):
+def test_end_tokens_after_uncaptured_steps_end_calls_as_in_stock(pair):
     prepared, stock = pair()
     # with these seeds, an uncaptured step accepts as many tokens as there are drafts, and the last one is an end token
     for seed in (1, 2):
@@ -265,14 +265,14 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 1]] and tokens.last(candidates) is None
 
 
-def test_an_end_token_without_dimensions(pair):
+def test_an_end_token_without_dimensions_is_supported(pair):
     prepared, stock = pair()
     end = EosTokenCriteria(looked_up(stock, repeating(1))[0, -9])
     results = [looked_up(model, repeating(1), stopping_criteria=[end]) for model in (prepared, stock)]
     assert torch.equal(*results)
 
 
-def test_a_criterion_that_is_replaced_during_a_call(pair):
+def test_a_criterion_that_is_replaced_during_a_call_is_called(pair):
     call = EosTokenCriteria.__call__
     lengths = []
 
@@ -326,7 +326,7 @@ def test_generators_of_the_user_receive_tensors(replaced, pair, monkeypatch):
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_without_torch_function(pair):
+def test_tokens_equal_stock_without_torch_function(pair):
     prepared, stock = pair()
     for _ in range(2):
         with torch._C.DisableTorchFunction():
@@ -334,7 +334,7 @@ def test_without_torch_function(pair):
     assert counted(prepared)[1] > 8
 
 
-def test_nested_calls(pair):
+def test_tokens_equal_stock_with_nested_calls(pair):
     prepared, stock = pair()
 
     class Nested:

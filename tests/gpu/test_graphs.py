@@ -120,7 +120,7 @@ def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
     outlives_steps_of_others(*pair(), pair("qwen3")[0], asked(), first=first)
 
 
-def test_three_threads_on_separate_streams_while_a_fourth_samples(pair):
+def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pair):
     prepared, stock = pair()
     other, other_stock = pair("qwen3")
     calls = [(prepared, stock, 1), (other, other_stock, 3), (prepared, stock, 2)]

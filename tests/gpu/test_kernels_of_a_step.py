@@ -36,7 +36,7 @@ KINDS = {  # model, config, settings, kernels per layer now, kernels per layer b
     ),
 }
 FEW, MANY = 2, 6  # numbers of layers; kernels that run once per step cancel out in the difference
-AT = 11  # the measured step; a run in which its replay is also compared has more kernels, so it is not returned
+AT = 11  # the measured step; a run in which its replay is compared has more kernels, so that run is not returned
 RUNS = 3
 
 

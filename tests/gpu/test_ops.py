@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tier", ["torch", "eager"])
-def test_attention(tier, shape, masked, dtype):
+def test_attention_is_as_accurate_as_the_eager_tier(tier, shape, masked, dtype):
     b, _, _, s_q, s_k, d, _ = shape
     host = tensors(shape, dtype)
     mask = None

@@ -56,7 +56,7 @@ def measured(model, threshold, **arguments):
     return *grown, torch.cuda.max_memory_allocated() - before[0]
 
 
-def test_in_place_costs_no_memory_and_peaks_at_two_layers(machine):
+def test_shuffling_in_place_needs_no_additional_memory_and_peaks_at_two_layers(machine):
     model = build()
     stock = LAYERS * LAYER
     allocated, reserved, peak = measured(model, 0)

@@ -86,7 +86,7 @@ def test_every_family_that_can_be_recorded_is_recorded(name):
     assert name in COPIES or not reasons(prepared), reasons(prepared)
 
 
-def test_a_call_without_a_mask():
+def test_a_call_without_a_mask_is_recorded():
     prepared, twin, _ = build("bert")
     for seed in range(6):
         given = on_gpu(inputs("bert", seed=seed, padded=None))
@@ -95,7 +95,7 @@ def test_a_call_without_a_mask():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_mask_that_is_computed_just_before_the_call(mode):
+def test_a_mask_that_is_computed_just_before_the_call_is_read_correctly(mode):
     """The mask is read on a side stream, while the replay predicted from earlier calls runs on the current stream."""
     prepared, twin, _ = build("bert")
     slow = torch.randn(4096, 4096, device="cuda")

@@ -57,7 +57,7 @@ def test_a_replay_uses_the_current_selection(tokens, layout):
     assert not torch.equal(output, before)
 
 
-def test_the_kernels_are_selected_and_checked_in_a_child():
+def test_the_kernels_are_selected_and_checked_in_a_child_process():
     tensors, _ = on_gpu((2, 8, 2, 256, 128), torch.bfloat16, {})
     with options.override(tiers={"experts": "triton"}, probe=True, refresh=True), ops.recording() as routes:
         assert torch.isfinite(ops.experts(*tensors)).all()

@@ -151,7 +151,7 @@ def test_without_force_weights_are_fused_only_on_the_gpu(tmp_path, monkeypatch):
     assert blocks(loaded) == 0
 
 
-def test_moves_and_conversions(model):
+def test_weights_are_fused_after_moves_and_conversions(model):
     follows(model, GROUPS)
     model.half()
     follows(model, GROUPS)
@@ -160,14 +160,14 @@ def test_moves_and_conversions(model):
 
 
 @pytest.mark.parametrize(("assign", "groups"), [(False, GROUPS), (True, 0)])
-def test_load_state_dict(model, assign, groups):
+def test_load_state_dict_keeps_the_groups_unless_it_assigns(model, assign, groups):
     model.load_state_dict({n: torch.randn_like(t) * 0.1 for n, t in model.state_dict().items()}, assign=assign)
     follows(model, groups)
     hf_rocm.prepare(model, force=True)
     follows(model, GROUPS)
 
 
-def test_a_replaced_weight_and_a_copy(model):
+def test_a_replaced_weight_does_not_affect_a_copy(model):
     twin = copy.deepcopy(model)
     assert blocks(twin) == GROUPS
     mlp = model.model.layers[0].mlp

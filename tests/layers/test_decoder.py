@@ -44,7 +44,7 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore softcaps under sdpa
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore softcaps with sdpa
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 OVERLAYS = sorted((Path(__file__).resolve().parents[2] / "overlays").glob("transformers-*/models/*/modeling_*.py"))
-# Functions that normalise their input if they get the argument `fused`. The function passed as `stock` also does,
+# Functions that normalise their input if they get the argument `fused`. The function passed as `stock` does so, too,
 # because the decoder layer passes one that runs the norm before the stock forward.
 NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.forward"}
 

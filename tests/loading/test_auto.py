@@ -211,7 +211,7 @@ def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
 
 
 @pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
-def test_an_installed_block_switches_it_on_if_the_environment_requests_it(llama, wanted, prepared):
+def test_an_installed_block_enables_auto_prepare_if_the_environment_requests_it(llama, wanted, prepared):
     """A child process calls `overlay.wanted`, as an installed block at the end of a modeling file does."""
     program = textwrap.dedent(
         f"""

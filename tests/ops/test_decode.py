@@ -117,7 +117,7 @@ def test_unsupported_calls_are_refused(case, monkeypatch):
         ("gfx1151", {"value_dim": 256, "dtype": torch.float16}),
     ],
 )
-def test_calls_that_would_spill_registers_on_radeon(arch, changes, monkeypatch):
+def test_calls_that_would_spill_registers_are_refused_on_radeon(arch, changes, monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     spec = DECODING._replace(**changes)
     assert "would spill registers" in decode.refuses(spec, Device("cuda", rocm=True, arch=arch))
@@ -126,7 +126,7 @@ def test_calls_that_would_spill_registers_on_radeon(arch, changes, monkeypatch):
     assert decode.refuses(DECODING, Device("cuda", rocm=True, arch=arch)) is None
 
 
-def test_calls_for_which_pytorch_splits_the_keys(monkeypatch):
+def test_calls_for_which_pytorch_splits_the_keys_are_refused(monkeypatch):
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     nvidia, amd = Device("cuda", rocm=False), Device("cuda", rocm=True, arch="gfx942")
     assert "PyTorch's kernel also splits the keys" in decode.attention_refuses(ATTENTION, nvidia)
@@ -183,7 +183,7 @@ def test_the_number_of_splits_depends_on_the_batch_and_the_keys():
     assert decode.plan(1, 8, 4, 40, 128, 2, 132, None).splits == 1
 
 
-def test_specialised_arguments_have_different_keys():
+def test_strides_that_triton_specialises_differently_have_different_forms():
     usual = decode._form_of((4096, 128, 1024, 65536, 0, 16))
     assert usual == decode._form_of((131072, 256, 16, 32, 48, 64))
     others = [(4096, 1, 1024), (4096, 120, 1024), (4096, 128, 2**31), (1, 128, 4096)]

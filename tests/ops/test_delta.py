@@ -1,4 +1,4 @@
-"""gated_delta_step in PyTorch: one token, with transformers' results, and both states updated in place."""
+"""gated_delta_step in PyTorch computes one token as transformers does, and updates both states in place."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_norm_add(tier, dtype, one_plus, shape):
 @pytest.mark.parametrize("keep_sum", [True, False])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
 def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
-    """The torch tier is bitwise equal to separate layers, and both tiers equal float64 within the tolerance."""
+    """The torch tier is bitwise equal to separate layers, and both tiers agree with float64 within the tolerance."""
     sizes = [shape, shape, shape[-1:], shape[-1:]]
     x, residual, weight, bias = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
     bias = bias if biased else None
@@ -271,7 +271,7 @@ def test_unsupported_weights_are_not_shuffled(shape, dtype):
 
 
 @each_dtype
-def test_queries_without_keys_return_zeros(dtype):
+def test_the_output_is_zero_for_queries_without_keys(dtype):
     """The output is zero for queries without keys, and for those after the last sequence."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
     ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))
@@ -289,7 +289,7 @@ def test_queries_without_keys_return_zeros(dtype):
 @each_dtype
 @each_tier
 def test_paged_attention_uses_the_page_table(tier, dtype):
-    """Unwritten slots are NaN. A row without a request has an output of zero and writes nothing."""
+    """Unwritten slots are NaN. For a row without a request, the output is zero and nothing is written."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)

@@ -188,7 +188,7 @@ def key_of(shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(0, 32), (1, 32), (16, 32), (17, 64), (32, 64), (33, moe.MANY)])
-def test_the_bound_of_pairs_follows_from_the_number_of_tokens(tokens, bound):
+def test_the_bound_on_pairs_depends_on_the_number_of_tokens(tokens, bound):
     tensors, _ = drawn((tokens, 4, 2, 16, 8), torch.bfloat16, {})
     spec = ExpertsSpec(*moe.specification(arguments_of(tensors, {})))
     assert spec.pairs == bound
@@ -204,7 +204,7 @@ def test_kernels_are_preferred_to_copies():
 
 
 @pytest.mark.parametrize(("size", "smaller"), [(48, 48), (512, 512), (2880, 832), (2048, 512), (5120, 512)])
-def test_a_check_is_small_and_has_the_divisibility_of_the_model(size, smaller):
+def test_a_check_uses_small_sizes_with_the_divisibility_of_the_model(size, smaller):
     spec = ExpertsSpec(*key_of("odd"))._replace(hidden=size)
     assert ExpertsSpec(*probe_cases.kind("experts", spec)).hidden == smaller
 
@@ -255,7 +255,7 @@ def test_the_aiter_tier_requires_shuffled_weights(monkeypatch):
         ops.experts(*tensors, **keywords)
 
 
-def test_shuffled_weights_have_the_same_results():
+def test_shuffled_weights_give_the_same_results():
     (x, gate_up, down, ids, weights), _ = drawn((9, 4, 2, 64, 32), torch.bfloat16, {})
     first, second = ops.shuffle_experts(gate_up), ops.shuffle_experts(down)
     assert not torch.equal(first.data, gate_up) and first.data.shape == gate_up.shape

@@ -1,4 +1,4 @@
-"""If the process that checks kernels will be needed, it is started while a model loads. Its imports are cheap."""
+"""The child process that checks kernels is started while a model loads, if it will be needed. Its imports are cheap."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def started(monkeypatch, tmp_path):
     return calls
 
 
-def test_it_starts_if_nothing_was_checked_yet(started):
+def test_the_child_starts_if_nothing_was_checked_yet(started):
     probe.ahead()
     probe.ahead(torch.device("cpu"))
     probe.ahead(torch.device("cuda", 1))
     assert started == [None, None, torch.device("cuda", 1)]
 
 
-def test_it_does_not_start_if_a_check_has_passed(started, tmp_path):
+def test_the_child_does_not_start_if_a_check_has_passed(started, tmp_path):
     (tmp_path / "probes").mkdir()
     (tmp_path / "probes" / "0.json").write_text("{}")
     probe.ahead()
@@ -41,7 +41,7 @@ def test_it_does_not_start_if_a_check_has_passed(started, tmp_path):
     assert started
 
 
-def test_it_does_not_start_without_a_gpu_or_without_checks(started, monkeypatch):
+def test_the_child_does_not_start_without_a_gpu_or_without_checks(started, monkeypatch):
     with options.override(probe=False):
         probe.ahead()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -78,7 +78,7 @@ def question():
     return probe_worker.request("rms_norm", "torch", "F.rms_norm", kind)
 
 
-def test_it_warms_up_once_per_device_and_then_runs_checks():
+def test_the_child_warms_up_once_per_device_and_then_runs_checks():
     worker = probe_worker._Worker(warm=True)
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
@@ -116,7 +116,7 @@ def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, mo
         probe_worker.stop()
 
 
-def test_prepare_starts_it_unless_the_model_stays_stock(started):
+def test_prepare_starts_the_child_unless_the_model_stays_stock(started):
     hf_rocm.prepare(make("llama"), force=False)
     assert not started
     hf_rocm.prepare(make("llama"), force=True)

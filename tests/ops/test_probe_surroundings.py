@@ -56,7 +56,7 @@ def passes_twice(child_requests):
         assert len(child_requests) == 1
         probe.forget()
         assert CHECK(SPEC, CPU) is None
-        assert len(child_requests) == 2, "a pass was cached although that is impossible"
+        assert len(child_requests) == 2, "a pass was cached although the cache can't be used"
         probe.ahead()
 
 
@@ -271,7 +271,7 @@ def test_another_driver_or_gpu_is_checked_again(fact, remembered, child_requests
     assert len(child_requests) == 2
 
 
-def test_the_driver_is_named(monkeypatch, tmp_path):
+def test_the_driver_is_identified_by_the_kernel_release_and_its_version(monkeypatch, tmp_path):
     (tmp_path / "version").write_text("6.12.12\n")
     monkeypatch.setattr(architectures, "DRIVER", str(tmp_path / "version"))
     probe_cache._driver.cache_clear()

@@ -221,7 +221,7 @@ def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
 @each_format
 @pytest.mark.parametrize("factor", [2.0**-100, 1.0, 2.0**100])
 def test_rows_are_rounded_to_the_nearest_number(format, factor):
-    """The largest number of a row is exact, and values that the format can represent are not changed."""
+    """The largest magnitude in a row becomes the format's largest number. Representable values are kept."""
     x = random(64, 33, dtype=torch.float64) * factor
     rows, scale = quantize_rows(x, format)
     assert rows.dtype == format and scale.shape == (64, 1)
@@ -245,7 +245,7 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
 
 @each_tier
 @each_format
-def test_a_shuffled_weight_has_the_same_results(format, tier):
+def test_a_shuffled_weight_gives_the_same_results(format, tier):
     x, weight, bias = tensors((5, 64), 32, BF16, True)
     data, scale = rounded(weight, format)
     expected = routed(tier, x, data, scale, bias)

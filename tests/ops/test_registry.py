@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def operation(monkeypatch):
-    """A test operation with aiter, torch and eager candidates, registered as `linear`, which has options."""
+    """A test operation with aiter, torch and eager candidates, registered as `linear`, so that its options apply."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
     made = Operation("linear", Spec, lambda spec: iter(()))
     made.probes = []
@@ -44,12 +44,12 @@ def operation(monkeypatch):
     return made
 
 
-def test_tiers_are_tried_in_order_for_any_order_of_registration(operation):
+def test_tiers_are_tried_in_order_regardless_of_the_order_of_registration(operation):
     assert [route.tier for route in operation.implementations] == ["aiter", "torch", "eager"]
     assert operation.calls[(CPU, 2)]() == "aiter"
 
 
-def test_a_refusal_falls_through_and_is_kept(operation):
+def test_a_refused_call_runs_in_the_next_tier_and_the_refusal_is_recorded(operation):
     choice = operation.choose((CPU, 3))
     assert choice.implementation.tier == "torch"
     assert choice.refusals == (Refusal("aiter", "first", "size 3 is odd"),)

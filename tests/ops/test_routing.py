@@ -87,7 +87,7 @@ def test_the_oracle_equals_a_manual_example():
     assert ids.tolist() == [[2]] and weights.item() == torch.tensor(2.0).sigmoid().item()
 
 
-def test_other_scores_are_refused():
+def test_unknown_scores_are_refused():
     with pytest.raises(OptionError, match="does not support scores='tanh'"):
         ops.choose_experts(torch.zeros(1, 4), top=1, scores="tanh")
 

@@ -32,7 +32,7 @@ def linear(k=8):
     return output, (routes[0].tier, routes[0].name)
 
 
-def test_it_is_preferred_until_it_is_removed(register):
+def test_a_user_kernel_is_preferred_until_it_is_removed(register):
     remove = register()
     assert linear()[1] == ("user", "mine")
     remove()
@@ -40,7 +40,7 @@ def test_it_is_preferred_until_it_is_removed(register):
     remove()  # removing it again changes nothing
 
 
-def test_its_refusal_is_recorded(register):
+def test_the_refusal_of_a_user_kernel_is_recorded(register):
     register(refuses=lambda spec, device: f"K is {spec.k}" if spec.k != 8 else None)
     assert linear(16)[1] == ("torch", "F.linear")
     (choice,) = registry.operations()["linear"].choices.values()

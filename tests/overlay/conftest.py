@@ -1,4 +1,4 @@
-"""Writable copies of the installed transformers, which itself is only read."""
+"""Writable copies of the installed transformers. The installed files are only read."""
 
 from __future__ import annotations
 

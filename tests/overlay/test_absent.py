@@ -107,7 +107,7 @@ def test_a_removed_file_is_reported_as_missing(site: Site, here: Here) -> None:
     assert left_out(site.installation, made).absent == ("llama",)
 
 
-def test_an_unserved_version_of_a_model_stays_stock_with_the_reason(
+def test_an_unsupported_version_of_a_model_stays_stock_with_the_reason(
     site: Site, here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = here(limits={"gemma": Limit("<4", REASON)})
@@ -125,7 +125,7 @@ def test_an_unserved_version_of_a_model_stays_stock_with_the_reason(
     assert shown.count('"left_out"') == 2 and shown.count(REASON) == 2
 
 
-def test_a_leftover_block_of_an_unserved_model_is_reported(site: Site, here: Here) -> None:
+def test_a_leftover_block_of_an_unsupported_model_is_reported(site: Site, here: Here) -> None:
     install(["gemma"], transformers_path=site.path)
     made = here(limits={"gemma": Limit("<4", REASON)})
     (state,) = survey(site.installation, made, ["gemma"])

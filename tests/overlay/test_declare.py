@@ -44,7 +44,7 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize("by_name", [(), ("top_k_index",), ("top_k_index", "hidden_states")])
-def test_arguments_have_stock_names_or_positions(by_name):
+def test_arguments_are_passed_by_stock_name_or_by_position(by_name):
     overlay.binds(NewName, Declared())
     values = {"hidden_states": torch.ones(1), "top_k_index": 3}
     places = [value for name, value in values.items() if name not in by_name]
@@ -52,7 +52,7 @@ def test_arguments_have_stock_names_or_positions(by_name):
     assert result == ("declared", values["hidden_states"], 3, ("stock", values["hidden_states"], 3))
 
 
-def test_the_binding_has_its_declaration_and_source():
+def test_the_binding_records_its_declaration_and_source():
     overlay.binds(NewName, layer := Declared())
     binding = bind.binding_of(NewName())
     assert binding.layer is layer and binding.fuses == ("a", "b") and binding.takes_fused

@@ -94,7 +94,7 @@ def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: py
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
-@pytest.mark.skipif(not NEWEST, reason="the shipped texts were written after this release")
+@pytest.mark.skipif(not NEWEST, reason="the shipped overlays were written for the newest release")
 @pytest.mark.parametrize("model", ["granite", "llama", "mistral", "qwen2"])
 def test_a_draft_equals_the_shipped_overlay(model: str, script: ModuleType, overlays: Path, catalog: Catalog) -> None:
     shipped = catalog.find(model, transformers.__version__)
@@ -188,7 +188,7 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
 
 
 def test_a_norm_after_the_rotary_embedding_is_not_drafted_before_it(script: ModuleType, tmp_path: Path) -> None:
-    """The norm and the rotary embedding don't commute if the norm has a weight or the rotary embedding scales."""
+    """The norm and the rotary embedding don't commute if the norm has a weight or the rotary embedding also scales."""
     rotate = "cos, sin = position_embeddings; query, key = apply_rotary_pos_emb(query, key, cos, sin)"
     norm = "query = self.q_norm(query); key = self.k_norm(key)"
     before = draft(script, demo(tmp_path / "before", f"{norm}; {rotate}", ", scaling=1.0", GATED))
@@ -235,7 +235,7 @@ def test_a_table_of_classes_is_reported(script: ModuleType, tmp_path: Path) -> N
     stock = demo(tmp_path, "", "", GATED)
     file = stock / "models/demo/modeling_demo.py"
     file.write_text(file.read_text() + 'DEMO_CLASSES = {"eager": DemoAttention, "sdpa": DemoSdpaAttention}\n')
-    assert draft(script, stock).left["DEMO_CLASSES"] == "a table that builds DemoSdpaAttention: bind that class"
+    assert draft(script, stock).left["DEMO_CLASSES"] == "a table that selects DemoSdpaAttention: bind that class"
 
 
 def test_a_release_is_read_from_the_cached_wheel(

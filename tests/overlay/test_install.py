@@ -82,7 +82,7 @@ def test_a_dry_run_has_the_same_plan_and_writes_nothing(site: Site) -> None:
     assert planned.to_dict() == done.to_dict()
 
 
-def test_a_partial_selection_composes(site: Site) -> None:
+def test_partial_selections_can_be_combined(site: Site) -> None:
     before = hashes(site.path)
     install(["llama", "bert"], transformers_path=site.path)
     install(["gemma"], transformers_path=site.path)
@@ -139,7 +139,7 @@ def test_a_reinstalled_transformers_is_not_reported_as_installed(site: Site, tmp
     assert set(states(site).values()) == {"no"}
 
 
-def test_a_hard_linked_twin_is_untouched(site: Site, tmp_path: Path) -> None:
+def test_other_hard_links_to_a_file_are_unchanged(site: Site, tmp_path: Path) -> None:
     twin = tmp_path / "cache.py"
     os.link(site.model("llama"), twin)
     before, status_before = twin.read_bytes(), twin.stat()
@@ -165,7 +165,7 @@ def test_mode_is_kept_whatever_the_umask(site: Site, mode: int, umask: int) -> N
         os.umask(previous)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_owner_is_kept(site: Site) -> None:
     os.chown(site.model("bert"), 12345, 54321)
     install(["bert"], transformers_path=site.path)

@@ -30,7 +30,7 @@ def test_the_lock_leaves_no_files(site: Site) -> None:
     assert hashes(site.path) == before
 
 
-def test_a_second_writer_waits_and_then_gives_up(site: Site) -> None:
+def test_a_second_writer_waits_and_then_raises_an_error(site: Site) -> None:
     descriptor = hold(site.root)
     try:
         with pytest.raises(OverlayError, match="another installer") as refused, exclusive(site.root, timeout=0.1):

@@ -28,7 +28,7 @@ def test_all_and_the_import_structure_are_unchanged(site: Site) -> None:
 
 
 def verdicts(code: str) -> dict[str, bool]:
-    """The results, by name, of transformers' searches in a module's source, in 4.56–4.57 and 5.x."""
+    """Returns name → result of every search that transformers 4.56–4.57 and 5.x run in a module's source."""
     has_attention = bool(re.search(r"class \w+Attention\(nn.Module\)", code))
     is_attention = bool(re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE))
     return {

@@ -149,9 +149,7 @@ def test_an_unknown_model_is_an_error(site: Site, catalog: Catalog) -> None:
     assert "route_linear" not in (refused.value.hint or "")
 
 
-def test_for_a_model_of_transformers_without_an_overlay_the_error_says_what_can_be_done(
-    site: Site, catalog: Catalog
-) -> None:
+def test_the_error_for_a_model_without_an_overlay_has_a_hint(site: Site, catalog: Catalog) -> None:
     folder = site.installation.root / "models" / "gpt_neo"
     folder.mkdir(exist_ok=True)
     (folder / "modeling_gpt_neo.py").touch()

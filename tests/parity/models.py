@@ -44,7 +44,7 @@ def bert_attention() -> str:
 
 
 def save_checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
-    """Save a model of this type. Its weights are so large that every part affects the output."""
+    """Save a model of this type, with weights so large that every part affects the output. Returns the folder."""
     class_name, config_name, arguments = MODELS[name]
     config = getattr(transformers, config_name)(**arguments)
     torch.manual_seed(len(name))

@@ -1,4 +1,4 @@
-"""Forward passes run hf_rocm's path and equal stock's within a tolerance."""
+"""Forward passes run hf_rocm's path, and their outputs equal stock's within a tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder of docs/performance.md: its segments can be measured, and its tables match the page."""
+"""scripts/bench: its segments can be measured, and the tables in docs/performance.md match the recorded segments."""
 
 from __future__ import annotations
 

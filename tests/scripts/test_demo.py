@@ -65,7 +65,7 @@ def result(lib, *, stock: float, **others: float) -> dict[str, object]:
 
 
 def demo(lib, monkeypatch, *workloads: str, results: dict[str, object]):
-    """The demo's steps after the set-up, on these results instead of the workers'."""
+    """Returns the demo's steps after the set-up. They read these results instead of those of worker processes."""
     demo = lib.steps.__new__(lib.steps)
     verdict = {
         "eager_error": 9e-6, "step": 1.6e-6, "allowed": 2e-5, "difference": [0.0] * 4, "equal": [True] * 4,
@@ -107,7 +107,7 @@ def test_every_line_fits_the_terminal(lib, capsys, monkeypatch, width):
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_columns_that_do_not_fit_follow_below(lib, capsys, monkeypatch, width):
+def test_columns_that_do_not_fit_are_printed_below(lib, capsys, monkeypatch, width):
     from lib.console import table
 
     monkeypatch.setenv("COLUMNS", str(width))

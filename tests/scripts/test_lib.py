@@ -1,4 +1,4 @@
-"""The scripts' decisions: failed and skipped tests, exit codes, and the check that a tree is unchanged."""
+"""Modules of the scripts: counts of failed and skipped tests, exit codes, and the check that a tree is unchanged."""
 
 from __future__ import annotations
 

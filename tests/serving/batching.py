@@ -1,4 +1,4 @@
-"""Small calls of transformers' continuous batching that work in every release from 4.56 on."""
+"""Small calls to transformers' continuous batching that work in every release from 4.56 on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def paged(model: Any, implementation: str = PAGED) -> Iterator[None]:
 def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None = None) -> list[list[int]]:
     """Returns the tokens of `generate_batch` in the order of the prompts. Every request must finish.
 
-    graphs: whether transformers records its own graphs, in releases that can. None lets transformers decide.
+    graphs: whether transformers records its own graphs, in releases that support them. None: transformers' default.
     """
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     arguments: dict[str, Any] = {"progress_bar": False}

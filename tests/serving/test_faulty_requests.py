@@ -1,4 +1,4 @@
-"""A failing request, a full cache, and requests from several threads: errors equal stock's, and the model works."""
+"""A failing request, a full cache, and concurrent requests: errors equal stock's, and the model still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without flash-attn, hf_rocm computes `flash_attention_2` of prepared models. Continuous batching may switch to it."""
+"""Without flash-attn, hf_rocm computes `flash_attention_2` for prepared models. Continuous batching may use it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_explain_after_a_batch():
 
 
 @served
-def test_a_user_who_declines_keeps_sdpa():
+def test_batches_run_sdpa_if_the_user_declines_flash_attention():
     model = hf_rocm.prepare(make("llama"), force=True)
     settings = {"auto_switch_to_flash": False} if len(flash_provider._names()) == 1 else {}
     if not settings:

@@ -60,7 +60,7 @@ def prepared(kind):
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten():
-    """Free the prepared models after this module's tests, because their classes stay changed until then."""
+    """Free the prepared models after this module's tests. Until they are freed, their classes stay changed."""
     yield
     prepared.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Calls of `generate` that stream from a separate thread, as servers make them, decode with recorded steps."""
+"""Calls to `generate` that stream from a separate thread, as servers make them, decode with recorded steps."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_sliding_and_full_layers_of_gemma_3_share_a_batch(page_tables_on_cpu):
     assert ran(routes) == {"varlen_attention", "paged_attention"}
 
 
-def test_page_tables_of_sliding_layers_are_for_hf_rocms_functions_only(page_tables_on_cpu):
+def test_page_tables_of_sliding_layers_are_used_only_by_hf_rocms_functions(page_tables_on_cpu):
     """Other kernels would write a new key after the last one. The changes are undone when the model is restored."""
     gc.collect()
     patches.sweep()

@@ -1,4 +1,4 @@
-"""Rules for known faults on facts that match and on facts just outside the range, and their sources and remedies."""
+"""Rules for known faults, applied to facts that match and to facts just outside the range; their links and remedies."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_models_that_do_not_fit_are_reported(good: Facts, weights: int, release:
         (63, 64, 20, 64, "ok"),  # the firmware reserves the GPU's memory
     ],
 )
-def test_a_gpu_without_dedicated_memory_has_the_available_host_memory(
+def test_a_gpu_without_dedicated_memory_can_use_the_available_host_memory(
     free: int, total: int, available: int, carved_out: float, expected: str
 ) -> None:
     facts = collect(Recorded("strix-halo"))

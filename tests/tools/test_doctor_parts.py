@@ -128,7 +128,7 @@ def test_a_torch_that_is_missing_old_or_computes_wrong_results_is_reported(good:
     assert result["torch-gpu"].level.value == "problem" and "wrong by up to 3" in result["torch-gpu"].what
 
 
-def test_a_generic_build_serves_its_family(good: Facts) -> None:
+def test_a_generic_build_supports_its_family(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "built_for": ["gfx9-4-generic"], "devices": good.devices[:1]}
     assert "torch was not built" not in str(
         list(torch(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
@@ -175,7 +175,7 @@ def test_unsupported_releases_and_cards_of_aiter_are_reported(good: Facts) -> No
     [
         ("ModuleNotFoundError: No module named 'pandas'", "pip install pandas"),
         ("ImportError: x.so: undefined symbol: _ZN5torch", "rm -rf /venv/aiter/jit/module_*.so"),
-        ("RuntimeError: ROCm version file not found", "fix the problem with the tools"),
+        ("RuntimeError: ROCm version file not found", "fix what the checks rocm, rocminfo and tools report"),
         ("KeyError: 'gfx1151'", "python -c 'import aiter' shows the whole error"),
     ],
 )

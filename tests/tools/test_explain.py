@@ -1,4 +1,4 @@
-"""explain describes the current state, as text and as data."""
+"""explain describes the current state of a model, as text and as data."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_names_with_commas_are_told_apart_and_listed_once():
     ]
 
 
-def test_the_short_form_lists_no_refusal_of_the_tier_that_serves():
+def test_the_short_form_omits_refused_kernels_of_the_tier_in_use():
     one = Kernel("experts", "prefill", "torch", "loop", (("aiter/a", "no GPU"), ("torch/bmm", "slower")))
     other = Kernel("experts", "decode", "aiter", "a", (("aiter/b", "odd"),))
     explanation = Explanation("M", "served", {}, parts=(), without_overlay={}, kernels=(one,))
@@ -135,7 +135,7 @@ def test_the_operations_of_an_attention_and_a_decoder_layer_are_listed(llama):
     assert {("rope", "dim 16", "torch"), ("add_rms_norm", "w, 64", "torch")} <= kernels
 
 
-def test_a_model_that_only_an_installed_overlay_serves_names_prepare_as_the_next_step(llama):
+def test_prepare_is_the_next_step_for_a_model_that_only_an_installed_overlay_serves(llama):
     assert hf_rocm.explain(llama).prepared and "next:" not in str(hf_rocm.explain(llama))
     modes = {module: bind.mode_of(module) for module in llama.modules()}
     hf_rocm.restore(llama)
@@ -173,7 +173,7 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
     assert reasons["StableLmModel"] == "it has no weights of its own"
 
 
-def test_a_model_without_an_overlay_is_named_before_it_is_prepared(monkeypatch):
+def test_a_model_without_an_overlay_is_reported_before_it_is_prepared(monkeypatch):
     monkeypatch.setattr("hf_rocm.options.force_requested", lambda: False)
     config = transformers.MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1)
     model = transformers.MptForCausalLM(config).eval()
@@ -185,7 +185,7 @@ def test_a_model_without_an_overlay_is_named_before_it_is_prepared(monkeypatch):
     assert text.count("has no overlay") == 1 and "next: hf_rocm.route_linear(model)" in text
 
 
-def test_a_model_that_is_stock_because_there_is_no_rocm_names_the_next_step(monkeypatch):
+def test_a_next_step_is_given_for_a_model_that_is_stock_because_there_is_no_rocm(monkeypatch):
     monkeypatch.setattr("hf_rocm.options.force_requested", lambda: False)
     config = transformers.StableLmConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -218,7 +218,7 @@ def test_every_module_is_counted_once(llama):
     assert "a subclass of LlamaAttention" in " ".join(str(explanation).split())
 
 
-def test_a_model_without_an_overlay_names_the_next_step():
+def test_a_next_step_is_given_for_a_model_without_an_overlay():
     config = transformers.GPTNeoConfig(
         vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
     )
@@ -295,7 +295,7 @@ def test_a_file_that_is_not_a_path_is_an_error(name, wrong):
     assert caught.value.facts == {"expected": "str or os.PathLike", "found": type(wrong).__name__}
 
 
-def test_gradients_are_distinguished_from_reasons_against_fusing(llama):
+def test_enabled_gradients_are_distinguished_from_reasons_not_to_fuse(llama):
     attention = part(llama, "LlamaAttention")
     assert attention.gradients and attention.fused == 2 and attention.not_fused == {}
     assert "one by one while gradients are enabled" in hf_rocm.explain(llama).details()
@@ -372,7 +372,7 @@ def test_explaining_changes_nothing(llama):
     assert bind.mode_of(llama.model.layers[0].mlp) == bind.ON
 
 
-def test_reasons_of_models_inside_the_model_are_not_left_out():
+def test_reasons_of_nested_models_are_not_left_out():
     lines = (
         "forwards run uncaptured: X",
         "uncaptured × 2: X",

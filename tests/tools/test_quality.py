@@ -26,7 +26,7 @@ def test_a_model_compared_with_itself_has_no_loss():
     assert math.isclose(loss.size, logits.std(correction=0), rel_tol=1e-5)
 
 
-def test_8_bits_have_a_small_loss(tmp_path):
+def test_8_bit_weights_have_a_small_loss(tmp_path):
     models.build().save_pretrained(tmp_path)
     ids = torch.randint(0, 96, (1100,), generator=torch.Generator().manual_seed(0))
     losses = {}

@@ -125,8 +125,8 @@ def counts() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    By itself, the interpreter patches it on every call of a device function and builds its table of types at every use,
-    which together would take half of the suite's time.
+    By default, the interpreter patches triton.language on every call of a device function, and builds its table of
+    types at every use. Together, this would take half of the suite's time.
     """
     if suite.gpu() is not None:
         yield

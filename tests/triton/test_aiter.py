@@ -76,9 +76,9 @@ def attend(flash_attn_func, shape, causal, dtype):
     assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **how)[0], expected)
 
 
-def test_other_gpus_have_no_tiles_in_this_release(flash_attn_func):
+def test_other_gpus_have_no_tile_sizes_in_this_release(flash_attn_func):
     if suite.arch() in TILED:
-        pytest.skip("this release has tiles for it")
+        pytest.skip("this release has tile sizes for this GPU")
     x = random(1, 16, 2, 32, dtype=torch.bfloat16)
     with pytest.raises(KeyError, match=str(suite.arch())):
         flash_attn_func(q=x, k=x, v=x, softmax_scale=0.2, causal=False, window_size=(-1, -1))

@@ -68,7 +68,7 @@ def check(
     softcap=None,
     sinks=False,
 ):
-    """Compare with the eager tier in the same dtype and in fp64, whose caches have no NaN."""
+    """Compare with the eager tier in the same dtype and in fp64, whose caches have no NaN. Returns the output."""
     given, keys, values, weights = tensors(shape, dtype, rotated=rotated, once=once, tables=tables, norm=norm)
     size = shape[3]
     last = min(length, size) - 1
@@ -219,7 +219,7 @@ def test_norms_round_like_the_layers():
 @pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
 @pytest.mark.parametrize(("position", "length"), [(64, 65), (-1, 0), (70, 30), (20, 30), (29, 31)], ids=str)
 def test_nothing_is_written_to_another_row_and_the_result_is_nan(position, length, units, monkeypatch):
-    """The new key must be the last one, and inside the cache."""
+    """The new key must be the last one, and inside the cache. Otherwise, no row is written."""
     splits(monkeypatch, units)
     given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16)
     before = keys.clone(), values.clone()

@@ -26,7 +26,7 @@ def several_splits(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def launches_are_recorded(monkeypatch):
-    """Let emulated recordings contain the launches of interpreted kernels instead of the interpreter's operators."""
+    """Make emulated recordings contain the launches of interpreted kernels, not the interpreter's operators."""
     from triton.runtime.interpreter import GridExecutor
 
     stock = GridExecutor.__call__
@@ -44,7 +44,7 @@ def launches_are_recorded(monkeypatch):
 
 
 def steps(routes):
-    """The operations of attention that were called with one query."""
+    """Returns the attention operations that were called with one query."""
     return {route.operation for route in routes if route.operation in OPERATIONS and route.shapes[0][2] == 1}
 
 
@@ -61,7 +61,7 @@ def test_a_step_of_one_token_is_one_operation(kind, pair):  # noqa: F811
 
 
 def test_other_steps_call_the_operations_one_by_one(pair):  # noqa: F811
-    """The tokens are the same if no kernel serves the operation, and if a norm is stock's."""
+    """The tokens are the same if no kernel serves the operation, and if a norm runs stock code."""
     prepared, stock = pair("qwen3")
     expected = generate(stock)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, ops.recording() as routes:

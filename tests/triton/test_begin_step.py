@@ -1,6 +1,6 @@
 """The start of a decode step in the Triton kernels, compared with PyTorch.
 
-Positions, masks, rows of the cache, token ids and drafts.
+The kernels compute positions, masks, rows of the cache, token ids and drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def begins(
     sources=0,
     header=False,
 ):
-    """The call that begins a step at a position, with a mask of each of these sizes."""
+    """Returns a call that begins a step at this position, with one mask for each of these sizes."""
     offsets = torch.arange(tokens)
     relative = torch.stack([offsets, *[offsets + 1 - base for base in bases], *[offsets - 3] * batch])
     masks = [torch.full((batch, 1, tokens, size), 7).to(dtype) for size in sizes]

@@ -36,7 +36,7 @@ def test_every_kernel_builds(architecture):
     assert {"rms_norm", "act_and_mul", "rope", "matrix_vector"} <= {built["kernel"] for built in builts}
 
 
-def test_the_table_and_the_exit_code():
+def test_build_kernels_prints_a_table_and_exits_with_zero():
     done = build_kernels("norm", "--arch", "gfx942", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -93,7 +93,7 @@ def test_an_instruction_that_the_tests_cannot_execute_is_a_problem(script, archi
     assert judged.problems == (problem,)
 
 
-def test_the_metadata_of_the_assembler_is_read(script):
+def test_the_metadata_in_the_assembly_is_read(script):
     text = """
 \tv_mfma_f32_32x32x8_bf16_1k a[0:15], v[0:1], v[2:3], 0
 \tv_wmma_f32_16x16x16_bf16 v[0:7], v[8:15], v[16:23], v[0:7]

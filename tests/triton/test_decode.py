@@ -346,7 +346,7 @@ def test_a_padded_step_is_served_with_its_mask_or_with_lengths():
 
 @pytest.mark.parametrize("dtype", [torch.bool, USUAL], ids=str)
 def test_a_mask_may_have_one_element_for_all_keys(dtype):
-    """MiniMax's mask of a step has one key, because its first layer has no keys, and SDPA expands it."""
+    """In MiniMax, the mask of a step has one key, because the first layer has no keys. SDPA expands this mask."""
     query, key, value = (random(2, 2, s, 16, dtype=USUAL, seed=s) for s in (1, 9, 10))
     value = value[:, :, :9]
     memory = torch.zeros(2, 1, 1, 64, dtype=dtype)  # the following elements would hide keys

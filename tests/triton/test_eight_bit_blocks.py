@@ -28,7 +28,7 @@ LAPS = 1 if suite.gpu() is None else 9  # in machine code, the loop over K takes
 
 
 def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight whose neighbouring blocks have different scales, so that the use of a wrong scale is detected."""
+    """Returns a weight and its scales. Neighbouring blocks have different scales, so that a wrong scale is detected."""
     weight = random(n, k, dtype=FP32, seed=1) * k**-0.5
     data, scale = quantize_blocks(weight, FP8)
     return data, scale * (1 + torch.arange(scale.numel()).view(scale.shape) % 5)

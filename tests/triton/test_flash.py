@@ -57,7 +57,7 @@ def check(heads, dims, queries, keys, **terms):
 def check_once(
     heads, dims, queries, keys, *, dtype=USUAL, sinks=False, causal=True, window=None, softcap=None, lse=False
 ):
-    """Compare packed sequences with these numbers of queries and keys, and unused rows after the last sequence."""
+    """Compare the kernel with the oracle, for packed sequences of these lengths that are followed by unused rows."""
     (h, kv_heads), (d, value_dim) = heads, dims
     query = random(sum(queries) + 3, h, d, dtype=dtype)
     key = random(sum(keys), kv_heads, d, dtype=dtype, seed=1)

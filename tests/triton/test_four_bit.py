@@ -49,7 +49,7 @@ def test_norm_gate_and_residual_are_fused(m, form):
 
 
 def zero_points(scale: torch.Tensor) -> torch.Tensor:
-    """Zero points 0 … 16. With 16, which GPTQ can store, no number of the group dequantises to 0."""
+    """Returns zero points from 0 to 16. With 16, which GPTQ can store, no number of the group dequantises to 0."""
     return (torch.arange(scale.numel()) % 17).view(scale.shape).to(torch.uint8)
 
 

@@ -49,8 +49,8 @@ def test_every_class_of_rows(m, double, code):
         product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
 
-# The sizes result in runs of 64, 32 and 16, iterations of the loop that are not full, groups longer than a block of
-# runs, and one group per row.
+# The sizes result in runs of 64, 32 and 16, partial iterations of the loop, groups longer than a block of runs, and one
+# group per row.
 @each_scale
 @pytest.mark.parametrize(
     ("k", "group"),
@@ -210,7 +210,7 @@ SIMPLE = {"and.b32": operator.and_, "or.b32": operator.or_, "shl.b32": operator.
 
 
 def _execute(lines: list[str], operands: list[int]) -> list[int]:
-    """Execute PTX with four results."""
+    """Execute PTX instructions. Returns their four results."""
     values = {f"${index}": value for index, value in enumerate([0, 0, 0, 0, *operands])}
     for line in lines:
         name, rest = line.rstrip(";").split(" ", 1)
@@ -226,7 +226,7 @@ def _execute(lines: list[str], operands: list[int]) -> list[int]:
             places = [more[0] >> (4 * byte) & 0xF for byte in range(4)]
             result = int.from_bytes(bytes(stored[place] for place in places), "little")  # 8 … 15 would be an error
         elif name == "lop3.b32":
-            assert more[1] == 0xE4  # c selects bits of a, else of b
+            assert more[1] == 0xE4  # c selects between the bits of a and b
             result = a & more[0] | b & ~more[0]
         else:
             result = SIMPLE[name](a, b)

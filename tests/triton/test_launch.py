@@ -78,7 +78,7 @@ def test_the_second_launch_is_direct(kernel):
     ],
     ids=lambda value: "tensor" if isinstance(value, torch.Tensor) else str(value),
 )
-def test_it_is_recompiled_if_triton_would(kernel, first, second, same):
+def test_a_kernel_is_recompiled_if_triton_would_recompile_it(kernel, first, second, same):
     x = torch.zeros(16)
     for entry in (first, second):
         launch(kernel, (1,), (x, entry), {}, num_warps=4)
@@ -121,7 +121,7 @@ def test_aligned_tensors_of_one_dtype_share_a_key(monkeypatch):
 
 
 @pytest.mark.parametrize(("constants", "num_warps"), [({"DIM": 2}, 4), ({"DIM": 1}, 8)])
-def test_it_is_recompiled_for_other_constants(kernel, constants, num_warps):
+def test_a_kernel_is_recompiled_for_other_constants(kernel, constants, num_warps):
     launch(kernel, (1,), (torch.zeros(16),), {"DIM": 1}, num_warps=4)
     launch(kernel, (1,), (torch.zeros(16),), constants, num_warps=num_warps)
     assert len(kernel.compiled) == 2

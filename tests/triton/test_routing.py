@@ -24,7 +24,7 @@ def test_choose_experts(form, dtype):
         logits, keywords = drawn(tokens, form, dtype, seed=seed)
         logits *= spread
         actual = routed("choose_experts", logits, **keywords)
-        assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score first"
+        assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score is not first"
         check(actual, logits, keywords)
     weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)  # one large score
     assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()

@@ -37,7 +37,7 @@ def test_the_codes_are_those_of_the_library():
     assert CODES["fp4"] == tuple(torch.tensor(checkpoints.CODES["fp4"], dtype=torch.float64).float().tolist())
 
 
-def test_the_order_of_the_numbers():
+def test_pairs_of_numbers_are_unpacked_in_the_librarys_order():
     """The first number of a pair is in the high bits."""
     tensors, _ = NF4.write(torch.randn(16, 128))
     data = tensors["weight"].flatten()

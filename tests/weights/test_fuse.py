@@ -317,7 +317,7 @@ def test_layers_run_one_by_one_if_only_the_input_requires_grad():
         assert project(group, X.clone().requires_grad_()) is None
 
 
-def test_concurrent_first_calls_and_concurrent_invalidation():
+def test_concurrent_first_calls_and_concurrent_invalidation_are_safe():
     for _ in range(20):
         group = copy.deepcopy(make())
         errors, start = [], threading.Barrier(4)

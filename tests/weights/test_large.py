@@ -82,7 +82,7 @@ def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
     assert prepared["load peak"] <= stock["load peak"] + LAYER + SLACK
     assert prepared["saved"] <= stock["saved"] + 0.01 * size
     assert prepared["save peak"] <= stock["save peak"] + LAYER + SLACK
-    # the C library does not return all freed small blocks
+    # the C library does not return all freed small blocks to the kernel
     assert prepared["restored"] <= 1.02 * size
     assert prepared["restore peak"] <= stock["save peak"] + LAYER + SLACK
 

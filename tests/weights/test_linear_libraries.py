@@ -101,5 +101,5 @@ def test_an_unavailable_library_is_an_error(net, switch, monkeypatch):
 
 
 def test_the_installed_pytorch_has_every_library_name():
-    """The setting of the installed PyTorch has a name for every library of hf_rocm."""
+    """The setting of the installed PyTorch has a name for every library that hf_rocm accepts."""
     assert all(blas_backend._name(entry) for entry in blas_backend.LIBRARIES)

@@ -102,7 +102,7 @@ def test_only_plain_linear_layers_are_routed(net):
     assert routes(net, x)[1] == []
 
 
-def test_a_with_block_and_restore_undo_it(net):
+def test_a_with_block_and_restore_undo_the_routing(net):
     x = torch.randn(3, 16)
     with hf_rocm.route_linear(net, force=True):
         assert len(routes(net, x)[1]) == 3

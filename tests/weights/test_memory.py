@@ -87,7 +87,7 @@ def test_a_copy_is_counted(tmp_path):
     assert size(model) <= traffic.change <= traffic.peak <= size(model) * 1.05
 
 
-def test_preparing_adds_nothing_and_peaks_at_one_layer(tmp_path):
+def test_preparing_adds_no_memory_and_peaks_at_one_layer(tmp_path):
     model, traffic = count(lambda model: hf_rocm.prepare(model, force=True), tmp_path, prepared=False)
     assert live(model) == 6
     assert abs(traffic.change) <= size(model) * 0.01
@@ -95,7 +95,7 @@ def test_preparing_adds_nothing_and_peaks_at_one_layer(tmp_path):
     assert abs(stored_bytes(model) - size(model)) <= size(model) * 0.01
 
 
-def test_restoring_adds_nothing_and_peaks_at_one_layer(tmp_path):
+def test_restoring_adds_no_memory_and_peaks_at_one_layer(tmp_path):
     model, traffic = count(hf_rocm.restore, tmp_path, prepared=True)
     assert live(model) == 0
     assert abs(traffic.change) <= size(model) * 0.01
@@ -113,7 +113,7 @@ def test_converting_frees_the_old_blocks(tmp_path):
     model, traffic = count(lambda model: model.bfloat16(), tmp_path, prepared=True)
     assert live(model) == 6
     assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is freed
-    # an old block is freed before the new one is allocated, so the peak includes only its parts in the new dtype
+    # an old block is freed before the new one is allocated, so the peak includes only the parts in the new dtype
     assert traffic.peak <= one_layer(model) / 4
 
 

@@ -182,7 +182,7 @@ def test_dequantize_makes_an_ordinary_model(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_with_another_dtype_of_the_model_the_experts_stay_packed(tmp_path, dtype):
+def test_the_experts_stay_packed_if_the_model_has_another_dtype(tmp_path, dtype):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path, dtype=dtype)
     state = model.state_dict()
@@ -207,7 +207,7 @@ def test_explain_describes_the_format(tmp_path):
     assert "experts in MXFP4" in text and f"2 of {mxfp4.EXPERTS}" in text
 
 
-def test_it_is_not_quantised_again(tmp_path):
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     mxfp4.write(tmp_path)
     with pytest.raises(OptionError, match="already quantised"):
         prepared(tmp_path, quantize="int8")

@@ -22,7 +22,7 @@ def quantized(**arguments):
     return hf_rocm.quantize(models.prepared(), "mxfp4", force=True, **arguments)
 
 
-def test_kernels_numbers_and_memory():
+def test_a_model_in_mxfp4_has_the_expected_kernels_numbers_and_memory():
     model, stock = quantized(), models.build()
     with torch.no_grad(), ops.recording() as routes:
         actual = model(IDS, use_cache=False).logits
@@ -44,7 +44,7 @@ def test_kernels_numbers_and_memory():
     assert_as_good_as_eager(actual, eager, logits(model.double()))
 
 
-def test_restore_dequantize_and_copies():
+def test_a_model_in_mxfp4_can_be_copied_restored_and_dequantised():
     stock = models.build()
     model = quantized(keep="cpu")
     before = logits(model)
@@ -62,7 +62,7 @@ def test_restore_dequantize_and_copies():
     assert weights and all(torch.equal(again.get_submodule(path).weight, weight) for path, weight in weights.items())
 
 
-def test_it_is_loaded_and_saved(tmp_path):
+def test_a_model_in_mxfp4_is_loaded_and_saved(tmp_path):
     models.build().save_pretrained(tmp_path)
     model = hf_rocm.from_pretrained(tmp_path, force=True, quantize="mxfp4")
     assert torch.equal(logits(model), logits(quantized()))

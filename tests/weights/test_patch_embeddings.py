@@ -55,7 +55,7 @@ def products(model, *inputs):
 
 
 def strides(tensor):
-    """Strides of the dims with more than one element."""
+    """Returns the strides of the dims with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -243,7 +243,7 @@ def test_hooks_run():
     assert seen and routes
 
 
-def test_calls_that_stay_stock():
+def test_unsupported_calls_stay_stock():
     model, pixels = served()
     stock, _ = built("image")
     assert torch.equal(products(model, pixels[0])[0], stock(pixels[0]))
@@ -272,7 +272,7 @@ def test_without_force_a_model_on_the_cpu_stays_stock(monkeypatch):
     assert torch.equal(prepared, expected) and not routes
 
 
-def test_copies_pickles_and_restore():
+def test_copies_and_pickles_work_and_can_be_restored():
     model, pixels = built("image")
     before = dict(model.proj.__dict__)
     expected = model(pixels)
@@ -295,7 +295,7 @@ def test_copies_pickles_and_restore():
     assert not instance_forward.is_attached(thawed.proj)  # the unpickled module has the stock forward as an attribute
 
 
-def test_preparing_again_and_explain():
+def test_preparing_again_changes_nothing_and_explain_names_the_convolution():
     model, _ = served()
     hf_rocm.prepare(model, force=True)
     assert patch_embeddings.in_force(model) == ["proj"]
@@ -308,7 +308,7 @@ def test_preparing_again_and_explain():
     assert "proj" in line and "its own forward" in line
 
 
-def test_it_compiles():
+def test_a_prepared_convolution_compiles_into_one_graph():
     model, pixels = served("frames")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -39,7 +39,7 @@ def test_loading_reads_nothing_and_the_first_call_fuses(fresh, stock):
     assert blocks(fresh) == GROUPS
 
 
-def test_preparing_again_keeps_them_pending_and_restoring_keeps_the_mapped_file(fresh, stock):
+def test_preparing_again_keeps_groups_pending_and_restoring_keeps_the_mapped_file(fresh, stock):
     before = addresses(fresh)
     hf_rocm.prepare(fresh, force=True)
     assert pending(fresh) == GROUPS and addresses(fresh) == before
@@ -72,7 +72,7 @@ def test_writes_to_a_kept_state_dict_reach_the_model(fresh):
     follows(fresh, GROUPS, twin=twin)
 
 
-def test_calls_with_gradients_keep_them_pending(fresh, stock):
+def test_calls_with_gradients_keep_groups_pending(fresh, stock):
     for entry in (fresh, stock):
         entry(IDS, labels=IDS, use_cache=False).loss.backward()
     assert pending(fresh) == GROUPS
@@ -123,7 +123,7 @@ def test_a_model_that_only_runs_compiled_is_fused_after_a_call(fresh, stock):
     torch._dynamo.reset()
 
 
-def test_without_a_page_map_they_are_fused_when_they_are_loaded(checkpoint, monkeypatch):
+def test_without_a_page_map_groups_are_fused_while_loading(checkpoint, monkeypatch):
     monkeypatch.setattr(mmap_pages, "_PAGEMAP", "/nowhere")
     fresh = hf_rocm.from_pretrained(checkpoint, force=True)
     assert blocks(fresh) == GROUPS

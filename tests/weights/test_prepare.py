@@ -206,7 +206,7 @@ def test_without_rocm_the_model_stays_stock_and_one_line_is_logged(stock, caplog
 
 @pytest.mark.parametrize("environment", ["0", "1"])
 @pytest.mark.parametrize("rocm", [False, True])
-def test_the_machine_the_environment_and_the_argument_decide(stock, monkeypatch, environment, rocm):
+def test_machine_environment_and_argument_decide_whether_a_model_is_prepared(stock, monkeypatch, environment, rocm):
     monkeypatch.setattr(preparing, "is_rocm", lambda: rocm)
     monkeypatch.setenv("HF_ROCM_FORCE", environment)
     assert not traces(hf_rocm.prepare(stock, force=False))

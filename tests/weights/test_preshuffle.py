@@ -40,7 +40,7 @@ def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
     serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # unfused layers run in PyTorch, as without copies
 
 
-def test_in_place_needs_no_memory_and_serves_any_number_of_rows(machine):
+def test_shuffling_in_place_needs_no_memory_and_serves_any_number_of_rows(machine):
     machine(threshold=0)
     stock = build()
     before = {name: (id(p), p.nbytes) for name, p in stock.named_parameters()}

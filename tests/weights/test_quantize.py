@@ -365,7 +365,7 @@ class TestFourBits:
         kernels = {kernel.situation: kernel.kernel for kernel in hf_rocm.explain(model).kernels}
         assert kernels["q_proj + k_proj + v_proj, 128 × 64"] == "dequantize, F.linear"
 
-    def test_restore_dequantize_and_copies(self, stock, tmp_path):
+    def test_a_model_in_four_bits_can_be_copied_restored_and_dequantised(self, stock, tmp_path):
         model = models.prepared()
         hf_rocm.quantize(model, "int4-g32", force=True, keep="cpu")
         before = logits(model)

@@ -135,7 +135,7 @@ class TestAfterwards:
         attention.k_proj = nn.Linear(64, 32, bias=False)
         assert group_of(attention) is None and torch.isfinite(logits(model)).all()
 
-    def test_its_blocks_compile_into_one_graph(self):
+    def test_quantised_blocks_compile_into_one_graph(self):
         """The test compiles only blocks, because the mask code of transformers 4.x can't be compiled into one graph."""
         model = quantized("fp8")
         mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
@@ -152,13 +152,13 @@ class TestAfterwards:
         for one, other in zip(actual, expected, strict=True):
             assert torch.equal(one, other)
 
-    def test_it_generates(self):
+    def test_a_quantised_model_generates(self):
         model = quantized("int8")
         output = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
         again = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, use_cache=False)
         assert output.shape == (2, 11) and torch.equal(output, again)
 
-    def test_preparing_it_again_changes_nothing(self):
+    def test_preparing_a_quantised_model_again_changes_nothing(self):
         model = quantized()
         expected = logits(model)
         hf_rocm.prepare(model, force=True)

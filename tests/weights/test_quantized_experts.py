@@ -71,7 +71,7 @@ def experts_of(model):
 
 
 def equal_states(model, other):
-    """Whether two models have equal state dicts."""
+    """Returns whether two models have equal state dicts."""
     state, wanted = model.state_dict(), other.state_dict()
     return state.keys() == wanted.keys() and all(torch.equal(state[key], value) for key, value in wanted.items())
 
@@ -117,7 +117,7 @@ def test_experts_are_rounded_to_the_nearest_numbers_and_take_less_memory(name):
 
 
 @each_model
-def test_restore_and_dequantize(name):
+def test_restore_and_dequantize_return_ordinary_experts(name):
     stock = build(name)
     model = hf_rocm.prepare(build(name), force=True)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -147,7 +147,7 @@ def test_restore_and_dequantize(name):
 
 
 @each_model
-def test_state_dicts_copies_and_dtypes(name):
+def test_state_dicts_copies_and_dtypes_are_supported(name):
     model = quantized(name, torch.bfloat16)
     expected, state = logits(model), {key: value.clone() for key, value in model.state_dict().items()}
     assert state.keys() == build(name).state_dict().keys() and {value.dtype for value in state.values()} == {
@@ -175,7 +175,7 @@ def test_state_dicts_copies_and_dtypes(name):
 
 
 @each_model
-def test_it_is_loaded_and_saved(name, tmp_path):
+def test_quantised_experts_are_loaded_and_saved(name, tmp_path):
     stock = build(name)
     stock.save_pretrained(tmp_path / "stock")
     model = hf_rocm.from_pretrained(tmp_path / "stock", force=True, quantize="mxfp4", attn_implementation="eager")
@@ -199,7 +199,7 @@ def test_the_order_of_prepare_and_quantize_does_not_matter(name):
     assert torch.equal(logits(hf_rocm.prepare(unprepared, force=True)), expected)
 
 
-def test_explain():
+def test_explain_lists_the_quantised_experts():
     text = hf_rocm.explain(quantized()).details()
     assert "mxfp4_experts" in text and "2 of 6, 64 × 96" in text and "in mxfp4 (e2m1 in blocks of 32)" in text
 

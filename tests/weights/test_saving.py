@@ -49,7 +49,7 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
 
 
-def test_save_model_of_safetensors(model, stock, tmp_path):
+def test_save_model_of_safetensors_writes_the_same_weights_as_stock(model, stock, tmp_path):
     safetensors.torch.save_model(model, tmp_path / "model.safetensors")
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in stock.state_dict().items())

@@ -18,7 +18,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def two():
-    """Two models that share memory, as after `load_state_dict(assign=True)`."""
+    """Returns two models that share memory, as after `load_state_dict(assign=True)`."""
     one, other = models.build(), models.build()
     other.load_state_dict(one.state_dict(), assign=True)
     return one, other
@@ -30,7 +30,7 @@ def addresses(model):
 
 @pytest.mark.parametrize("prepared", [0, 1])
 @pytest.mark.parametrize("written", [0, 1])
-def test_a_write_reaches_both(prepared, written):
+def test_a_write_to_one_model_reaches_both(prepared, written):
     pair = two()
     hf_rocm.prepare(pair[prepared], force=True)
     assert addresses(pair[0]) == addresses(pair[1]) and live(pair[prepared]) == 0
@@ -44,7 +44,7 @@ def test_a_write_reaches_both(prepared, written):
     assert reason in pair[prepared].__dict__["_hf_rocm_report"]["skipped"].values()
 
 
-def test_a_training_step_of_one_reaches_the_other():
+def test_a_training_step_of_one_model_reaches_the_other():
     prepared, other = two()
     hf_rocm.prepare(prepared, force=True)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -85,7 +85,7 @@ def listed_experts(model):
 
 def test_stacked_experts_are_not_moved_either():
     if not listed_experts(make("mixtral")):
-        pytest.skip("this release keeps the experts of an MoE block in stacked parameters, which nothing moves")
+        pytest.skip("this release keeps the experts of an MoE block in stacked parameters, which are never moved")
     prepared, other = make("mixtral"), make("mixtral")
     other.load_state_dict(prepared.state_dict(), assign=True)
     hf_rocm.prepare(prepared, force=True)

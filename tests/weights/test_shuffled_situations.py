@@ -1,4 +1,4 @@
-"""A model with shuffled weights uses its current weights after a change that PyTorch counts, or after `prepare`."""
+"""A model with shuffled weights uses its current weights after every detectable change, or after `prepare`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_write_takes_effect(either, write, which):
         else:
             linear.load_state_dict({"weight": new.clone()}, assign=True)
     if write == "data" and account(either)["threshold"]:
-        # PyTorch does not count writes through .data, so preparing again compares the values and updates the copy
+        # a write through .data does not change the version, so preparing again compares the values and updates the copy
         hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert torch.equal(either.state_dict()[f"{which}.weight"], new)
     eager = build()

@@ -51,7 +51,7 @@ def _other_weights(model):
 
 
 @pytest.mark.parametrize(("assign", "groups"), [(False, GROUPS), (True, 0)])
-def test_load_state_dict(model, assign, groups):
+def test_load_state_dict_takes_effect(model, assign, groups):
     before = logits(model)
     model.load_state_dict(_other_weights(model), assign=assign)
     follows(model, groups)
@@ -60,7 +60,7 @@ def test_load_state_dict(model, assign, groups):
     follows(model, GROUPS)
 
 
-def test_in_place_writes(model):
+def test_in_place_writes_take_effect_and_keep_the_groups(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -300,7 +300,7 @@ def test_disk_offload_runs_without_fused_blocks(model, tmp_path):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_device_map_of_two_entries_is_still_fused(stock, before):
+def test_a_model_with_a_device_map_of_two_entries_is_still_fused(stock, before):
     """With one entry, accelerate adds no hooks. With two, it adds one to every layer, although nothing is moved."""
     if before:
         hf_rocm.prepare(stock, force=True)
@@ -384,7 +384,7 @@ def _offloaded(checkpoint, folder):
 
 
 @pytest.mark.parametrize("where", [_one_device, _hooked, _offloaded])
-def test_loaded_with_a_device_map(checkpoint, stock, tmp_path, where):
+def test_a_model_loaded_with_a_device_map_equals_stock(checkpoint, stock, tmp_path, where):
     arguments, groups = where(checkpoint, tmp_path / "offloaded")
     loaded = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
     torch.testing.assert_close(logits(loaded), logits(stock))

@@ -135,7 +135,7 @@ def test_copies_pickles_and_moves_keep_the_stored_bytes(tmp_path, case):
 
 @few_cases
 def test_a_state_dict_of_the_same_format_is_loaded(tmp_path, case):
-    """Load another state dict of the same format. A tensor of the wrong size, a missing and an extra one are errors."""
+    """Another state dict of the same format is loaded. Missing, unexpected and wrongly sized tensors are errors."""
     checkpoints.write(tmp_path / "one", case, attention_bias=True)
     model = hf_rocm.from_pretrained(tmp_path / "one", force=True)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -217,7 +217,7 @@ def test_layers_of_unsupported_sizes_use_dequantised_weights(tmp_path):
     assert "as in the checkpoint" in str(hf_rocm.explain(model))
 
 
-def test_it_is_not_quantised_again(tmp_path):
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     checkpoints.write(tmp_path, checkpoints.CASES[0])
     with pytest.raises(OptionError, match="already quantised"):
         hf_rocm.from_pretrained(tmp_path, force=True, quantize="int8")

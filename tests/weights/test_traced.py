@@ -40,13 +40,13 @@ def check(run, group):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_one_graph_serves_every_change_of_the_weights(backend, bias):
+def test_one_graph_stays_correct_after_every_change_to_the_weights(backend, bias):
     group = Group(16, 8, 4, bias=bias)
     fuse.fuse(group, group.names)
     run, counter = compiled(group, backend)
 
     def fused_rows():
-        """The numbers of rows of the weights in all calls of `linear`."""
+        """Returns the number of rows of the weight in every call of `linear`."""
         with ops.recording() as routes:
             check(run, group)
         return [route.shapes[1][0] for route in routes if route.operation == "linear"]
@@ -143,7 +143,7 @@ def test_autocast_inside_a_graph_applies():
         assert [part.dtype for part in run(X)] == [torch.bfloat16] * 2
 
 
-def test_one_graph_serves_dynamic_shapes():
+def test_one_graph_supports_dynamic_shapes():
     group = Group(16, 8)
     fuse.fuse(group, group.names)
     run = torch.compile(group, backend="aot_eager", fullgraph=True, dynamic=True)

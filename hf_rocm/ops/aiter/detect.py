@@ -2,7 +2,7 @@
 
 `aiter` on PyPI is an unrelated package; AMD's package is `amd-aiter`. They are distinguished by their files. Importing
 AMD's package runs executables and may compile, and without ROCm it raises RuntimeError. So it is imported lazily and
-once, and a failure is remembered.
+only once, even if the import fails.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
     if loaded.unchecked and not _named():
         return (
             f"{loaded.name} is newer than {NEWEST_AITER}, the last release that hf_rocm's calls were checked with "
-            "(HF_ROCM_TIER=aiter, or USE_AITER_ATTENTION, _GEMM or _MOE=1, uses it)"
+            "(to use it anyway, set HF_ROCM_TIER=aiter, or USE_AITER_ATTENTION, _GEMM or _MOE to 1)"
         )
     if radeon and not loaded.at_least(LISTS_RADEON):
         return f"aiter supports {device.arch} from {LISTS_RADEON} on, but this is {loaded.name}"

@@ -183,7 +183,7 @@ _END_TO_END = "ms per token, end to end through generate"
 def _scales(panels: Sequence[Panel]) -> list[float]:
     """Return, for each panel, the time in milliseconds that spans its full width.
 
-    It is the largest time of the panels of one kind, unless some bars would then be too short to read.
+    This is the largest time in all panels of the same kind, unless some bars would then be too short to read.
     """
     longest = [max([panel.floor or 0.0, *(max(bar.value, bar.high) for bar in panel.bars)]) for panel in panels]
     scales = []

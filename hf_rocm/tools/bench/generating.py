@@ -51,10 +51,10 @@ class _FirstFewLogits:
 
 
 def generate(side: Side, ids: Tensor, case: Case) -> Generated:
-    """Generate exactly `case.new` tokens greedily, and then the first token alone with the same maximum length.
+    """Time the greedy generation of exactly `case.new` tokens, and then of the first token alone.
 
-    The device is idle at the beginning and at the end of both timings. The time per later token is the difference
-    between the two times, divided by the number of later tokens.
+    Both calls have the same maximum length, and the device is idle at the beginning and at the end of each. The time
+    per later token is the difference between the two times, divided by the number of later tokens.
     """
     device = ids.device
     whole = timed(lambda: call(side, ids, case.new), device)
@@ -65,7 +65,10 @@ def generate(side: Side, ids: Tensor, case: Case) -> Generated:
 
 
 def generate_once(side: Side, ids: Tensor, case: Case) -> Generated:
-    """`generate` in a single call, for the first call of a process. Its logits processor changes the later steps."""
+    """Like `generate`, but with a single call, to time the first call of a process.
+
+    A logits processor records the time of the first token, and changes how the later steps run.
+    """
     clock = _FirstLogits(ids.device)
     began = now(ids.device)
     call(side, ids, case.new, logits_processor=[clock])

@@ -84,7 +84,7 @@ def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, si
 
 
 def summarise(title: str, work: Sequence[Work], steps: int) -> Profile:
-    """Sum the times of kernels and gaps. If kernels overlap, the time that they share is counted as busy only once."""
+    """Sum the times of each kernel, and list the longest gaps. Time in which kernels overlap counts as busy once."""
     kernels: dict[str, tuple[int, float]] = {}
     busy, gaps, last = 0.0, [], None
     for event in sorted(work, key=lambda event: event.start):

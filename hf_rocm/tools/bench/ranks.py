@@ -33,7 +33,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 SIDES = (STOCK, UNCAPTURED, PREPARED)
 _ALIKE = ("Mismatch", "RankError")  # errors that all ranks raise if one rank raises them
 _PAUSE = 0.05
-_GRACE = 60.0  # seconds in which the other ranks must end after the first one has ended
+_GRACE = 60.0  # seconds within which the other ranks must end after the first one has ended
 _CHILD = """
 from hf_rocm.tools.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))

@@ -29,8 +29,8 @@ class Floor(NamedTuple):
 def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: float = 0.0) -> Floor:
     """Return the lower bound of one unit of a case: one token per row in decoding, else the whole forward pass.
 
-    ranks: the number of ranks that share the weights and heads of the model. exchange: the time in
-    seconds in which a rank sends its messages.
+    ranks: the number of ranks that share the weights and heads of the model. exchange: the time in seconds that a rank
+    takes to send its messages.
     """
     read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
     memory, products = read / rates.copy, flops / rates.matmul

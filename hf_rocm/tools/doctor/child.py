@@ -129,7 +129,7 @@ TASKS: dict[str, Callable[[Diary], None]] = {
 
 
 def _flag(torch: Any, name: str) -> object:
-    """Set a flag to its own value and return that value; if this build lacks the flag, return the error's text."""
+    """Set a flag to its current value and return it; if this build lacks the flag, return the error's text."""
     owner, attribute = torch, name
     try:
         *path, attribute = name.split(".")

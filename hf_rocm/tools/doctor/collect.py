@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 def collect(machine: Machine, *, model: str | None = None, progress: Progress | None = None) -> Facts:
     """Collect all facts. `import torch` and `import aiter` take most of the time, and run in parallel.
 
-    torch is not imported unless it was built for ROCm, since it could not use the GPU.
+    torch is imported only if it was built for ROCm, since other builds can't use the GPU.
     """
     system = machine.system
     environment = dict(machine.environment)

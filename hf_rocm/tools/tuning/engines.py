@@ -103,7 +103,7 @@ def tune(shapes: Sequence[Gemm], gpu: Gpu, release: Release, *, progress: Progre
 
 
 def _run(line: list[str], folder: Path, tuned: Path, log: Path, total: int, progress: Progress | None) -> int:
-    """Run the tuner in its own process group, so that all its workers are stopped with it."""
+    """Run the tuner in its own process group, so that all its workers are stopped with it. Returns its exit code."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             line,

@@ -118,7 +118,7 @@ def enabled(*, force: bool) -> bool:
 def check_enabled(*, force: bool, enabled_by: str = "force=True") -> None:
     """Raise `VerifyError` if there is nothing to verify, because the ROCm path is neither enabled nor forced.
 
-    enabled_by: how the caller's user forces it.
+    enabled_by: the option that forces the ROCm path, as it appears in the hint.
     """
     if not enabled(force=force):
         raise VerifyError(

@@ -53,8 +53,8 @@ def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
     if alone_is_off:
         return f"stock is wrong even without padding: attention {name!r} differs from eager (does it drop sinks?)"
     if not together.finite:
-        return f"stock is not finite with padding: attention {name!r} computes rows that see no key"
-    return "stock is wrong only with padding: rows use the positions of other rows (a rotary kernel?), or see padding"
+        return f"stock is not finite with padding: attention {name!r} computes rows without a visible key"
+    return "stock is wrong only with padding: rows use the positions of other rows (a rotary kernel?), or read padding"
 
 
 def _shortest_first(step: Step) -> Step:

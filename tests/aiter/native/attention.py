@@ -24,7 +24,10 @@ def attend(
     cap: float = 0.0,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped attention of [B, S, H, D] in fp32, aligned bottom-right. Returns (output, log-sum-exp [B, H, S_q])."""
+    """Grouped-query attention of [B, S, H, D] in fp32, aligned bottom-right.
+
+    Returns (output, log-sum-exp [B, H, S_q]).
+    """
     how = broken(name)
     s_q, s_k, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if causal:

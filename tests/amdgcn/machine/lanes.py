@@ -66,8 +66,8 @@ def dpp_enabled(c: Compiling) -> np.ndarray:
 class Dpp:
     """The first source of a DPP instruction, and the lanes that it writes.
 
-    If the source lane does not exist or is inactive, the lane reads 0 with bound_ctrl and is not written without it.
-    With fi, inactive source lanes are read.
+    If the source lane does not exist or is inactive, the lane reads 0 with bound_ctrl; without bound_ctrl, it is not
+    written. With fi, inactive source lanes are read.
     """
 
     def __init__(self, c: Compiling) -> None:

@@ -27,7 +27,7 @@ class Report:
 
     reached: the indices of the instructions that were executed. instructions: number of executed wave instructions.
     bytes_requested: number of bytes that the lanes of vector instructions load and store in global memory.
-    bytes_needed: number of distinct bytes that are loaded or stored in global memory, without the arguments.
+    bytes_needed: number of distinct bytes that are loaded or stored in global memory, excluding the arguments.
     written: for the address of every writable buffer, which bytes were written.
     """
 

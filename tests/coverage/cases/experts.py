@@ -48,7 +48,7 @@ CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
 
 
 def moe_classes(name: str, new: str = "Experts") -> dict[str, str]:
-    """Experts are lists of modules up to 4.57, and stacked parameters in later releases."""
+    """The `experts` of a case. Experts are lists of modules up to 4.57, and stacked parameters in later releases."""
     return {"5.0": f"{name}SparseMoeBlock", "99": f"{name}{new}"}
 
 

@@ -95,7 +95,8 @@ class Driver:
     def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
         """Run the command once on each site, with the fault at call number `place` of this name.
 
-        strace attaches to a process that has already imported everything, so earlier calls are not counted.
+        strace attaches to a process that has already imported everything, so earlier calls are not counted. Returns the
+        statuses of the runs, as returned by waitpid.
         """
         what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
         lead = max(place for place, _ in places) + FEW

@@ -111,7 +111,7 @@ def test_04_all_files_are_written_or_none(farm: Farm, command: Callable[..., obj
     except OverlayError as error:
         assert str(file) in error.facts["file"]
     changed = fingerprint(site.path) != before
-    assert changed == (what == "missing" and command is uninstall), "a missing file has nothing to uninstall"
+    assert changed == (what == "missing" and command is uninstall), "only uninstall may write, if the file is missing"
 
 
 def test_09_a_second_run_writes_nothing(farm: Farm) -> None:
@@ -150,7 +150,7 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
         for path in [site.path, *site.path.rglob("*")]:
             os.chown(path, 65534, 65534)
     elif which == "owner" and os.geteuid() != 0:
-        pytest.skip("not run: needs root, whose folders the command can't write to as another user")
+        pytest.skip("not run: needs root, to run the command as a user who doesn't own the folders")
     closed = [site.model("llama").parent] if which == "one folder" else [site.root, *site.root.rglob("*")]
     for path in closed:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -202,7 +202,7 @@ def test_20_mode_is_kept_whatever_the_umask(farm: Farm, mode: int, umask: int) -
         os.umask(previous)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root")
 def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     site = farm("one")
     folder, file = site.model("bert").parent, site.model("bert")

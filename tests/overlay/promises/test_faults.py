@@ -37,7 +37,7 @@ class Trial:
         assert self.contents(watched) == self.after
 
     def strike_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
-        """Run the command once per system call, with the fault at that call."""
+        """Run the command once per system call, with the fault at that call. Returns (call, site, status) per run."""
         struck = []
         for name in sorted({call.name for call in self.calls}):
             numbers = [call.number for call in self.calls if call.name == name]

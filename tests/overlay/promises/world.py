@@ -47,7 +47,11 @@ def make_wheel(folder: Path, version: str = VERSION, *, note: bytes = b"") -> Pa
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment. tool: the package manager that manages it."""
+    """A virtual environment.
+
+    wheels: the folder from which packages are installed. tool: the package manager, uv or pip. link_mode: how uv
+    installs files from its cache.
+    """
 
     path: Path
     wheels: Path

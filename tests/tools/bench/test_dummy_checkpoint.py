@@ -56,7 +56,7 @@ def test_the_file_gets_the_values_that_a_rank_would_get(dtype, tmp_path):
         assert one.dtype == dtype and torch.equal(one, other), path
 
 
-def test_it_takes_hardly_any_disk_space(tmp_path):
+def test_a_dummy_checkpoint_takes_little_disk_space(tmp_path):
     dummy_checkpoint.write(tmp_path, "small", dtype=torch.bfloat16)
     result = (tmp_path / dummy_checkpoint.MATRICES).stat()
     assert result.st_size > 7_000_000 and result.st_blocks * 512 < 200_000

@@ -243,7 +243,7 @@ def test_a_path_without_readable_files_is_an_error(tmp_path):
         check(tmp_path)
 
 
-def test_macros_of_the_project_for_warp_functions_are_recognised(tmp_path):
+def test_a_projects_own_macros_for_warp_functions_are_recognised(tmp_path):
     (tmp_path / "a.cu").write_text("x += __shfl_xor_sync(0xffffffff, x, 16);\n")
     (tmp_path / "compat.cuh").write_text("#define __shfl_xor_sync(m, v, l) __shfl_xor(v, l)\n")
     assert check(tmp_path).findings == ()

@@ -30,7 +30,7 @@ def given():
     return Path(os.environ[VARIABLE])
 
 
-def test_without_rows_of_the_user_aiters_configuration_is_unchanged(fake_aiter, own_cache):
+def test_without_user_rows_aiters_configuration_is_unchanged(fake_aiter, own_cache):
     fake_aiter("0.1.20", row(LAYOUT))
     active.before_import()
     assert VARIABLE not in os.environ and not own_cache.exists()
@@ -120,7 +120,7 @@ def test_a_damaged_file_of_hf_rocm_or_aiter_is_a_warning(fake_aiter, tmp_path, m
     assert rows_of(given()) == [(8, "mine"), (7, "good")]
 
 
-def test_a_missing_gfx_column_of_the_user_is_filled_in(fake_aiter, tmp_path, monkeypatch):
+def test_a_missing_gfx_column_in_the_users_table_is_filled_in(fake_aiter, tmp_path, monkeypatch):
     fake_aiter("0.1.20")
     old = layout_of("0.1.12")
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(old, row(old, kernelName="mine")))))

@@ -73,9 +73,9 @@ def test_every_gemm_is_run_and_the_results_are_saved(monkeypatch, tmp_path):
     assert tunable.variables(file)["PYTORCH_TUNABLEOP_FILENAME"] == str(file)
 
 
-def test_without_rocm_it_is_an_error(tmp_path):
+def test_tuning_without_rocm_is_an_error(tmp_path):
     if torch.version.hip is not None:
-        pytest.skip("this is ROCm")
+        pytest.skip("this torch is a ROCm build")
     with pytest.raises(TuningError, match="needs an AMD GPU under ROCm"):
         tunable.tune([], tmp_path / "t.csv")
 

@@ -28,7 +28,7 @@ def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
 
 
 def top_left(query, key, value, *, mask, **terms):
-    """Align the causal mask at the first key, so that a query on a filled cache sees too few keys."""
+    """Align the causal mask with the first key, so that a query on a filled cache attends to too few keys."""
     s_q, s_k = query.shape[2], key.shape[2]
     seen = torch.ones(s_q, s_k, dtype=torch.bool, device=query.device).tril()
     mask = None if s_q == s_k else torch.where(seen, 0.0, torch.finfo(query.dtype).min).to(query.dtype)[None, None]

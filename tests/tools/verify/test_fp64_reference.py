@@ -33,7 +33,7 @@ def test_only_one_block_at_a_time_is_widened_and_all_are_restored(dtype, build):
 
 
 def test_the_reference_is_as_accurate_as_a_float64_model(build):
-    """They differ by a few fp32 rounding steps, because only the reference computes norms in float64 too."""
+    """The results differ by a few fp32 rounding steps, because only the reference computes norms in float64 too."""
     model = build("llama")
     with torch.no_grad(), Subject(model).reference():
         actual = model(input_ids=tokens(1, 5)).logits

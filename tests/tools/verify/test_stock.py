@@ -1,4 +1,4 @@
-"""The check of stock transformers detects and names injected stand-ins for three of its faults on AMD GPUs."""
+"""The check of stock transformers detects and names three known faults of stock on AMD GPUs, which are injected."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_an_unserved_model_is_refused(build, monkeypatch):
     assert "route_linear" not in refused.value.hint
 
 
-def test_for_a_model_without_an_overlay_the_error_says_what_can_be_done():
+def test_the_error_for_a_model_without_an_overlay_has_a_hint():
     config = transformers.GPTNeoConfig(
         vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]
     )

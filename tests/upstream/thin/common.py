@@ -101,5 +101,5 @@ def classes(model_type, mappings):
 
 
 def ids(*shape, low=3, high=99):
-    """Random token ids without special tokens."""
+    """Returns random token ids without special tokens."""
     return torch.tensor([generator.randrange(low, high) for _ in range(torch.Size(shape).numel())]).reshape(shape)

@@ -47,6 +47,6 @@ class SiglipVisionModelTest(EncoderTest, unittest.TestCase):
     all_model_classes = (SiglipVisionModel,)
     test_resize_embeddings = False
 
-    @unittest.skip("its input embeddings are a convolution")
+    @unittest.skip("the input embeddings of this model are a convolution")
     def test_model_get_set_embeddings(self):
         pass

@@ -113,12 +113,9 @@ def layouts_with(columns: tuple[str, ...]) -> list[Layout]:
 
 
 def releases_of(layouts: list[Layout]) -> str:
-    """The releases with these consecutive layouts, for messages, such as `0.1.7.post3 up to 0.1.12.post2`.
-
-    The second release is the first one without them.
-    """
+    """The releases with these consecutive layouts, for messages, such as `>=0.1.7.post3,<0.1.12.post2`."""
     after = LAYOUTS[LAYOUTS.index(layouts[-1]) + 1 :]
-    return f"{layouts[0].since} up to {after[0].since}" if after else f"{layouts[0].since} and later"
+    return f">={layouts[0].since},<{after[0].since}" if after else f">={layouts[0].since}"
 
 
 def libraries(release: str) -> frozenset[str]:

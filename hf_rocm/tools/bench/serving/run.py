@@ -31,7 +31,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
 _WATCH = 0.2  # seconds between two checks of the server's process
-_GRACE = 2.0  # seconds in which a process must end after it has closed its connections
+_GRACE = 2.0  # seconds within which a process must end after it has closed its connections
 _DURING = "while it answered requests"
 
 T = TypeVar("T")

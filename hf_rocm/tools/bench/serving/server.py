@@ -87,7 +87,7 @@ class Server:
 
 
 def check() -> None:
-    """Raise `OptionError` if this transformers can't serve completions, or if packages that it needs are missing."""
+    """Raise `OptionError` if the installed transformers can't serve completions, or if packages for it are missing."""
     import transformers
 
     missing = [name for name in NEEDS if find_spec(name) is None]

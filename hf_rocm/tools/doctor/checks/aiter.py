@@ -100,7 +100,7 @@ def _mend(error: str, here: Aiter) -> str:
     if "undefined symbol" in error or "has no attribute" in error:
         return _clear(here.cache) if here.cache else GET
     if "ROCm version file" in error or "rocminfo" in error or "hipconfig" in error:
-        return "fix the problem with the tools above: aiter reads ROCm's version and runs rocminfo"
+        return "fix what the checks rocm, rocminfo and tools report: aiter reads ROCm's version and runs rocminfo"
     if "No module named" in error:
         missing = error.rsplit("No module named", 1)[1].strip(" '\"").split(".")[0]
         return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else GET

@@ -30,7 +30,9 @@ def driver(facts: Facts) -> Iterator[Finding]:
 
 def _no_gpu(facts: Facts) -> Finding:
     """Report a problem, or only a warning if the user forces the ROCm path without a GPU."""
-    what = "no AMD GPU: " + ("the GPU here is NVIDIA's" if facts.nvidia else "no such card on the PCI bus, no /dev/kfd")
+    what = "no AMD GPU: " + (
+        "this machine has an NVIDIA GPU" if facts.nvidia else "no such card on the PCI bus, no /dev/kfd"
+    )
     if facts.set("HF_ROCM_FORCE") == "1":
         return warning(
             "gpu",
@@ -55,14 +57,14 @@ def _no_kfd(facts: Facts) -> Finding:
         }.get(facts.container, f"start it with: {facts.container} run {PASS_ON} …")
         return problem(
             "driver",
-            f"an AMD GPU is in this machine, but /dev/kfd is not in this container ({facts.container})",
+            f"this machine has an AMD GPU, but this container ({facts.container}) has no /dev/kfd",
             means="the GPU was not passed to the container; torch sees none and runs on the CPU",
             fix=fix,
         )
     if not facts.driver.loaded:
         return problem(
             "driver",
-            "an AMD GPU is in this machine, but its kernel driver (amdgpu) is not loaded",
+            "this machine has an AMD GPU, but the kernel driver (amdgpu) is not loaded",
             means="nothing can use the GPU",
             fix="sudo modprobe amdgpu; if that fails, install the driver (sudo apt install amdgpu-dkms, from AMD's "
             "repository) and reboot",

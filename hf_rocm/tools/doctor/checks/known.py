@@ -81,7 +81,7 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
 def graph_events(facts: Facts) -> Iterator[Finding]:
     """Report the recorded replays on this machine that differed from uncaptured steps.
 
-    Replays with another release of torch and another amdgpu driver are no warning, because the fault is in one of them.
+    Events with a different torch and a different amdgpu driver cause no warning, because the fault is in one of them.
     """
     here = [event for event in facts.graph_events if _concerns(event, facts)]
     others = [event for event in facts.graph_events if event not in here]

@@ -64,7 +64,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "several",
             f"{together} ranks on this machine, but each sees only {seen}",
-            means="several would use one GPU, which RCCL refuses (Duplicate GPU detected)",
+            means="several ranks would use the same GPU, which RCCL refuses (Duplicate GPU detected)",
             fix=f"torchrun --nproc-per-node {count} …" + (f", or unset {_names(hidden)}" if hidden else ""),
         )
     elif local.isdecimal() and int(local) >= count:

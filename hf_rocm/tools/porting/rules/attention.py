@@ -22,7 +22,7 @@ EXPANDED = Rule(
     Severity.WARNING,
     "key and value heads are copied once for each query head before attention: every decode step has the memory "
     "traffic that grouped heads are meant to avoid",
-    "pass them as they are, with enable_gqa=True; aiter's and hf_rocm's attention take grouped heads too",
+    "pass them as they are, with enable_gqa=True; aiter's and hf_rocm's attention accept grouped heads too",
 )
 
 NAMED = Rule(

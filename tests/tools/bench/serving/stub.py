@@ -127,7 +127,7 @@ class Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler]]:
-    """Run a server in a thread. Yields its handler class, with the port."""
+    """Run a server in a thread. Yields its handler class, whose attribute `port` is the server's port."""
     handler = type("OneHandler", (Handler,), {"fault": fault, "after": after, "lock": threading.Lock()})
     server = Quiet(("127.0.0.1", 0), handler)
     handler.port = server.server_address[1]
@@ -142,7 +142,10 @@ def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler
 
 
 def main(fault: str = "", after: str = "0", other: str = "", child: str = "") -> None:
-    """Run as a process: listen, and print uvicorn's message. child: a file for the id of a new child process."""
+    """Run a server in this process, and print uvicorn's message.
+
+    fault, after, other: as in `Handler`. child: start a child process, and write its id to this file.
+    """
     if child:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(child, "w") as file:  # noqa: PTH123

@@ -53,7 +53,7 @@ def test_a_client_that_leaves_disconnects_after_half_of_the_answer():
     assert answer.text == "".join(word("a prompt", index) for index in range(NEW // 2))
 
 
-def test_every_fault_that_is_an_answer_has_a_kind():
+def test_every_fault_of_a_running_server_has_a_kind():
     assert KINDS.keys() == set(FAULTS) - {"die"}
 
 

@@ -21,7 +21,7 @@ def start(folder, *, timeout=30.0, arguments=()):
     return serving("stock", arguments, folder, gpu=False, timeout=timeout, progress=lambda text: None)
 
 
-def test_it_listens_and_ends_with_its_group(stubs, tmp_path):
+def test_the_server_listens_and_ends_with_its_process_group(stubs, tmp_path):
     stubs(stock={"child": str(tmp_path / "pid")})
     with start(tmp_path / "server") as running:
         assert running.port > 0
@@ -32,7 +32,7 @@ def test_it_listens_and_ends_with_its_group(stubs, tmp_path):
     assert ended(grandchild)
 
 
-def test_an_exception_in_the_block_ends_it_too(stubs, tmp_path):
+def test_an_exception_in_the_block_ends_the_server(stubs, tmp_path):
     with pytest.raises(KeyboardInterrupt), start(tmp_path / "server") as running:
         raise KeyboardInterrupt
     assert running.process.returncode is not None
@@ -93,7 +93,7 @@ def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not run: needs Linux's parent-death signal")
-def test_it_ends_when_the_command_is_killed(tmp_path):
+def test_the_server_ends_when_the_command_is_killed(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", "import subprocess, sys, time\nsys.path[:] = " + repr(sys.path) + "\n"
          "from hf_rocm.tools.bench import children\n"

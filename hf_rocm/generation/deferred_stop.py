@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class Late:
         self._first = self._length = length
         self._steps = -1
         self._longest = longest
-        self._flags = [HostCopy((), torch.bool, device) for _ in range(2)]
+        self.flags = [HostCopy((), torch.bool, device) for _ in range(2)]
         self._reads = 0
         self.undone = 0
 
@@ -79,7 +79,7 @@ class Late:
 
         finished: the flag of the last step, a bool on the device.
         """
-        flag, previous = self._flags if self._reads % 2 else self._flags[::-1]
+        flag, previous = self.flags if self._reads % 2 else self.flags[::-1]
         flag.send(finished)
         self._reads += 1
         self._length += 1
@@ -102,9 +102,10 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
         drawn = default_generator(input_ids.device) if sampled else None
         late = Late(input_ids.device, input_ids.shape[1], longest, drawn)
     check = None if late is None else _stock_check()
+    replacements = {} if check is None else {"is_supported": _is_supported, "__init__": _initialiser}
     outer, _thread.late = current(), late  # a nested call has its own check, or none
     try:
-        with patches.applied(*([] if check is None else [Change(check, "is_supported", _is_supported, key=__name__)])):
+        with patches.applied(*[Change(check, name, make, key=__name__) for name, make in replacements.items()]):
             yield late
     finally:
         _thread.late = outer
@@ -150,3 +151,40 @@ def _is_supported(change: Change) -> Any:
         return (change.live and current() is not None) or bool(change.call_of(change.owner)(*args, **kwargs))
 
     return staticmethod(is_supported)
+
+
+def _initialiser(change: Change) -> Callable[..., None]:
+    """Replaces `__init__`: a check that this thread's call defers copies its flags on a second stream.
+
+    transformers copies them on the stream of the steps, where the next step starts several microseconds later.
+    """
+
+    @functools.wraps(change.owner.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        change.call_of(self)(*args, **kwargs)
+        late = current()
+        if change.live and late is not None:
+            slots = [tuple(slot) for slot in self.slots]
+            if len(slots) == len(late.flags) and all(_is_flag(slot[0]) for slot in slots):
+                pairs = zip(late.flags, slots, strict=True)
+                self.slots = deque((_Flag(copy), *slot[1:]) for copy, slot in pairs)
+
+    return __init__
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 0
+
+
+class _Flag:
+    """Replaces the tensor to which transformers copies a flag, and whose value it reads one step later."""
+
+    def __init__(self, copy: HostCopy) -> None:
+        self._copy = copy
+
+    def copy_(self, tensor: Tensor, non_blocking: bool = False) -> _Flag:
+        self._copy.send(tensor)
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self._copy.read())

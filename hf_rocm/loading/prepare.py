@@ -22,7 +22,7 @@ from hf_rocm.overlay.instance_forwards import adopt, disown
 from hf_rocm.weights import encode_stored, kinds, patch_embeddings
 from hf_rocm.weights import preshuffle as shuffling
 from hf_rocm.weights import quantize as quantizing
-from hf_rocm.weights.linear_routing import backend_of, route_linear, unroute
+from hf_rocm.weights.linear_routing import backend_of, route_head, route_linear, unroute
 from hf_rocm.weights.tied_weights import shared
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -91,6 +91,7 @@ def prepare(
     joined, skipped = _fuse(model)
     shuffled = shuffling.preshuffle(model, settings)
     products, left_stock = patch_embeddings.attach(model, bind.ON if forced else bind.GPU)
+    head = _route_head(model)
     routed = None if linear_backend is None else route_linear(model, linear_backend=linear_backend, force=force)
     _serve_flash(model, bind.ON if forced else bind.GPU)
     model.__dict__[REPORT] = {
@@ -109,6 +110,7 @@ def prepare(
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
         # products: the convolutions that are computed as GEMMs; stock: the others, with the reasons
         "patch_embeddings": {"products": products, "stock": left_stock},
+        "head": head,  # why the output head stays stock
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},
     }
     if quantize is not None:
@@ -254,6 +256,15 @@ def _serve_flash(model: nn.Module, mode: str) -> None:
         from hf_rocm.generation import decide, flash_provider
 
         flash_provider.switch_on(decide.generator_of(model) if hasattr(model, "generate") else model, mode)
+
+
+def _route_head(model: nn.Module) -> str | None:
+    """Run the output head of a model that generates through the kernel for few rows. See `route_head`."""
+    if not hasattr(model, "generate"):
+        return "it does not generate"
+    from hf_rocm.generation.decide import generator_of
+
+    return route_head(generator_of(model))
 
 
 def _record_steps(model: nn.Module, graphs: bool | None, mode: str) -> dict[str, Any]:

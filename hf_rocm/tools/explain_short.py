@@ -12,7 +12,7 @@ from enum import IntEnum
 from hf_rocm.layers.weight_group import NOT_PREPARED
 from hf_rocm.overlay.scan import WITHOUT_OVERLAY
 from hf_rocm.tools.decoding import by_tier
-from hf_rocm.tools.explanation import Facts, Kernel, Part, Stock
+from hf_rocm.tools.explanation import HEAD, Facts, Kernel, Part, Stock
 from hf_rocm.tools.wrapping import wrapped
 
 NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
@@ -149,10 +149,11 @@ def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
                 f"{part.cls} × {part.theirs}"
             )
     lines = [f"{', '.join(classes)}: {reason}" for reason, classes in reasons.items()]
+    linears = tuple(line for line in explanation.linears if line != HEAD)
     if step < _Step.TWO_LINES:
-        lines += [f"linear layers: {line}" for line in explanation.linears]
-    elif explanation.linears:
-        lines.append(_limited("linear layers: ", explanation.linears, width, step))
+        lines += [f"linear layers: {line}" for line in linears]
+    elif linears:
+        lines.append(_limited("linear layers: ", linears, width, step))
     if explanation.quantized is not None:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:

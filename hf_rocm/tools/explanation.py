@@ -7,6 +7,9 @@ from typing import Any
 
 from hf_rocm.tools.tuning.coverage import Tuning
 
+# A line of `linears` that only the long form shows, because it is the same for most models.
+HEAD = "the output head runs in hf_rocm's kernel for few rows if it serves the call, else in PyTorch"
+
 
 @dataclass(frozen=True)
 class Part:

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from hf_rocm.tools.explanation import HEAD
 from hf_rocm.weights import patch_embeddings
 from hf_rocm.weights.instance_forward import is_attached
-from hf_rocm.weights.linear_hook import BACKEND
+from hf_rocm.weights.linear_hook import BACKEND, FEW_ROWS
 from hf_rocm.weights.preshuffle import in_force
 
 
@@ -37,6 +38,10 @@ def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     reasons = Counter((preshuffle.get("skipped") or {}).values())
     lines += [f"not shuffled × {count}: {reason}" for reason, count in reasons.items()]
     routes = Counter(module.__dict__[BACKEND] for module in model.modules() if BACKEND in module.__dict__)
+    if routes.pop(FEW_ROWS, 0):
+        lines.append(HEAD)
+    elif (report.get("head") or "").startswith("the head"):
+        lines.append(f"the output head stays stock: {report['head'].removeprefix('the head ')}")
     lines += [f"routed × {count}: {backend}" for backend, count in routes.items()]
     unserved = sum(BACKEND in module.__dict__ and not is_attached(module) for module in model.modules())
     if unserved:

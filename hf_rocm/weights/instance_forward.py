@@ -47,7 +47,8 @@ def detach(module: nn.Module) -> None:
     for slot in _SLOTS:
         forward = own.get(slot)
         if is_ours(forward, module) or (slot == "forward" and is_class_forward(forward, module)):
-            stock = MethodType(_stock_forward(module), module) if had_stock else ABSENT
+            needed = had_stock or slot != "forward"  # accelerate's hook calls `_old_forward`
+            stock = MethodType(_stock_forward(module), module) if needed else ABSENT
             patches.exchange(own, slot, forward, stock)
 
 

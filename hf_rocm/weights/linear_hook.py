@@ -21,6 +21,9 @@ from hf_rocm.weights import instance_forward
 # A key in a linear layer's __dict__. Its value, a string, is the backend to which the layer is routed.
 BACKEND = "_hf_rocm_linear_backend"
 
+# The backend of a model's output head: hf_rocm's kernel for few rows, and PyTorch for all other calls.
+FEW_ROWS = "few rows"
+
 
 def forward(self: Any, input: Tensor) -> Tensor:
     """nn.Linear's forward through the layer's shuffled weight or backend, if it has one."""
@@ -43,7 +46,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    """Compute `ops.linear` with one backend: `auto`, `aiter`, or one of PyTorch's libraries."""
+    """Compute `ops.linear` with one backend: `FEW_ROWS`, `auto`, `aiter`, or one of PyTorch's libraries."""
+    if backend == FEW_ROWS:
+        return ops.linear(x, weight, bias) if ops.fused_linear_serves(x) else F.linear(x, weight, bias)
     if backend == "auto":
         return ops.linear(x, weight, bias)
     if backend == "aiter":
@@ -73,7 +78,9 @@ def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:
     output: Tensor | None = group.traced(self, x) if group else None
     if output is not None:
         return output
-    return F.linear(x, self.weight, self.bias) if backend is None else multiply(x, self.weight, self.bias, backend)
+    if backend is None or backend == FEW_ROWS:
+        return F.linear(x, self.weight, self.bias)
+    return multiply(x, self.weight, self.bias, backend)
 
 
 def operator(name: str, function: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> torch.library.Library:

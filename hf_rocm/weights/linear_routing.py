@@ -26,8 +26,8 @@ from hf_rocm.ops import blas_backend
 from hf_rocm.ops.linear import aiter_refuses, choose, is_pytorchs
 from hf_rocm.patches import Change
 from hf_rocm.weights import instance_forward, linear_hook
-from hf_rocm.weights.eligible import accepted_forward
-from hf_rocm.weights.linear_hook import BACKEND
+from hf_rocm.weights.eligible import accepted_forward, linear_refusal
+from hf_rocm.weights.linear_hook import BACKEND, FEW_ROWS
 
 BACKENDS = ("auto", "aiter", *blas_backend.LIBRARIES)
 
@@ -127,6 +127,22 @@ def route_linear(
         result._add(linear)
         result.layers.append(name)
     return result
+
+
+def route_head(model: Any) -> str | None:
+    """Run the output head through hf_rocm's kernel for few rows. Returns the reason if it stays stock, else None.
+
+    A step of `generate` needs the logits of one token per row, and the head's weight is often the largest matrix.
+    model: a transformers model that generates. A head that is routed already keeps its route.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        return "the model has no output head"
+    reason = linear_refusal(head)
+    if reason is None and BACKEND not in head.__dict__:
+        head.__dict__[BACKEND] = FEW_ROWS
+        instance_forward.attach(head)
+    return None if reason is None else f"the head {reason}"
 
 
 def backend_of(name: object) -> str:

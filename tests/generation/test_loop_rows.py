@@ -13,7 +13,8 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 
 from hf_rocm import ops
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.generation import loop_rows
+from hf_rocm.generation import deferred_stop, loop_rows
+from hf_rocm.generation.streams import HostCopy
 from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt
 
 
@@ -68,6 +69,25 @@ def test_rows_end_at_the_same_steps_as_in_stock(at, rows, how, pair, appended, s
     assert len(appended) > 4 and counted(prepared)[1] > 4
     if ends and rows == 3:
         assert any(bool((unfinished == 0).any()) and not done for _, unfinished, done in appended)
+
+
+def test_flags_of_deferred_checks_are_copied_beside_the_steps(pair, ends_checked_late, monkeypatch):
+    """From transformers 5.17 on, its own class checks; in earlier releases, hf_rocm does."""
+    sent, send = [], HostCopy.send
+    monkeypatch.setattr(HostCopy, "send", lambda self, tensor: sent.append(tensor) or send(self, tensor))
+    check = deferred_stop._stock_check()
+    before = None if check is None else dict(vars(check))
+    prepared, stock = pair()
+    inputs = prompt(rows=2)
+    ends = ends_of(generate(stock, inputs, new=25), (14,))
+    for given in ({}, {"eos_token_id": ends, "pad_token_id": 0}):
+        sent.clear()
+        expected = generate(stock, inputs, new=25, **given)
+        assert not sent
+        assert torch.equal(generate(prepared, inputs, new=25, **given), expected)
+        flags = [tensor for tensor in sent if tensor.dtype == torch.bool and tensor.ndim == 0]
+        assert len(flags) >= expected.shape[1] - inputs["input_ids"].shape[1] - 1
+    assert check is None or before == dict(vars(check))
 
 
 def test_streamed_tokens_equal_the_result(pair, appended, stop_check):

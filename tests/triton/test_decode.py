@@ -360,3 +360,13 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=tolerance, atol=tolerance)
     with options.override(tier="attention=triton"), pytest.raises(OptionError, match="3 keys can't be used for 9"):
         ops.attention(query, key, value, scale=0.3, mask=memory[..., :3])
+
+
+@pytest.mark.skipif(suite.gpu() is not None, reason="the memory of machine code is not filled")
+def test_partial_results_that_no_program_wrote_are_not_used(monkeypatch):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        check_once((2, 4, 2, 1, 300, 64, 64), (1, 70))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)

@@ -14,6 +14,7 @@ from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.linear import composed, eager_fused_linear, eager_linear
 from hf_rocm.ops.specs.linear import FusedLinearSpec, LinearSpec
 from hf_rocm.ops.triton import linear
+from hf_rocm.weights.linear_routing import route_head
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import assert_apart, compiled_once, exact, here, random, routed, sizes
@@ -110,6 +111,29 @@ def test_one_launch_replaces_all_parts():
     assert [(route.operation, route.tier, route.name) for route in routes] == [("fused_linear", "triton", linear.NAME)]
 
 
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_row_is_normalised_by_the_kernel_that_multiplies_it(one_plus, dtype, monkeypatch):
+    def norm_kernel(*arguments):
+        raise AssertionError("the norm was launched separately")
+
+    monkeypatch.setattr(linear.norm, "rms_norm", norm_kernel)
+    arguments, keywords = call(1, dtype, norm=one_plus, residual=True, bias=True, k=1091)
+    as_good_as_eager(arguments, keywords)
+    for m, activation in ((2, None), (1, "silu")):
+        arguments, keywords = call(m, dtype, norm=one_plus, activation=activation)
+        with pytest.raises(AssertionError, match="separately"):
+            routed("fused_linear", *arguments, **keywords)
+
+
+def test_the_product_of_a_large_row_and_the_norms_weight_does_not_overflow_in_fp16():
+    (_, weight), keywords = call(1, torch.float16, norm=False, k=512)
+    x = torch.full((1, 512), 40000.0, dtype=torch.float16)
+    keywords["norm"] = ops.Norm(torch.full((512,), 4.0, dtype=torch.float16), 1e-5, False)
+    assert torch.isfinite(routed("fused_linear", x, weight, **keywords)).all()
+    as_good_as_eager((x, weight), keywords)
+
+
 @pytest.mark.parametrize("tiers", [{"rms_norm": "torch"}, {"act_and_mul": "torch"}, {"linear": "torch"}], ids=str)
 def test_a_part_with_a_named_tier_runs_separately(tiers):
     arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu")
@@ -149,6 +173,30 @@ def test_only_few_rows_are_served():
         ops.linear(x[:1], weight)
     assert [route.tier for route in routes] == ["torch", "triton"]
     assert "M > 16" in str(linear.refuses(spec(rows=0), here()))
+
+
+def test_an_output_head_runs_here_for_few_rows_and_in_pytorch_for_many():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    model = Model()
+    assert route_head(model) is None
+    x = random(17, 64, dtype=torch.bfloat16)
+    with ops.recording() as routes:
+        with torch.no_grad():
+            many, few = model.head(x), model.head(x[:1])
+            stock = torch.nn.functional.linear(x, model.head.weight, model.head.bias)
+        model.head(x[:1])  # with gradients
+    assert [(route.operation, route.tier) for route in routes] == [("linear", "triton")]
+    assert torch.equal(many, stock)
+    with torch.no_grad():
+        wide = [tensor.double() for tensor in (x[:1], model.head.weight, model.head.bias)]
+        assert_as_good_as_eager(few, stock[:1], torch.nn.functional.linear(*wide))
 
 
 @pytest.mark.parametrize(

@@ -53,5 +53,10 @@ def serves(model, *, shuffled, plain=0, ids=IDS):
     assert [route.tier for route in routes if "linear" in route.operation] == ["aiter"] * (shuffled + plain)
 
 
+def forwards(model):
+    """The names of the modules that have their own forward."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
 def traces(model):
     return [name for module in model.modules() for name in module.__dict__ if "hf_rocm" in name or name == "forward"]

@@ -15,7 +15,7 @@ from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect, norm
 from hf_rocm.ops.triton.launch import launch, warps
-from hf_rocm.ops.triton.tiles import ROWS, linear_tile
+from hf_rocm.ops.triton.tiles import ROWS, LinearTile, linear_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -100,19 +100,31 @@ def _forward(
         residual = residual.contiguous()
     from hf_rocm.ops.triton.kernels import linear as kernels
 
-    if norm_weight is not None:  # a separate kernel is faster than the norm in every program of the GEMM
-        x = norm.rms_norm(x, norm_weight, eps, one_plus)
     device = describe(x.device)
-    tile = linear_tile(m, n, k, activation is not None, rocm=device.rocm, arch=device.arch)
+    gated, normed = activation is not None, norm_weight is not None
+    tile = linear_tile(m, n, k, gated, normed=normed, rocm=device.rocm, arch=device.arch)
+    if norm_weight is not None and (tile.matrix or gated):
+        # for several rows, or with a gate, a separate kernel is faster than the norm in every program of the GEMM
+        x, norm_weight = norm.rms_norm(x, norm_weight, eps, one_plus), None
+    before, further = norm_arguments(tile, norm_weight, eps, one_plus)
     launch(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
         (-(-n // tile.n), -(-m // ROWS)),
-        (x.contiguous(), weight, None, bias, residual, out, m, n, k),
-        {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, "GROUP": 0, **tile.constants()},
+        (x.contiguous(), weight, None, bias, residual, out, m, n, k, *before),
+        {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, "GROUP": 0, **further, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
     return out
+
+
+def norm_arguments(
+    tile: LinearTile, weight: Tensor | None = None, eps: float = 0.0, one_plus: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last arguments and the next constants of `matrix_vector`: those of a norm. `few_rows` has none."""
+    if tile.matrix:
+        return (), {}
+    return (None if weight is None else weight.contiguous(), float(eps)), {"ONE_PLUS": one_plus}
 
 
 def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -122,7 +134,7 @@ def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], n if activation is None else n // 2))
 
 
-# See `hf_rocm.ops.fused_linear`. Rounds where separate layers round.
+# See `hf_rocm.ops.fused_linear`. Rounds where separate layers round, but not after a norm in `matrix_vector`.
 fused_linear = opaque(
     "triton_fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? residual, float eps, "
     "bool one_plus, str? activation) -> Tensor",

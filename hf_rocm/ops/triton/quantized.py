@@ -135,13 +135,13 @@ def _forward(
         return out
     if residual is not None:
         residual = residual.contiguous()
-    if norm_weight is not None:
+    if norm_weight is not None:  # a separate kernel is faster, since converting W takes arithmetic too
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     from hf_rocm.ops.triton.kernels import linear as kernels
 
     device, gated = describe(x.device), activation is not None
     tables: tuple[Tensor | None, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[Any, ...]
     tile: Any
     constants: dict[str, Any]
     if weight.dtype == INT4:
@@ -164,8 +164,9 @@ def _forward(
     else:
         tile = eight_bit_tile(m, n, gated, rocm=device.rocm, units=units(x.device))
         kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
-        tables, sizes = (), (m, n, k)
-        constants = {"EVEN": k % (tile.splits * tile.k) == 0, "GROUP": _block(scale)}
+        before, further = linear.norm_arguments(tile)
+        tables, sizes = (), (m, n, k, *before)
+        constants = {"EVEN": k % (tile.splits * tile.k) == 0, "GROUP": _block(scale), **further}
     parts = out if tile.parts == 1 else out.new_empty((tile.parts, m, n), dtype=torch.float32)
     launch(
         kernel,

@@ -14,6 +14,7 @@ ROWS = 16  # the smallest number of rows of x in a program with matrix instructi
 NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
 LONG = 64  # a piece with at least this many blocks of keys is always split
+SHORT, FEW_PIECES = 1536, 8  # caches of at most this many keys, and at most this many pieces
 
 
 class LinearTile(NamedTuple):
@@ -43,8 +44,10 @@ class LinearTile(NamedTuple):
 _NARROW_UP_TO = {"gfx942": 16384, "gfx950": 24576}
 
 
-def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, arch: str | None = None) -> LinearTile:
-    """The tile for x [rows, k] and n columns of the result.
+def linear_tile(
+    rows: int, n: int, k: int, gated: bool, *, normed: bool = False, rocm: bool = False, arch: str | None = None
+) -> LinearTile:
+    """The tile for x [rows, k] and n columns of the result. normed: whether there is a norm before the GEMM.
 
     Measured on one NVIDIA H200 in bf16, in recorded graphs: for one row with the matrices of seven models (1B to 30B),
     and for more rows with those of Llama-3.1-8B, for which it is at least as fast as the vendor's library up to 16
@@ -56,7 +59,7 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, a
             return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3)
         return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4 + (not gated))
     if not rocm:
-        return _row_tile(n, k, gated)
+        return _row_tile(n, k, gated, normed)
     if arch == "gfx950" and n <= NARROW and not gated:
         return LinearTile(False, 2, 1024, 1, 128, 2)  # twice the bytes in flight: computed, not measured
     if gated or n <= NARROW:
@@ -64,11 +67,13 @@ def linear_tile(rows: int, n: int, k: int, gated: bool, *, rocm: bool = False, a
     return LinearTile(False, 4, 1024, 1, 128, 2)
 
 
-def _row_tile(n: int, k: int, gated: bool) -> LinearTile:
+def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
     """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it."""
     whole = k % 1024 == 0  # otherwise a part of the last block of 1024 is unused
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
+    if normed:  # the norm is part of the kernel
+        return LinearTile(False, 4, 1024 if whole else 512, 1, 64, 2)
     if n < NARROW:
         return LinearTile(False, 4, 1024, 1, 128, 2)
     if n == NARROW:
@@ -287,6 +292,8 @@ def plan(
     radeon = arch is not None and not arch.startswith("gfx9")
     block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
     room = units if arch is None else 2 * units  # an estimate for AMD: each program has fewer bytes in flight
+    if arch is None and keys <= SHORT and b * kv_heads * pieces <= FEW_PIECES:
+        block, room = min(block, 32), 3 * units  # latency limits the time, so each program has one short block
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
 

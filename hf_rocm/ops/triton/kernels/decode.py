@@ -243,9 +243,15 @@ def gather_kernel(
     place = row * splits + split
     parts = tl.num_programs(0).to(tl.int64) * splits
     peaks = sums + parts * VALUE_DIM
-    peak = tl.load(peaks + place, mask=split < splits, other=-float("inf"))
-    used = peak > -float("inf")  # the other splits have no keys, or only hidden ones
-    total = tl.load(peaks + parts + place, mask=used, other=0.0)
+    there = split < splits
+    inside = column < VALUE_DIM
+    peak = tl.load(peaks + place, mask=there, other=-float("inf"))
+    total = tl.load(peaks + parts + place, mask=there, other=0.0)
+    its = sums + place[:, None] * VALUE_DIM + column[None, :]
+    its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
+    used = peak > -float("inf")  # the other splits have no keys, or only hidden ones, and may have written nothing
+    total = tl.where(used, total, 0.0)
+    its_sums = tl.where(used[:, None], its_sums, 0.0)
     highest = tl.max(peak, 0)
     if sinks is not None:
         sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
@@ -255,9 +261,6 @@ def gather_kernel(
     whole = tl.sum(weight * total, 0)
     if sinks is not None:
         whole += tl.exp2(sink - level)
-    inside = column < VALUE_DIM
-    its = sums + place[:, None] * VALUE_DIM + column[None, :]
-    its_sums = tl.load(its, mask=used[:, None] & inside[None, :], other=0.0)
     result = tl.sum(its_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
 

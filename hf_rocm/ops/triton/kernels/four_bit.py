@@ -16,7 +16,7 @@ import triton.language as tl
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
-from hf_rocm.ops.triton.kernels.linear import piece, write_result
+from hf_rocm.ops.triton.kernels.linear import piece, read_once, write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
 
 
@@ -66,7 +66,7 @@ def four_bit_vector(
     for k in tl.range(0, 8 * k_words, BLOCKS * 8 * RUN):
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
-        first = piece(words + k // 8, inside, EVEN)
+        first = read_once(words + k // 8, inside, EVEN)
         groups = scales + start // GROUP * STEP
         sums = _vector(
             sums,
@@ -93,7 +93,7 @@ def four_bit_vector(
             BYTES,
         )
         if ACTIVATION is not None:
-            second = piece(words + gap + k // 8, inside, EVEN)
+            second = read_once(words + gap + k // 8, inside, EVEN)
             groups += n_size.to(tl.int64) * count
             ups = _vector(
                 ups,

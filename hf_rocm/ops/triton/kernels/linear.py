@@ -1,12 +1,15 @@
-"""GEMMs with few rows, x Wᵀ, fused with the operations after them in a decoder layer.
+"""GEMMs with few rows, x Wᵀ, fused with the operations around them in a decoder layer.
 
 A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads a
-few rows of W in long pieces, and also computes the gate of an MLP and the residual sum. Sums are accumulated in fp32
-and rounded where the separate layers round. W has the dtype of x, or 8 bits and a scale for each row or block. 8-bit
-numbers are converted in registers. A row's scale multiplies the result; a block's scale multiplies x or a partial sum.
+few rows of W in long pieces, and also computes the gate of an MLP, the residual sum and, for one row of x, the norm.
+Sums are accumulated in fp32 and, except after the norm, rounded where the separate layers round. W has the dtype of x,
+or 8 bits and a scale for each row or block. 8-bit numbers are converted in registers. A row's scale multiplies the
+result; a block's scale multiplies x or a partial sum.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -26,13 +29,19 @@ def matrix_vector(
     m_size,
     n_size,
     k_size,
+    norm_weight,  # [K] of the RMS norm of x, or None
+    eps,
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
+    ONE_PLUS: tl.constexpr,  # the norm multiplies by (1 + w)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of the result for one row of x, without matrix instructions."""
+    """Compute BLOCK_N columns of the result for one row of x, without matrix instructions.
+
+    The norm's division is the same for all elements, so it is applied to the sums, and the normalised x is not rounded.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]
@@ -45,24 +54,37 @@ def matrix_vector(
         scales, up_scales = _scales(scale, block, n_size, k_size, GROUP, BLOCK_N)
         sums = tl.zeros([BLOCK_N, BLOCK_K // GROUP, GROUP], tl.float32)
     x += columns
+    if norm_weight is not None:
+        tl.static_assert(GROUP == 0)
+        norm_weight += columns
     # at most 8 numbers per load, as for x: otherwise x would pass through shared memory in every iteration
     weight += rows * k_size + tl.max_contiguous(columns, (1, 1, 8) if GROUP else (1, 8))
     gap = n_size.to(tl.int64) * k_size
     ups = sums
+    squares = tl.zeros(columns.shape, tl.float32)
     for k in tl.range(0, k_size, BLOCK_K):
         inside = columns < k_size - k
-        first = piece(weight + k, inside, EVEN)
+        first = read_once(weight + k, inside, EVEN)
         if ACTIVATION is not None:
-            second = piece(weight + gap + k, inside, EVEN)
-        values = piece(x + k, inside, EVEN).to(tl.float32)
+            second = read_once(weight + gap + k, inside, EVEN)
+        plain = piece(x + k, inside, EVEN).to(tl.float32)
+        values = plain
+        if norm_weight is not None:
+            factors = piece(norm_weight + k, inside, EVEN).to(tl.float32)
+            values *= 1.0 + factors if ONE_PLUS else factors
         there = block * GROUP < k_size - k
         sums += wide(first) * _scaled(values, scales, k, there, EVEN, GROUP)
         if ACTIVATION is not None:
             ups += wide(second) * _scaled(values, up_scales, k, there, EVEN, GROUP)
+        if norm_weight is not None:
+            squares += plain * plain  # last, so that the weights in flight keep their registers
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
     of_rows = None if GROUP else scale
     sums, ups = tl.sum(sums, 1)[None, :], tl.sum(ups, 1)[None, :]
+    if norm_weight is not None:
+        divided = tl.rsqrt(tl.sum(squares, 1)[:, None] / k_size + eps)
+        sums, ups = sums * divided, ups * divided
     m = tl.arange(0, 1)
     write_result(sums, ups, of_rows, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
 
@@ -168,6 +190,14 @@ def piece(at, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def read_once(at, inside, EVEN: tl.constexpr):
+    """Like `piece`, for numbers that the step does not read again: on NVIDIA GPUs, others stay in the cache longer."""
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -282,6 +312,8 @@ def _build(
     group: int = 0,
     activation: str | None = None,
     residual: bool = False,
+    norm: bool = False,
+    one_plus: bool = False,
     units: int = 0,
     arch: str | None = None,
 ) -> Build:
@@ -294,20 +326,24 @@ def _build(
     refused = GFX11 if scale and (gated or group) else ()
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
     cut = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)
+    sizes: dict[str, str] = dict.fromkeys(("m_size", "n_size", "k_size"), "i32")
     if scale:
         cut = eight_bit_tile(rows, n, gated, rocm=True, units=units)
         tensors["out"] = "fp32" if cut.parts > 1 else "bf16"
+    further: dict[str, Any] = {}
+    if not cut.matrix:
+        tensors["norm_weight"] = "bf16" * norm
+        sizes["eps"] = "fp32"
+        further["ONE_PLUS"] = one_plus
     return Build(
         few_rows if cut.matrix else matrix_vector,
-        {
-            **{name: f"*{dtype}" for name, dtype in tensors.items() if dtype},
-            **dict.fromkeys(("m_size", "n_size", "k_size"), "i32"),
-        },
+        {**{name: f"*{dtype}" for name, dtype in tensors.items() if dtype}, **sizes},
         {
             **{name: None for name, dtype in tensors.items() if not dtype},
             "ACTIVATION": activation,
             "EVEN": True,
             "GROUP": group,
+            **further,
             **cut.constants(),
         },
         threads=cut.threads,
@@ -334,6 +370,8 @@ def _sum(parts: int, *, scale: bool, dtype: str = "bf16") -> Build:
 
 BUILDS = (
     _build(1, 6144),
+    _build(1, 6144, norm=True),
+    _build(1, 4096, norm=True, one_plus=True),
     _build(1, 4096, residual=True),
     _build(1, 4096, residual=True, arch="gfx950"),
     _build(1, 14336, activation="silu"),

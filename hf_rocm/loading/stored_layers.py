@@ -145,6 +145,8 @@ def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
 
 def _text(wanted: Expected) -> str:
     dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted.dtypes)
+    if not wanted.shapes:
+        return f"{dtypes} of any shape"
     return f"{' or '.join(str(list(shape)) for shape in wanted.shapes)} {dtypes}"
 
 

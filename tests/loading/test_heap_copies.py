@@ -18,7 +18,7 @@ from hf_rocm.weights import mmap_pages
 USUAL, STALLS = "6.14.0-35-generic", "7.0.0-28-generic"
 SIZE = 64 * 2**20  # bytes of the large tensor
 
-needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="no pagemap on this system")
+needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="not run: needs /proc/self/pagemap")
 
 
 @pytest.fixture

@@ -135,6 +135,15 @@ def test_damaged_layers_are_named(tmp_path, name, change, found):
     assert raised.value.facts["tensor"] == LAYER + name and found in raised.value.facts["found"]
 
 
+def test_a_state_of_the_wrong_dtype_is_damaged_and_may_have_any_shape(tmp_path):
+    name = LAYER + ".quant_state.bitsandbytes__nf4"
+    checkpoints.write(tmp_path, DOUBLE)
+    checkpoints.edit_tensors(tmp_path, lambda state: state.update({name: state[name].float()}))
+    with pytest.raises(LoadError, match="damaged") as raised:
+        hf_rocm.from_pretrained(tmp_path, force=True)
+    assert raised.value.facts["expected"] == "uint8 of any shape"
+
+
 def test_nothing_is_reported_as_unexpected(tmp_path, caplog):
     reference = checkpoints.write(tmp_path, DOUBLE)
     before = type(reference)._keys_to_ignore_on_load_unexpected

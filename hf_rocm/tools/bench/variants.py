@@ -94,7 +94,7 @@ def _graph_note(model: Any) -> str | None:
     if known.disabled is not None:
         return f"uncaptured: {known.disabled}"
     turned_away = "; ".join(known.turned_away)
-    return f"{known.replayed} steps replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
+    return _replayed(known.replayed, "step") + (f"; uncaptured: {turned_away}" if turned_away else "")
 
 
 def _forwards_note(model: Any) -> str | None:
@@ -107,7 +107,11 @@ def _forwards_note(model: Any) -> str | None:
     if known.disabled is not None:
         return f"uncaptured: {known.disabled}"
     turned_away = "; ".join(known.turned_away)
-    return f"{known.replayed} forwards replayed" + (f"; uncaptured: {turned_away}" if turned_away else "")
+    return _replayed(known.replayed, "forward") + (f"; uncaptured: {turned_away}" if turned_away else "")
+
+
+def _replayed(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)} replayed"
 
 
 _IN_A_ROW = 16  # consecutive replays that are timed together, so that the device never waits for the host

@@ -105,7 +105,7 @@ def test_panels_of_a_kind_share_a_scale_unless_a_bar_would_be_too_short():
 
 def test_the_png_needs_pillow(tmp_path):
     if not drawing.can_png():
-        pytest.skip("Pillow is not installed here")
+        pytest.skip("not run: needs Pillow")
     files = chart.save([segment()], tmp_path / "a")
     assert [file.suffix for file in files] == [".svg", ".png"]
     data = files[1].read_bytes()

@@ -27,8 +27,8 @@ from hf_rocm.ops.bits import bits
 from hf_rocm.ops.captured import as_captured
 from hf_rocm.weights.shuffled_copy import counters_watched
 
-# The largest difference between two runs of the same kernels, which may sum in a different order, in units of the
-# rounding step of the largest value.
+# The largest allowed difference between two runs of the same kernels, which may sum in a different order, in units of
+# the rounding step of the largest value.
 ROUNDINGS = 16
 
 # The largest number of uncaptured runs with which a replay is compared if the runs differ from one another.

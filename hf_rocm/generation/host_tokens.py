@@ -75,7 +75,7 @@ class HostTokens:
         return self._buffer[:length]
 
     def step_of(self, input_ids: Tensor) -> list[int] | None:
-        """Return the last token and the drafts of the current step, with which input_ids ends; None if unknown."""
+        """Return the last token, followed by the drafts of the step if input_ids ends with them; None if unknown."""
         if self.knows(input_ids) and self._length:
             return self._last()
         candidates = self._candidates

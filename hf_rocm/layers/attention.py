@@ -92,7 +92,7 @@ def _reason(
     traced = compiling() or compiler._is_compiling_flag
     if config is not None:
         try:
-            # skips a property and transformers' `__getattribute__`, which take 2 µs and can't be traced by a compiler
+            # skips a property and transformers' `__getattribute__`, which take 2 µs; compilers can't trace this call
             implementation = None if traced else object.__getattribute__(config, _IMPLEMENTATION)
         except AttributeError:
             implementation = None

@@ -103,7 +103,10 @@ class WeightGroup:
 
     @classmethod
     def restore_model(cls, model: Module) -> None:
-        """Restore all modules of a model with this kind. Raises, without changing anything, if that is impossible."""
+        """Restore all modules of a model that have a group of this kind.
+
+        Raises an error, without changing anything, if that is impossible.
+        """
         for module in model.modules():
             if kind_in(module) is cls:
                 cls.restore(module)
@@ -153,7 +156,7 @@ class WeightGroup:
         return None
 
     def unshuffle(self, module: Module) -> None:
-        """Release shuffled copies, so that only the weights in their own order are used."""
+        """Release shuffled copies, so that only the weights in their original order are used."""
 
     def shuffled_data(self, module: Module) -> Tensor | None:
         """Return the shuffled weight [N, K] that GEMMs use now, or None."""

@@ -1,7 +1,7 @@
 """Execute a plan: the only code that writes to an installed transformers.
 
-Every file is replaced by a complete new file and never opened for writing, because package managers hard-link
-site-packages into a cache that other environments share. All new files are on disk before the first replacement. If
+Every file is replaced by a complete new file and never opened for writing, because package managers hard-link the files
+in site-packages from a cache that other environments share. All new files are on disk before the first replacement. If
 anything fails after that, or a signal arrives, this run's changes are undone. Every file is valid at all times.
 """
 

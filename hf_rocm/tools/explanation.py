@@ -1,4 +1,4 @@
-"""What `explain` finds out about a model, as data."""
+"""The result of `explain` for a model, as data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stock:
 
 @dataclass(frozen=True, repr=False)
 class Facts:
-    """What `explain` finds out about a model."""
+    """The result of `explain` for a model."""
 
     model: str
     state: str
@@ -68,7 +68,7 @@ class Facts:
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
     forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
-    replaced: tuple[str, ...] = ()  # functions that other code replaced later, such as `LlamaMLP.forward`
+    replaced: tuple[str, ...] = ()  # replacements of hf_rocm that other code has replaced, such as `LlamaMLP.forward`
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

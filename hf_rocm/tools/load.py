@@ -31,7 +31,7 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Within the block, convert ValueError to `LoadError`; transformers raises it for an unknown config or model."""
+    """Within the block, convert ValueError, which an unknown config or model raises, to `LoadError`."""
     try:
         with _one_warning_per_retry():
             yield

@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_rocm")
 
 
 def encode(model: nn.Module) -> None:
-    """Encode every eligible `StoredLinear` of a model. The report lists the other ones with reasons.
+    """Encode every eligible `StoredLinear` of a model. The report lists the others, with the reasons.
 
     Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have none.
     """

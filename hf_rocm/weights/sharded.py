@@ -1,8 +1,9 @@
 """Fuse this rank's rows of linear layers that transformers shards column-wise over ranks (`colwise`).
 
 The weights are DTensors; from 5.1 to 5.15 they are plain parameters with this rank's rows. Called one by one, the
-layers run hooks or a forward that end in a GEMM of local tensors. The block is the memory of these local tensors, and
-its GEMM returns the same results as the layers. Row-wise layers, which need an all-reduce, are called as modules.
+layers run hooks or a forward, and end in a GEMM of local tensors. The fused weight shares the memory of these local
+tensors, and one GEMM with it returns the same results as the layers. Row-wise layers, which need an all-reduce, are
+called as modules.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def allowed() -> str:
 
 
 def steps() -> str:
-    """The milliseconds of a decode step, by number of ranks."""
+    """The time of a decode step in milliseconds, by number of ranks."""
     from hf_rocm.tools.bench import scaling
 
     rows = []

@@ -248,7 +248,13 @@ CASES = [
     (rope.refuses, ROPE, {"dtype": FP32}, "aiter's RoPE supports fp16 and bf16, not torch.float32"),
     (rope.refuses, ROPE, {"angle_dtype": FP32}, "aiter's RoPE needs angles of torch.bfloat16, got torch.float32"),
     (rope.refuses, ROPE, {"shared": False}, "aiter's RoPE takes only one table of angles for the whole batch"),
-    (rope.refuses, ROPE, {"rotated": 20}, "aiter's RoPE needs dims that are multiples of 8, got 20 of 64"),
+    (
+        rope.refuses,
+        ROPE,
+        {"rotated": 20},
+        "aiter's RoPE needs a head dim and a number of rotated dims that are multiples of 8, got 64, of which 20 are "
+        "rotated",
+    ),
     (rope.refuses, ROPE, {}, f"amd-aiter {OLD} has no rope_cached_2c_fwd_impl", OLD),
 ]
 

@@ -127,7 +127,7 @@ def test_check_names_the_lines_with_problems(tmp_path, capsys):
     assert "  2 rows are valid" in out and "note: line 3: for gfx942, 80 compute units, not for this one" in out
     assert main(["tune", "check", str(good), str(bad), str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "  line 3: N is 'x', not an integer of at least 1" in out
+    assert "  line 3: N is 'x', not an integer from 1 to 2147483647" in out
     assert "  line 4: the same shape as line 2, with another kernel or time" in out
     assert "  1 row is valid, 2 are not" in out and f"{tmp_path} is a folder" in out
     assert main(["tune", "check", str(good), "--gpu", "gfx950:256", "--json"]) == 1

@@ -1,4 +1,4 @@
-"""Count the calls of replaced forwards, to prove that hf_rocm served them."""
+"""Count the calls of replacement forwards, to prove that hf_rocm served the modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_rocm.overlay import bind
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the calls of replaced forwards by stock class."""
+    """Count the calls of replacement forwards, per stock class."""
     counts: Counter[str] = Counter()
     kept = []
 

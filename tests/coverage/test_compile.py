@@ -90,7 +90,7 @@ def assert_prepared(case, model, origins):
         if type(module).__name__ in case.classes():
             code = bind.binding_of(module).replacement.__code__
             own = {(code.co_filename, line) for _, _, line in code.co_lines()}
-            assert own & lines, f"no operation comes from the replaced forward of {type(module).__name__}"
+            assert own & lines, f"no operation comes from the replacement forward of {type(module).__name__}"
 
 
 def skip_unless_it_compiles(stock, given):

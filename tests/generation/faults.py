@@ -140,7 +140,7 @@ def filter_dropped(kept, memory):
 
 
 def garbage_draws(kept, memory):
-    """The ratio of probabilities and noise is wrong."""
+    """The ratio of probabilities to noise is wrong."""
     return _spoiled(kept, "aten.div", lambda result: result.roll(1, -1), which=-1)
 
 

@@ -80,7 +80,7 @@ def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_thr
 
 
 @in_the_newest  # in transformers 5.0, `generate` sets the implementation before every step
-def test_every_implementation_has_its_recording(pair):
+def test_every_implementation_has_its_own_recording(pair):
     prepared, stock = pair("mixtral")
 
     other = ExitStack()

@@ -90,7 +90,7 @@ def searched(monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [NEVER, [5, 17, 40]])
-def test_tokens_and_end_tokens_are_known_on_the_host(ends, pair, searched, monkeypatch):
+def test_tokens_and_end_tokens_are_available_on_the_host(ends, pair, searched, monkeypatch):
     prepared, stock = pair()
     known_ends = []
     goes_on = stop_criteria._Criteria._goes_on

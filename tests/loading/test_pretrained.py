@@ -76,7 +76,7 @@ def test_an_unusable_architecture_is_ignored(named, llama, tmp_path):
 
 
 @pytest.mark.parametrize("auto_class", ["AutoModel", transformers.AutoModel, transformers.LlamaModel])
-def test_auto_class_decides(llama, auto_class):
+def test_auto_class_selects_the_class(llama, auto_class):
     model = hf_rocm.from_pretrained(llama, auto_class=auto_class, force=True)
     assert type(model) is transformers.LlamaModel
     assert bind.mode_of(model.layers[0].self_attn) == bind.ON

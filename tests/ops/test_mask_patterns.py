@@ -124,7 +124,7 @@ def altered():
         "a gap, whose queries see keys": causal_mask(PADDING["gap"], 9),
         "a last query that sees no key": causal_mask([[1] * 9, [0] * 9], 9),
         "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
-        "additive, weighing keys": torch.full((2, 1, 9, 9), -3.0),
+        "additive, weighting keys": torch.full((2, 1, 9, 9), -3.0),
     }
 
 

@@ -62,7 +62,7 @@ def test_hashes_are_read_from_record(site: Site) -> None:
     assert installation.recorded_sha256(site.root / "nothing.py") is None
 
 
-def test_a_path_where_transformers_is_not_installed_is_refused(tmp_path: Path, path_only: Callable[..., None]) -> None:
+def test_a_search_path_without_transformers_is_refused(tmp_path: Path, path_only: Callable[..., None]) -> None:
     path_only(tmp_path)
     assert "not installed" in refusal().message
 
@@ -135,7 +135,9 @@ def test_a_symbolic_link_to_the_package_is_refused(site: Site, tmp_path: Path) -
     assert str(site.root) in refused.facts["found"]
 
 
-def test_more_than_one_on_the_path_is_refused(make: Callable[[str], Site], path_only: Callable[..., None]) -> None:
+def test_several_installations_on_the_search_path_are_refused(
+    make: Callable[[str], Site], path_only: Callable[..., None]
+) -> None:
     first, second = make("first"), make("second")
     path_only(first.path, second.path)
     refused = refusal()
@@ -152,7 +154,7 @@ def test_the_same_transformers_twice_on_the_path_is_accepted(
     check_writable(locate())
 
 
-def test_a_transformers_of_another_environment_is_refused(
+def test_an_installation_from_another_environment_is_refused(
     site: Site, tmp_path: Path, path_only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path_only(site.path)

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and new interpreters that test it."""
+"""The wheel of this checkout, and a function that runs it in a new interpreter."""
 
 from __future__ import annotations
 

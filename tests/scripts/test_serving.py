@@ -27,7 +27,7 @@ def lib(monkeypatch):
     return serving
 
 
-def test_stock_runs_stock_and_hf_rocm_runs_flash_attention(lib):
+def test_the_stock_side_is_unchanged_and_the_other_side_runs_flash_attention(lib):
     load = replace(lib.SMALL, requests=3, new=4)
     with ops.recording() as routes:
         outcome = lib.measure(torch.device("cpu"), load, lambda side: routes.clear() if side == "stock" else None)

@@ -24,7 +24,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
-# added to the sizes; in machine code, an additional size has several full blocks and the same compiled variant
+# added to the sizes; with machine code, larger sizes also run, which have several full blocks
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
 

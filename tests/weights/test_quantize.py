@@ -77,7 +77,7 @@ def test_every_block_runs_in_8_bits_with_one_gemm_per_group(kind, prepare):
 
 
 @each_kind
-def test_weights_are_rounded_within_the_format(kind):
+def test_the_rounding_error_is_within_the_bound_of_the_format(kind):
     stock = models.build()
     for path, layer in quantizing.layers(quantized(kind)):
         weight = stock.get_submodule(path).weight

@@ -29,7 +29,8 @@ def refuses(spec: RopeSpec, device: Device) -> str | None:
     if not spec.shared:
         return "aiter's RoPE takes only one table of angles for the whole batch"
     if spec.head_dim % 8 or spec.rotated % 8:
-        return f"aiter's RoPE needs dims that are multiples of 8, got {spec.rotated} of {spec.head_dim}"
+        sizes = f"{spec.head_dim}, of which {spec.rotated} are rotated"
+        return f"aiter's RoPE needs a head dim and a number of rotated dims that are multiples of 8, got {sizes}"
     return why_not(_kernel())
 
 

@@ -49,7 +49,7 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 
 
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
-    """Return bytes and FLOPs of a forward pass over the prompt or image.
+    """Return the bytes and FLOPs of a forward pass over the prompt or image.
 
     For a prompt, the head runs on one position per row.
     """
@@ -110,7 +110,7 @@ def local(parameter: Any) -> Any:
 
 
 def windows(model: Any) -> list[int | None]:
-    """Return the sliding window of every layer in tokens; None for layers without one, such as full attention."""
+    """Return the sliding window of every layer in tokens; None for layers without one (full attention)."""
     config = _text(model)
     layers = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

@@ -1,4 +1,7 @@
-"""The implementation of `hf-rocm tune MODEL`: record a model's shapes, and tune a table for them. Prints nothing."""
+"""The implementation of `hf-rocm tune MODEL`: record the shapes of its GEMMs, and tune kernels for them.
+
+Prints nothing.
+"""
 
 from __future__ import annotations
 

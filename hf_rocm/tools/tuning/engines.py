@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 # The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make 30 attempts.
 PATIENCE = 3
-_GRACE = 30.0  # the seconds that the tuner has to exit after an interrupt
+_GRACE = 30.0  # the time in seconds that the tuner is given to exit after an interrupt
 _ATTEMPT_FAILED = "process exitcode is"
 
 
@@ -97,7 +97,7 @@ def tune(shapes: Sequence[Gemm], gpu: Gpu, release: Release, *, progress: Progre
         raise TuningError(
             "aiter's tuner returned no kernel",
             facts={"exit code": code, "last line": _tail(log), "log": log},
-            hint="see the log of this release's tuner",
+            hint="see the tuner's log for the reason",
         )
     return Outcome(len(shapes) - len(missing), missing, code, store.tuned(gpu, release), log)
 

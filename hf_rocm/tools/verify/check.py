@@ -11,7 +11,7 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 class Fault:
     """The first place where the error of hf_rocm exceeds its bound.
 
-    layer: the path of the layer, or another place such as `step 3` or `loss`. It is empty if every layer alone is
+    layer: the path of the layer, or another place such as `step 3` or `loss`. It is empty if every layer on its own is
     within its bound, and only the end result exceeds its bound. operation: a point inside the layer, or a description.
     error, allowed: relative errors; for logits and losses, absolute errors; for weights and saved files, the number of
     tensors that differ, and 0.
@@ -26,7 +26,7 @@ class Fault:
     def __str__(self) -> str:
         size = "not finite" if self.error != self.error else f"off by {self.error:.2e}, allowed {self.allowed:.2e}"
         if not self.layer:
-            return f"no layer alone is wrong, but the end result is ({size})"
+            return f"no single layer is wrong, but the end result is ({size})"
         text = f"{self.layer}: {self.operation} is the first that differs ({size})"
         if self.others:
             more = ", ".join(self.others[:4]) + (f" and {len(self.others) - 4} more" if len(self.others) > 4 else "")

@@ -57,7 +57,7 @@ def examine(
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
         off = faults_of(subject, exact, local, bounds)
-        # only the group that recorded the intermediate activations of a layer can name the operation at fault
+        # the operation at fault is known only from the run that recorded the layer's intermediate activations
         faults |= {layer: fault for layer, fault in off.items() if layer in inside or layer not in faults}
         layers = layers or layer_errors(subject, exact, free, local, bounds)
         reference = exact if keep and len(groups) == 1 else _outputs_alone(exact)

@@ -61,7 +61,7 @@ def attend(
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     need(
         q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype,
-        "q, k and v must have one dtype, fp16 or bf16",
+        "q, k and v must have the same dtype, fp16 or bf16",
     )
     for tensor in (q, k, v):
         need(tensor.stride(-1) == 1, "the last dim must be dense")

@@ -24,7 +24,7 @@ def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
     check_rows(out, input)
     need(
         out.dtype == input.dtype and out.dtype in (torch.float16, torch.bfloat16),
-        "input and output must have one dtype, fp16 or bf16",
+        "input and output must have the same dtype, fp16 or bf16",
     )
     need(
         input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0,

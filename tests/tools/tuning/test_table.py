@@ -49,7 +49,7 @@ def test_byte_order_marks_and_blank_lines_are_accepted(tmp_path):
 
 
 DAMAGES = [
-    ({"M": 0}, "M is '0', not an integer of at least 1"),
+    ({"M": 0}, "M is '0', not an integer from 1 to 2147483647"),
     ({"N": -4}, "N is '-4', not an integer"),
     ({"K": "5e3"}, "K is '5e3'"),
     ({"K": 2**31}, "K is '2147483648'"),
@@ -185,9 +185,9 @@ def test_a_path_that_is_not_a_file_is_an_error(tmp_path):
         tmp_path: "is a folder",
         tmp_path / "loop": "symbolic links",
         tmp_path / "gone": "No such file",
-        tmp_path / "pipe": "is not a file",
+        tmp_path / "pipe": "is not a regular file",
         tmp_path / "a\0b": "null byte",
-        "/dev/zero": "is not a file",
+        "/dev/zero": "is not a regular file",
         tmp_path / ("n" * 300): "File name too long",
     }.items():
         with pytest.raises(TableError) as refused:

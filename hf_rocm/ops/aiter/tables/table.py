@@ -120,7 +120,9 @@ def read(path: Path, layout: Layout, release: str) -> Table:
     table = Table(path, columns, lacks_gfx="gfx" in layout.tuned and "gfx" not in columns)
     ignored = [name for name in columns if name and name not in layout.tuned and name != "gfx"]
     if ignored:
-        table.notes.append(f"no release reads the column{'s' * (len(ignored) > 1)} {', '.join(ignored)}")
+        table.notes.append(
+            f"amd-aiter {release} does not read the column{'s' * (len(ignored) > 1)} {', '.join(ignored)}"
+        )
     if table.lacks_gfx and "gfx" in layout.key:
         table.complain(reader.line_num, "there is no column gfx (`hf-rocm tune merge` fills it in)")
     known = libraries(release)
@@ -148,7 +150,9 @@ def text_of(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise TableError(f"{path.name or path} is not a file", facts={"path": path, "expected": "a CSV file"})
+                raise TableError(
+                    f"{path.name or path} is not a regular file", facts={"path": path, "expected": "a CSV file"}
+                )
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a path with a NUL byte raises ValueError
         if isinstance(error, IsADirectoryError):
@@ -282,7 +286,7 @@ def _found(values: dict[str, str], layout: Layout, known: frozenset[str]) -> flo
 def _whole(values: dict[str, str], name: str, least: int) -> int:
     text = values[name]
     if not re.fullmatch(r"-?[0-9]{1,12}", text, re.ASCII) or not least <= int(text) <= _LARGEST:
-        raise _Wrong(f"{name} is {_short(text)}, not an integer of at least {least}")
+        raise _Wrong(f"{name} is {_short(text)}, not an integer from {least} to {_LARGEST}")
     return int(text)
 
 

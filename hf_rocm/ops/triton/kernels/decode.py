@@ -220,7 +220,7 @@ def decode_kernel(
 def _scaled(scores, scale, softcap):
     """Scale scores for exp2."""
     if softcap is not None:
-        # tanh from functions that every backend has, exact at both ends
+        # tanh in terms of exp2, which every backend has; exactly ±1 for large scores
         return softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
     return scores * (scale * LOG2E)
 

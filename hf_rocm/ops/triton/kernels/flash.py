@@ -220,7 +220,7 @@ def _attend(
             k = tl.load(its, mask=(column < DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if softcap is not None:
-            # tanh from functions that every backend has, exact at both ends
+            # tanh in terms of exp2, which every backend has; exactly ±1 for large scores
             scores = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
         else:
             scores = scores * (scale * LOG2E)

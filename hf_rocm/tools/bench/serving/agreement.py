@@ -5,8 +5,8 @@ order of a summation decides which token is chosen, and the answers differ from 
 differences per compared token is limited. This number does not depend on the length of the answers, since nothing is
 compared after a difference.
 
-With random weights, whose logits are close together, rounding changes about one token in fifteen; wrong attention or
-weights change almost every token. `hf-rocm verify` compares logits.
+With random weights, the logits are close together, and rounding changes about one token in fifteen; wrong attention or
+wrong weights change almost every token. `hf-rocm verify` compares logits.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _not_importable(facts: Facts) -> Finding:
     return problem(
         "torch-import",
         f"torch cannot be imported: {facts.torch_answer.error}",
-        means="libraries that it needs are missing, or belong to another ROCm (LD_LIBRARY_PATH is searched first)",
+        means="libraries that it needs are missing, or are from another ROCm release (LD_LIBRARY_PATH comes first)",
         fix=f"unset LD_LIBRARY_PATH and try again; else {get}" if facts.set("LD_LIBRARY_PATH") else get,
     )
 
@@ -126,7 +126,7 @@ def _not_built(facts: Facts, missing: list[str]) -> Finding:
     built = facts.torch_answer.facts["built_for"]
     others = [str(index) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
     what = f"this torch was not built for {' and '.join(missing)}, only for {', '.join(built)}"
-    means = "kernels fail on it with 'no kernel image is available for execution on the device'"
+    means = "kernels fail on these GPUs with 'no kernel image is available for execution on the device'"
     if others:
         return warning("torch-gpu", what, means=means, fix=f"export HIP_VISIBLE_DEVICES={','.join(others)}")
     return problem("torch-gpu", what, means=means, fix=f"{install(*missing)}, or AMD's wheels for that card (TheRock)")

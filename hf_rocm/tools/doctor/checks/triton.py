@@ -32,7 +32,7 @@ def triton(facts: Facts) -> Iterator[Finding]:
         keep = here[-1]
         yield problem(
             "triton",
-            f"{' and '.join(here)} are both installed",
+            f"{' and '.join(here)} are installed together",
             means="they contain the same package and overwrite each other's files",
             fix=f"pip uninstall -y triton && pip install --force-reinstall --no-deps {keep}=={facts.packages[keep]}",
         )

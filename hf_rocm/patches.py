@@ -270,7 +270,7 @@ def _release(record: _User, changes: list[Change]) -> list[Change]:
 
 def _put(change: Change) -> None:
     current = change.current()
-    if not change.applied_before or _beneath(current, change.place) is change.original:
+    if not change.applied_before or _beneath(current, change.place) is _beneath(change.original, change.place):
         change.original = current
         change.write(change.replacement)
     _live.setdefault(change.place, []).append(change)

@@ -194,6 +194,22 @@ def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
     assert vars(owner)["own"] is stock
 
 
+def test_a_change_above_another_one_can_be_applied_again(owner):
+    stock, first, second = vars(owner)["own"], User(), User()
+    below, above = Change(owner, "own", labelled("a")), Change(owner, "own", labelled("b"))
+    patches.apply(below, user=first)
+    for _ in range(2):
+        patches.apply(above, user=second)
+        assert owner().own() == ["b", "a", "stock"]
+        patches.release(second)
+        assert owner().own() == ["a", "stock"]
+    patches.apply(above, user=second)
+    patches.release(first)
+    assert owner().own() == ["b", "stock"]
+    patches.release(second)
+    assert vars(owner)["own"] is stock
+
+
 def test_the_original_is_the_attribute_without_hf_rocm(owner):
     stock = vars(owner)["own"]
     with patches.applied(Change(owner, "own", labelled("a")), Change(owner, "method", labelled("b"))):

@@ -128,11 +128,25 @@ def test_a_torch_that_is_missing_old_or_computes_wrong_results_is_reported(good:
     assert result["torch-gpu"].level.value == "problem" and "wrong by up to 3" in result["torch-gpu"].what
 
 
-def test_a_generic_build_supports_its_family(good: Facts) -> None:
-    facts = {**good.torch_answer.facts, "built_for": ["gfx9-4-generic"], "devices": good.devices[:1]}
-    assert "torch was not built" not in str(
-        list(torch(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
-    )
+@pytest.mark.parametrize(
+    ("arch", "built", "runs"),
+    [
+        ("gfx942", "gfx9-4-generic", True),
+        ("gfx942", "gfx9-generic", False),
+        ("gfx90a", "gfx9-generic", False),
+        ("gfx906", "gfx9-generic", True),
+        ("gfx1151", "gfx11-generic", True),
+        ("gfx1030", "gfx10-1-generic", False),
+        ("gfx1250", "gfx12-generic", False),
+    ],
+)
+def test_a_generic_build_supports_the_architectures_that_llvm_lists(
+    good: Facts, arch: str, built: str, runs: bool
+) -> None:
+    devices = [{**good.devices[0], "arch": arch}]
+    facts = {**good.torch_answer.facts, "built_for": [built], "devices": devices}
+    text = str(list(torch(replace(good, torch_answer=replace(good.torch_answer, facts=facts)))))
+    assert ("torch was not built" not in text) is runs
 
 
 def test_missing_flags_and_nvidia_variables_are_reported(good: Facts) -> None:

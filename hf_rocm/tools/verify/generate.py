@@ -99,7 +99,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     worst = (behind.median() if is_moe(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:
-        place = int((behind > bound).nonzero()[0])
+        place = int((~(behind <= bound)).nonzero()[0])  # also where the difference is NaN
         words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
         fault = Fault(f"step {place}", words, float(behind[place]), bound)
     return Check(*name, PASSED if fault is None else FAILED, worst, bound, numbers, note, fault)

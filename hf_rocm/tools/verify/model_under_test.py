@@ -86,6 +86,7 @@ class Subject:
                     preshuffle=preshuffle.get("mode"),
                     budget=preshuffle.get("budget"),
                     linear_backend=routed and routed["backend"],
+                    graphs=report["graphs"]["requested"],
                 )
 
     @contextmanager

@@ -213,6 +213,7 @@ def _restoring(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None
                 preshuffle=preshuffle.get("mode"),
                 budget=preshuffle.get("budget"),
                 linear_backend=routed and routed["backend"],
+                graphs=report["graphs"]["requested"],
             )
         for module in model.modules():
             if bind.binding_of(module) is not None and report is None:

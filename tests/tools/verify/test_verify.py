@@ -12,6 +12,7 @@ import transformers
 
 import hf_rocm
 from hf_rocm.errors import VerifyError
+from hf_rocm.loading.prepare import report_of
 from hf_rocm.tools.verify.check import NOT_RUN, PASSED
 from hf_rocm.tools.verify.report import VERSION
 from tests.tools.verify import faults
@@ -60,6 +61,21 @@ def test_a_model_with_few_positions_is_checked_with_shorter_prompts(positions, b
     model.config.max_position_embeddings = positions
     report = hf_rocm.verify(model, force=True, quick=True)
     assert report.passed and {check.name for check in report.checks if check.status == PASSED} >= {*DECODER}
+
+
+@pytest.mark.parametrize("graphs", [False, None])
+def test_a_prepared_model_keeps_its_setting_for_recordings(graphs, build):
+    model = hf_rocm.prepare(build("llama"), force=True, graphs=graphs)
+    before = report_of(model)["graphs"]
+    assert hf_rocm.verify(model, quick=True).passed
+    assert report_of(model)["graphs"] == before and before["requested"] is graphs
+
+
+def test_logits_that_are_not_numbers_fail_without_an_error(build):
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    assert not hf_rocm.verify(model, force=True, quick=True).passed
 
 
 def test_an_encoder_decoder_with_few_positions_is_checked(build):

@@ -142,9 +142,20 @@ def _missing(facts: Facts) -> list[str]:
     return [arch for arch in dict.fromkeys(met) if arch not in plain and not _generic(arch, plain)]
 
 
+# LLVM's generic targets, with the first characters of the architectures that they include.
+_GENERIC = {
+    "gfx9-generic": ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"),
+    "gfx9-4-generic": ("gfx94", "gfx950"),
+    "gfx10-1-generic": ("gfx101",),
+    "gfx10-3-generic": ("gfx103",),
+    "gfx11-generic": ("gfx110", "gfx115"),
+    "gfx12-generic": ("gfx120",),
+}
+
+
 def _generic(gfx: str, built: set[str]) -> bool:
-    """Return whether a generic target supports this GPU, such as `gfx11-generic`, which supports all of gfx11xx."""
-    return any(arch.endswith("-generic") and gfx.startswith(arch.split("-")[0]) for arch in built)
+    """Return whether code for one of LLVM's generic targets, such as `gfx11-generic`, runs on this GPU."""
+    return any(gfx.startswith(members) for target, members in _GENERIC.items() if target in built)
 
 
 def _wrong(index: int, device: Mapping[str, Any]) -> Finding:

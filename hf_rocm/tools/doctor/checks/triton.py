@@ -29,12 +29,13 @@ def triton(facts: Facts) -> Iterator[Finding]:
                 f"installed from",
             )
     elif len(here) > 1:
-        keep = here[-1]
+        *others, keep = here
         yield problem(
             "triton",
             f"{' and '.join(here)} are installed together",
             means="they contain the same package and overwrite each other's files",
-            fix=f"pip uninstall -y triton && pip install --force-reinstall --no-deps {keep}=={facts.packages[keep]}",
+            fix=f"pip uninstall -y {' '.join(others)} && pip install --force-reinstall --no-deps "
+            f"{keep}=={facts.packages[keep]}",
         )
     else:
         yield _version(facts, here[0])

@@ -17,7 +17,8 @@ NEWEST_AITER = "0.1.21.dev46"
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 # the version of the driver from AMD's packages; the driver that is part of Linux has no separate version
 DRIVER = "/sys/module/amdgpu/version"
-# the memory of a graphics card in bytes; for a GPU that shares the host's memory, the part that the firmware reserved
+# the files, relative to /, with the memory of a graphics card in bytes; for a GPU that shares the host's memory, these
+# contain the size of the part that the firmware reserved
 CARVED_OUT = "sys/class/drm/card*/device/mem_info_vram_total"
 # the tests compile hf_rocm's Triton kernels for these architectures without a GPU
 BUILT_AHEAD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
@@ -57,7 +58,7 @@ KNOWN = {
 
 
 def tiers(gfx: str) -> dict[str, str]:
-    """Describe what the tiers with compiled kernels support on this architecture."""
+    """Return, for the aiter and the triton tier, what the tier supports on this architecture, in words."""
     if gfx in INSTINCT:
         aiter = "every kernel"
     elif gfx in RADEON:
@@ -77,7 +78,7 @@ def system_file(path: str) -> str | None:
 
 
 def driver_version(read: Callable[[str], str | None] = system_file) -> str | None:
-    """Return the version of the amdgpu driver, or None for the driver that is part of Linux.
+    """Return the version of the amdgpu driver from AMD's packages, or None without it, also for the driver in Linux.
 
     read: a function that returns the text of a file, or None.
     """
@@ -85,7 +86,11 @@ def driver_version(read: Callable[[str], str | None] = system_file) -> str | Non
 
 
 def least_of_cards(texts: Iterable[str | None]) -> int:
-    """Return the smallest memory size of the cards in bytes (that of an integrated GPU, if any); 0 if none is known."""
+    """Return the smallest of the memory sizes in these texts, in bytes; 0 if none is known.
+
+    texts: the contents of a file such as `CARVED_OUT` for every card, or None. If one card is an integrated GPU, the
+    smallest size is assumed to be its size.
+    """
     return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
 
 

@@ -30,10 +30,11 @@ def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
 
 
 def of_one_pool(gpu: int, host: int, carved_out: int) -> int:
-    """Return the size in bytes of the memory that a GPU shares with the host.
+    """Return the size in bytes of the memory that a GPU shares with the host, or of its free part.
 
-    gpu: the size that the driver reports: the part that the firmware reserved for the GPU, the host pages that the GPU
-    may map, or both. host: the memory that Linux manages. carved_out: the part that the firmware reserved.
+    gpu: the total or free size that the driver reports. The total is the part that the firmware reserved for the GPU,
+    the host pages that the GPU may map, or both. host: the size of the memory that Linux manages, or of the available
+    part of that memory. carved_out: the size of the part that the firmware reserved.
     """
     return min(gpu, host + carved_out)
 

@@ -28,7 +28,7 @@ def setup_environment(
     tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
     algorithms. Flags that this build lacks are skipped.
 
-    Returns lines for a log, one for every setting that was changed, skipped or overridden by the environment. Imports
+    Returns lines for a log, one for every setting that was applied, skipped or overridden by the environment. Imports
     torch only if a flag is given.
     Raises `OptionError` if allocator is neither a string nor None, or if the allocator is already in use with other
     settings.

@@ -69,7 +69,7 @@ class TuningError(HfRocmError):
 
 
 class TableError(TuningError):
-    """A table of tuned GEMMs is invalid; the facts list the lines."""
+    """A table of tuned GEMMs is invalid, too large or can't be read. The facts list invalid lines."""
 
 
 class GraphError(HfRocmError):

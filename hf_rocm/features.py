@@ -2,7 +2,7 @@
 
 These internals change far more often than the models do. `overlays/features.toml` records the digests of every part in
 each release (scripts/refresh-digests updates it). If a digest differs, or a part was replaced in this process, the
-features that depend on it are disabled with a reason. No overlay depends on them.
+features that depend on it are disabled with a reason. No overlay depends on these features.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _CAUSAL_MASKS = (
 )
 
 # Encoders whose results do not depend on masked tokens at the end of a row → the prefix of their class names, and the
-# classes that depend on the length of a call, in addition to those that end in `_PADDED_TASKS`
+# classes that depend on the length of a call, in addition to those whose names consist of the prefix and one of
+# `_PADDED_TASKS`
 _PADDED_PARTS = {
     "bert": ("Bert", ("BertEmbeddings", "BertEncoder", "BertPooler")),
     "camembert": ("Camembert", ("CamembertEmbeddings", "CamembertEncoder", "CamembertClassificationHead")),

@@ -22,7 +22,7 @@ _PAUSE = 0.05  # seconds between two attempts
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # follow no symbolic link, and do not wait for the other end of a FIFO
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# paths of the standard streams, which may be regular files that the shell has already opened
+# prefixes of the paths of the standard streams, which may be regular files that the shell has already opened
 _STREAMS = ("/dev/fd/", "/dev/stdout", "/dev/stderr", "/proc/")
 
 
@@ -181,9 +181,9 @@ def lock(descriptor: int) -> bool:
 def poll(
     attempt: Callable[[], T | None], *, timeout: float, waiting: Callable[[float], None] = lambda seconds: None
 ) -> T | None:
-    """Call `attempt` until it returns a value other than None. Returns None after `timeout` seconds.
+    """Call `attempt` until it returns a value other than None. Returns that value, or None after `timeout` seconds.
 
-    It is called at least once. waiting: called before every pause with the seconds since the first attempt.
+    `attempt` is called at least once. waiting: called before every pause with the seconds since the first attempt.
     """
     began = time.monotonic()
     while (result := attempt()) is None:

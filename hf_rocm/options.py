@@ -185,7 +185,7 @@ def cache_folder() -> Path:
 
 
 def tuned_tables() -> list[tuple[str, int]]:
-    """Return the tables of tuned GEMMs that aiter is configured to use, with their modification times in ns."""
+    """Return the tables of tuned GEMMs that aiter is configured to use, with their mtimes in ns (0: not readable)."""
     paths = [Path(name) for name in os.environ.get("AITER_CONFIG_GEMM_BF16", "").split(os.pathsep) if name]
     return [(str(path), _written(path)) for path in paths]
 
@@ -235,7 +235,7 @@ def current() -> Options:
 
 
 def refresh() -> None:
-    """Read the environment again if a variable changed, and select kernels again. Warns about unknown option names."""
+    """Read the environment and select kernels again if a variable has changed. Warns about unknown option names."""
     global _read
     check_names()
     if _read is not None and _read[0] != _values():

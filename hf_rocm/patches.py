@@ -39,8 +39,8 @@ class Change:
     """A change of one attribute of a class or a module. For entries of a mapping see `Entry`.
 
     make: called once with the change; returns the replacement. The replacement reads `change.live` on every call and
-    calls `change.original` (see `call_of`) if it is false. The executor keeps `original` up to date: it is the value
-    below the replacement, which may be another change's replacement.
+    calls `change.original` (see `call_of`) if `live` is false. The executor keeps `original` up to date: it is the
+    value below the replacement, which may be another change's replacement.
     key: changes of one attribute with the same key are one change. The second is not applied; its user is added to the
     users of the first.
     """
@@ -119,8 +119,8 @@ _undone: WeakSet[Change] = WeakSet()  # undone changes that something still refe
 def apply(*changes: Change, user: Any) -> None:
     """Apply these changes for a user, all or none. Changes that this user already has are skipped.
 
-    A change that was undone is written again only if the current value is its original or one of hf_rocm's
-    replacements. Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
+    A change that was undone is written again only if the value below hf_rocm's replacements is its original.
+    Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
     """
     with _operation():
         record = _users.get(id(user))
@@ -149,7 +149,7 @@ def apply(*changes: Change, user: Any) -> None:
 def release(user: Any, *, key: Hashable | None = None) -> list[Change]:
     """Undo the changes that only this user needs. key: undo only the changes with this key.
 
-    Returns the changes that other code has replaced. That code's value is kept, and the `hf_rocm` logger warns.
+    Returns the changes that other code has replaced. That code's value is kept, and a warning is logged.
     """
     with _operation():
         record = _users.get(id(user))
@@ -192,7 +192,7 @@ def keyed(keys: Container[Hashable]) -> list[Change]:
 
 
 def replaced() -> list[Change]:
-    """Return the live changes that other code has wrapped or replaced."""
+    """Return the live changes that other code has wrapped or replaced: for each attribute, the last one applied."""
     with _operation():
         return [
             changes[-1]

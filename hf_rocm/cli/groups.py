@@ -41,7 +41,7 @@ class StartPage(Group):
 
 
 class ModelOrCommand(Group):
-    """A group that accepts `bench MODEL` as well as `bench ops`: a word that is not a command is a model or an option.
+    """A group that accepts `bench MODEL` and `bench ops`: a first word other than a command is a model or an option.
 
     Its help page has the options of the command `model`, and the other commands below them.
     """
@@ -53,9 +53,9 @@ class ModelOrCommand(Group):
         return super().parse_args(ctx, args)
 
     def _refuse_misspelt(self, ctx: Any, args: list[str]) -> None:
-        """Raise a usage error if the first of two words is almost the name of a command, and not an existing path.
+        """Raise a usage error if the first word is almost the name of a command, but is not an existing path.
 
-        A model is a single word.
+        The error is raised only if a second word that is not an option follows, because a model is a single word.
         """
         word, others = args[0], [name for name in self.commands if name != "model"]
         near = difflib.get_close_matches(word, others, 1, 0.7)

@@ -1,4 +1,7 @@
-"""The layout of help pages: words are never broken or truncated, and lines are wrapped to the terminal's width."""
+"""The layout of help pages: words are never broken or truncated, and lines are wrapped to the terminal's width.
+
+Help pages have at most 120 columns.
+"""
 
 from __future__ import annotations
 

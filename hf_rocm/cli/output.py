@@ -127,7 +127,7 @@ def print_states(
 
 
 def print_left_out(left_out: LeftOut | None, release: str) -> None:
-    """Print which models have no overlay in this release, if there are any."""
+    """Print how many models with an overlay this transformers lacks, and which models stay stock, if there are any."""
     for sentence in left_out.sentences(release) if left_out else []:
         print_wrapped(sentence)
 
@@ -260,7 +260,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 def shorten(file: Path, root: Path) -> str:
-    """Return the path of a stock file, relative to the package if the file is in it."""
+    """Return the path of a file, relative to the folder `root` if the file is in it."""
     return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
 

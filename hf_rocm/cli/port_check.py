@@ -48,7 +48,7 @@ def port_check(
 
 
 def _full(report: Report, shown: int | None) -> Iterator[str]:
-    """Yield the lines of the report. shown: the largest number of places, paths and suffixes in a list."""
+    """Yield the lines of the report. shown: the largest number of places, paths or suffixes in a list; None: all."""
     order = list(Severity)
 
     def key(finding: Finding) -> tuple[int, str, str, str]:
@@ -105,7 +105,7 @@ def _summary(report: Report) -> list[str]:
 
 
 def _table(rules: Sequence[Sequence[Finding]]) -> list[str]:
-    """Return a table with one row per rule from the findings of every rule."""
+    """Return the lines of a table with one row per rule. rules: the findings of every rule."""
     header = ("severity", "rule", "places", "first place")
     cells = [(places[0].severity.value, places[0].rule, str(len(places))) for places in rules]
     room = width() - sum(max(map(len, column)) + 2 for column in zip(header[:3], *cells, strict=True))
@@ -114,7 +114,7 @@ def _table(rules: Sequence[Sequence[Finding]]) -> list[str]:
 
 
 def _end(report: Report, shown: int | None) -> Iterator[str]:
-    """Yield the files without rules, the number of rules that ran and files that were read, and the verdict."""
+    """Yield the numbers of files without rules, of rules that ran and of files that were read, and the verdict."""
     if report.suffixes:
         suffixes = [f"{suffix} {number}" for suffix, number in report.suffixes.items()]
         more = f" and {len(suffixes) - shown} more kinds (--all)" if shown is not None and len(suffixes) > shown else ""
@@ -137,7 +137,7 @@ def _by_kind(reasons: Iterable[str]) -> str:
 
 
 def _ending(place: str, room: int) -> str:
-    """Return the end of a place if it is longer than the room, from a slash on if there is one. `…` marks the cut."""
+    """Return a place, or if it is longer than `room`, `…` and its end, which starts at a slash if there is one."""
     if len(place) <= room:
         return place
     end = place[1 - room :]

@@ -17,8 +17,8 @@ _REDRAW = 0.1  # seconds
 class Progress:
     """A context manager whose `count` and `step` show the progress.
 
-    what: what is counted, such as `files read`. every: the seconds between two lines if stderr is not a
-    terminal; None: print no lines.
+    what: what is counted, such as `files read`. every: the minimum number of seconds between two lines if
+    stderr is not a terminal; None: print no lines.
     """
 
     def __init__(self, what: str = "", *, every: float | None = None) -> None:

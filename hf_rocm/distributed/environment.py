@@ -141,7 +141,7 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
 
 
 def attempt() -> str:
-    """Return how many times this job was restarted. torchrun's store outlives the ranks that torchrun restarts."""
+    """Return the number of restarts of this job as text. torchrun's store outlives the ranks that torchrun restarts."""
     return options.launcher().get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

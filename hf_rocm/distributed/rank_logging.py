@@ -62,7 +62,7 @@ class _Buffer(logging.Filter):
         return False
 
     def flush(self) -> None:
-        """Log the messages that rank 0 did not log."""
+        """Log the buffered messages that rank 0 did not log. Without a store, none are logged."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.wait

@@ -20,8 +20,8 @@ NOTHING_LATER: AbstractContextManager[None] = nullcontext()
 def before_replay(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which work on the device waits only for the work queued so far in the current stream.
 
-    The context can be entered several times. Only the host may use the results of the work, because no stream waits for
-    it.
+    The context can be entered several times. Only the host may use the results of the work, because no other stream
+    waits for the work.
     """
     return _Before(device) if device.type == "cuda" else NOTHING_LATER
 

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rocm.generation.step import Unrecordable
 
-# The largest number of operators that are evaluated for one value, and the largest result that is stored for them.
+# The largest number of operators that are evaluated for one value, and the largest total size of one operator's results
+# that are stored for this purpose.
 _LONGEST = 64
 _LARGEST = 2**26  # bytes
 
@@ -36,9 +37,10 @@ Value = bool | int | float
 
 
 class _Step(NamedTuple):
-    """One operator. makes: the number of its results.
+    """One operator. makes: the number of tensors that it returns; 0 for the operator that returns the value.
 
-    given, named: functions that return its positional and keyword arguments, from the tensors of all places.
+    given, named: functions that return its positional and keyword arguments, from the tensors of all places; see
+    `Program`.
     """
 
     operator: Callable[..., Any]
@@ -81,9 +83,10 @@ class Read(NamedTuple):
 
 
 class _BasicOperators(TorchDispatchMode):
-    """Calls `run` instead of every basic operator, even in inference mode, which dispatches composite operators.
+    """Calls `run` instead of every basic operator.
 
-    A composite operator may contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not show.
+    In inference mode, PyTorch also dispatches composite operators, which are decomposed here: a composite operator may
+    contain a read on the host (`is_nonzero`) or a copy (`to`), which its schema does not show.
     """
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,8 +19,8 @@ class Outputs:
     """The output of one forward.
 
     tensors: its tensors, without duplicates. build(tensors, inputs) returns the same output with these tensors; parts
-    that were inputs of the call are taken from `inputs`. Raises `Unrecordable` if a part of the output is a view of an
-    input or a weight, or is not a dense real tensor, a plain value or a container of these.
+    that were inputs of the call are taken from `inputs`. The constructor raises `Unrecordable` if a part of the output
+    is a view of an input or a weight, or is not a dense real tensor, a plain value or a container of these.
     """
 
     def __init__(self, output: Any, inputs: Sequence[Tensor], weights: Iterable[Tensor]) -> None:

@@ -33,9 +33,9 @@ _LONG = 256
 _TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 _FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
 
-# The largest difference between a padded and an unpadded forward, as a root mean square, in rounding steps of the
-# outputs' magnitude (at least 1), for a model with one layer. It grows with the square root of the number of layers,
-# because their rounding errors add up like independent errors.
+# The largest allowed difference between a padded and an unpadded forward, as a root mean square, in rounding steps of
+# the outputs' magnitude (at least 1), for a model with one layer. The limit grows with the square root of the number of
+# layers, because their rounding errors add up like independent errors.
 _ROUNDINGS = 4
 
 
@@ -92,7 +92,7 @@ def bucket_of(length: int) -> int:
 
 
 def window_of(model: Any) -> int | None:
-    """Return how far the local attention of this model reaches to either side, in tokens, or None."""
+    """Return how far this model's local attention reaches to either side, in tokens; None without local attention."""
     local = getattr(model.config, "local_attention", None)
     return None if local is None else local // 2
 

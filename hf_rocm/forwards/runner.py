@@ -173,7 +173,7 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
 def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
     """Find the recording of a call's padded form, or return None if the call is not padded.
 
-    It is padded only if calls of several lengths share that form.
+    A call is padded only if calls of several lengths share that form, and if every position sees a token.
     """
     if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None

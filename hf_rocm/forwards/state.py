@@ -105,7 +105,7 @@ class State:
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
 
     def stop_padding_to(self, length: int, key: Hashable, path: Path) -> None:
-        """Stop padding calls of this kind to this length, and free its recording."""
+        """Stop padding calls of this kind to this length, and free their recording."""
         self.slower[length] += 1
         self._drop((key, path))
         place = (key, path if key in self._roots else ())
@@ -154,7 +154,7 @@ class State:
         return snapshot
 
     def switch(self, model: Any) -> Snapshot | None:
-        """Make an earlier snapshot the current one if the model is in that state again; else return None."""
+        """If the model is in an earlier snapshot's state again, make that snapshot current and return it; else None."""
         for snapshot in self.snapshots[-2::-1]:
             if snapshot.in_place() and snapshot.unchanged(model):
                 self.snapshots.remove(snapshot)

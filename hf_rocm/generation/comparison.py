@@ -159,8 +159,8 @@ def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float
 
     If the replay equals the last run, the earlier runs are not compared, and the third value is False.
     The same kernels give bitwise equal results unless their order of summation changes. If it does, a tensor may differ
-    by twice the difference between the runs. If the runs themselves differ by more than rounding, or if there is only
-    one, a replay that differs can't be checked, and the result is False.
+    by at most twice the largest difference between an earlier run and the last one. If the runs themselves differ by
+    more than rounding, or if there is only one, a replay that differs can't be checked, and the result is False.
     """
     last = runs[-1]
     if _equal(replayed, last):

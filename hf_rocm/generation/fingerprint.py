@@ -21,7 +21,7 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
 
 class Fingerprint(NamedTuple):
-    """A fingerprint, which does not change as long as the recordings made with it are valid.
+    """A fingerprint of a model. A recording is used only if the model's fingerprint equals that of the recording.
 
     facts: the compared values. kept: the objects that are compared by id; they are referenced so that no id is reused.
     """
@@ -95,7 +95,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
-    """The address of the shuffled weight in use. After a write to the original weight, the next prompt updates it."""
+    """The address of the shuffled copy in use. After a write to the weight, the next prompt updates the copy."""
     group = module.__dict__[SLOT]
     data = group.shuffled_data(module) if isinstance(group, WeightGroup) else None
     kept.append(data)
@@ -121,8 +121,8 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
 def _identity(value: Any) -> Hashable:
     """A weak reference that equals only references to the same object, as long as that object is alive.
 
-    Python keeps one plain `weakref.ref` per object, which makes it fast. It is not used for classes with their own
-    `__eq__` or `__hash__`, because references call them.
+    Python keeps one plain `weakref.ref` per object, so creating one is fast. Plain references are not used for classes
+    with their own `__eq__` or `__hash__`, because references call these methods.
     """
     cls = type(value)
     return weakref.ref(value) if (cls.__eq__, cls.__hash__) == _BY_IDENTITY else _Identity(value)

@@ -204,9 +204,9 @@ def _imported() -> Any:
 
 
 def _not_switchable(model: Any) -> str | None:
-    """Return the name of the class of the decoder for which `set_attn_implementation` changes nothing, or None.
+    """Return the class name of the model or its decoder if `set_attn_implementation` changes nothing in it, else None.
 
-    Its attention does not look up its function by the name of the implementation.
+    The attention of such a class does not look up its function by the name of the implementation.
     """
     decoder = model.config.get_text_config(decoder=True)
     for part in _models(model):

@@ -274,7 +274,7 @@ def _loop(self: Any, stock: Method, input_ids: Tensor, *args: Any, **kwargs: Any
 def _decoded(
     self: Any, loop: Method, stock: Method, input_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a loop of `generate` with recorded steps. If a model's replay was wrong, repeat it without its recordings."""
+    """Run a loop of `generate` with recorded steps, and again without those of a model whose replay was wrong."""
     attempt = Attempt(input_ids, args, kwargs, _thread.assistant)
     while True:
         try:

@@ -25,10 +25,10 @@ _log = logging.getLogger("hf_rocm")
 class Event:
     """One difference between a replay and the uncaptured step or forward.
 
-    when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: its class. checkpoint: its
-    name or path. operators: the number of operators of an uncaptured run, roughly the number of kernels in the graph; 0
-    if unknown. replays: the number of replays up to the difference. unproven: the number of replays since the
-    last verified one. reason: the difference.
+    when: UTC, ISO 8601. gpu: name and architecture. rocm, driver: versions, or None. model: the class of the model.
+    checkpoint: the name or path of its checkpoint. operators: the number of operators of an uncaptured run, roughly the
+    number of kernels in the graph; 0 if unknown. replays: the number of replays up to the difference. unproven: the
+    number of replays since the last verified one. reason: the difference.
     """
 
     when: str

@@ -74,9 +74,9 @@ class Search(NamedTuple):
 class Launched:
     """A step that was launched before transformers' loop prepared it.
 
-    position: the number of tokens before the step. ids: its N tokens; input_ids: the same tokens on the device, [1, N].
-    accepted: the last step's tokens that the loop is expected to append. served: whether the loop has prepared this
-    step.
+    position: the number of tokens before the step. ids: the N tokens of the step; input_ids: the same tokens on the
+    device, [1, N]. accepted: the last step's tokens that the loop is expected to append. served: whether the loop has
+    prepared this step.
     """
 
     step: RecordedStep
@@ -116,7 +116,8 @@ class Lookahead:
         self.launched: Launched | None = None
         self.logits: Tensor | None = None
         self._alike = 0, 0  # the number of tokens of the last step, and how many steps right before it had as many
-        self._arrived = self._interval = 0.0  # when tokens arrived on the host, and the time between two arrivals, in s
+        # the time of the last arrival of tokens on the host, and the time between the last two arrivals, in s
+        self._arrived = self._interval = 0.0
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
@@ -124,7 +125,7 @@ class Lookahead:
         self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
-        """Return the tokens [1, S] followed by the drafts that a search returns, or input_ids itself without drafts."""
+        """Return input_ids, [1, S], followed by the drafts of this search; input_ids itself if there are no drafts."""
         launched = self.launched if search == self._search and self._tokens.knows(input_ids) else None
         self._search = search
         tokens = self._tokens.of(input_ids)
@@ -183,8 +184,8 @@ class Lookahead:
         """Queue the next step before the tokens of the last one are on the host, if that probably saves time.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the device; step_ids: the tokens of
-        that step, [1, N]. logits: a copy of its logits, [1, N, V]. The queued step has N tokens too; if the host then
-        finds a different number of drafts, `launch` ignores it.
+        that step, [1, N]. logits: a copy of its logits, [1, N, V]. The queued step has N tokens too; if the number of
+        drafts on the host differs, `launch` ignores the queued step.
         """
         before, search, count = self._tokens.on_device, self._search, selected.shape[1]
         last, times = self._alike
@@ -247,7 +248,7 @@ class Lookahead:
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these.
 
-        Returns None if the loop ends after them, or if the tokens of the step are not known.
+        Returns None if they contain an end token, or if the tokens of the step are not known.
         """
         ids, self._ids, search = self._ids, None, self._search
         if ids is None or search is None or len(ids) != len(chosen):
@@ -261,7 +262,7 @@ class Lookahead:
     def _next(self, accepted: list[int], selected: Tensor) -> tuple[int, list[int], Source] | None:
         """The position and the tokens of the step after these accepted tokens, on the host and on the device.
 
-        Returns None if the loop ends after them, or if the earlier tokens are not known. selected: a tensor on the
+        Returns None if the maximum length is reached, or if the earlier tokens are not known. selected: a tensor on the
         device that begins with the accepted tokens, [1, N].
         """
         assert self._search is not None

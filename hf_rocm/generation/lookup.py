@@ -25,7 +25,7 @@ def searching_on_the_host(lookahead: Lookahead | None = None) -> Iterator[None]:
 
     Generators with logits processors, subclasses of the generator and batches of several rows use the stock search, as
     do generators whose code is not known or was replaced. A processor may have tensors on the device, and transformers
-    calls it for every drafted token. lookahead: that of the call; None: the tokens are copied in every step.
+    calls it for every drafted token. lookahead: that of the call; None: the tokens are copied for every search.
     """
     if features.refuses("prompt_lookup") is not None:
         yield
@@ -42,7 +42,7 @@ def searching_on_the_host(lookahead: Lookahead | None = None) -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    """ends: maps a generator of this thread's call to its end tokens; None outside the block."""
+    """ends: maps a generator of this thread's call to its end tokens; None outside `searching_on_the_host`."""
 
     ends: dict[Any, frozenset[int]] | None = None
     lookahead: Lookahead | None = None

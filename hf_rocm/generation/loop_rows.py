@@ -20,7 +20,8 @@ from hf_rocm.generation.host_tokens import Unchanged
 from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.ops.append_tokens import one_kernel
 
-# Returns the end tokens that end a row of this length, or None if no row ends. False if other criteria apply.
+# Takes the length of the rows. Returns the tokens that end a row of this length, None if no row of this length ends, or
+# False if other criteria apply.
 Ends = Callable[[int], Tensor | None | Literal[False]]
 
 
@@ -37,7 +38,7 @@ class Rows:
 
     ends: a weak reference to a method, so that the criteria, which reference this object, are freed after the call.
     current: the last value of the unfinished rows, [B]; None if it is not a stand-in. appended: the result of the last
-    step; None if transformers' operations computed it.
+    step, until `taken` returns it; None if transformers' operations computed it.
     """
 
     def __init__(self, ends: Callable[[], Ends | None]) -> None:
@@ -49,7 +50,7 @@ class Rows:
 
     @property
     def active(self) -> bool:
-        """Whether the loop handles stand-ins."""
+        """Whether the loop gets stand-ins. False once the kernel has refused the rows of this call."""
         return self._serves is not False
 
     def append(self, ids: Tensor, tokens: Tensor, unfinished: Tensor, pad: Tensor | None) -> Tensor | None:
@@ -193,7 +194,7 @@ class Stopped(StandIn):
 
     compute: a function that returns these rows. rows: the rows of the sampling loop, or None in assisted decoding,
     whose single row is unfinished until the loop ends. appended: the result of `ops.append_tokens`, if it appended the
-    tokens. none: whether no row ends.
+    tokens. none: whether it is known, without computing the rows, that no row ends.
     """
 
     def __init__(

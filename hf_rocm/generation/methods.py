@@ -44,7 +44,7 @@ def take_away(model: Any, mark: str) -> None:
 
 
 def own(cls: type, name: str, origin: type) -> bool:
-    """Return whether a class below `origin` in the MRO overrides this method."""
+    """Return whether a class before `origin` in the MRO overrides this method."""
     for parent in cls.__mro__:
         if patches.original(parent, name) is not ABSENT:
             return parent is not origin

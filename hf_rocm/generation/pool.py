@@ -1,4 +1,4 @@
-"""Keep idle caches with their recordings, so that the next call of the same size needs no new recording.
+"""Keep idle caches with their recordings, so that the next call of a similar size needs no new recording.
 
 A cache belongs to one call at a time, in any thread: streaming usually starts a thread for every call.
 """
@@ -22,10 +22,11 @@ from hf_rocm.generation.streams import record_current_stream, tensors_in
 # The largest number of idle caches, however small they are.
 _MOST = 8
 
-# The largest capacity of a cache for a call, as a multiple of the call's size, because attention may read all rows.
+# The largest capacity of an idle cache that a call may use, as a multiple of the capacity that a new cache would have.
+# Attention may read all rows.
 _FACTOR = 2
 
-# The number of tokens beyond the prompt that a new cache has room for; it grows if a call needs more.
+# The number of tokens beyond the prompt that a new cache has room for. The cache grows if a call needs more.
 _AHEAD = 1024
 
 
@@ -87,7 +88,7 @@ class Pool:
     def put(self, cache: DecodeCache) -> None:
         """Keep a cache for the next call, if a call has written to it.
 
-        Drops the oldest caches while their number or memory exceeds its limit.
+        Drops the least recently used caches while the number or the memory of the idle caches exceeds its limit.
         """
         device = cache.attending[0].keys.device if cache.is_initialized else None
         if device is None:
@@ -108,7 +109,10 @@ class Pool:
                 self._drop()
 
     def _drop(self) -> None:
-        """Drop the oldest cache after its last use has ended, because another stream may have allocated its memory."""
+        """Drop the least recently used cache after its last use has ended.
+
+        The memory of the cache may have been allocated on a stream other than that of its last use.
+        """
         oldest = self._idle.pop(0)
         if oldest.used is not None:
             oldest.used.synchronize()  # before the last reference goes out of scope

@@ -24,7 +24,7 @@ from hf_rocm.ops.bits import bits
 
 Processors = Sequence[Callable[[Any, Tensor], Tensor]]
 
-# The largest number of replays and uncaptured draws that are compared if their results may vary.
+# The largest number of replays, and of uncaptured draws, that are compared if their results may vary.
 RUNS = 5
 
 # Processors with a cumulative sum. For a single row, a GPU may sum in a different order in every run.
@@ -34,8 +34,8 @@ VARYING = ("TopPLogitsWarper", "TypicalLogitsWarper")
 class RecordedDraw(Recorded):
     """The recording of a draw from the logits of one recorded step.
 
-    processors: logits processors that only read the scores. `tensors`: the tokens, [B, 1] int64, and the probabilities,
-    [B, V] fp32.
+    processors: logits processors that read nothing but the scores. `tensors`: the tokens, [B, 1] int64, and the
+    probabilities, [B, V] fp32.
     """
 
     alarms = False  # the alarm of the recorded step already detects logits that are not finite
@@ -67,8 +67,8 @@ class RecordedDraw(Recorded):
         """Return whether a replay draws the tokens that `torch.multinomial` draws from the same state of the generator.
 
         The probabilities must be bitwise equal too. If the results may vary, it is enough that one of a few replays
-        equals one of a few uncaptured draws. Between these, the recording is replayed with other logits and other
-        noise, so that a replay of stale logits does not count as equal.
+        equals one of a few uncaptured draws. Between two of these replays, the recording is replayed with other logits
+        and other noise, so that a replay of stale logits does not count as equal.
         """
         # on a GPU, a failed assertion would end the process before a wrong draw could be rejected
         self._compared.fill_(True)

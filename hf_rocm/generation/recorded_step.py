@@ -20,7 +20,7 @@ from hf_rocm.ops.finish_step import argmax
 
 
 class Recorded:
-    """One recording with its inputs and outputs, which have their own memory.
+    """One recording with its inputs and outputs, whose memory is outside the pool of recordings.
 
     All other memory of a recording belongs to the pool that all recordings of a device share. Another thread's
     recording may overwrite the pool as soon as a replay has ended, before this thread has read the outputs.
@@ -50,13 +50,13 @@ class Recorded:
         self._recording: Recording
         with ops.recording(this_thread=True) as routes:
             self._recording, _ = recorder.record(lambda: self._write(run(places)))
-        self.routes = {(route.operation, route.tier): route for route in routes}.values()  # of every operation once
+        self.routes = {(route.operation, route.tier): route for route in routes}.values()  # without duplicates
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
-        """Called before the recording, with the outputs of an uncaptured run."""
+        """Called before the recording. like: as in `__init__`; for a `RecordedStep`, an uncaptured run's outputs."""
 
     def _write(self, outputs: Sequence[Tensor]) -> None:
-        """Copy the outputs to their memory and check them. Called within the recorded work."""
+        """Copy the outputs to their memory and check them. This is a part of the recorded work."""
         self._copy(self.tensors, outputs)
 
     def _copy(self, places: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -91,8 +91,8 @@ class RecordedStep(Recorded):
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
     [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the
-    largest logits (see `largest`); last_tokens: [B], those of the last position. draws: the recorded draws from the
-    step's logits (see `recorded_draw`).
+    largest logits, or None (see `largest`); last_tokens: [B], those of the last position, or None. draws: the recorded
+    draws from the step's logits (see `recorded_draw`).
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RecordedStep(Recorded):
         super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
-        # omit the cache from the stored output: it references this object, which would create a reference cycle
+        # omit the cache from the stored output: the cache references this object, which would create a reference cycle
         self._kind = type(like)
         self._cached = [name for name, value in like.items() if value is cache]
         self._fields = {name: None if value is cache else value for name, value in like.items()}
@@ -164,9 +164,9 @@ class RecordedStep(Recorded):
 class Alarm:
     """Records on the device whether a replay has returned outputs that are not finite.
 
-    The recorded step adds 0 to a number if its outputs are finite, else another number or NaN, at no cost on the host.
-    At every eighth replay the host reads the previous copy of the number from pinned memory and starts another copy, so
-    it never waits. Comparisons and the end of a call read the number itself.
+    The recorded step adds 0 to `number` if its outputs are finite, else another number or NaN, at no cost on the host.
+    At every eighth replay, the host reads the previous copy of `number` from pinned memory and starts another copy, so
+    it never waits. Comparisons and the end of a call read `number` itself.
     """
 
     EVERY = 8
@@ -185,7 +185,7 @@ class Alarm:
     def rings(self, replays: int) -> bool:
         """Whether a replay up to the previous copy raised the alarm; False between copies. Does not wait.
 
-        replays: the number so far.
+        replays: the number of replays so far.
         """
         if self.ignored or replays % self.EVERY:
             return False

@@ -104,7 +104,10 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
 
 @contextmanager
 def _aside(stream: Any) -> Iterator[None]:
-    """Use this stream within the block, after all earlier and before all later work. The host does not wait."""
+    """Use this stream within the block: after all earlier and before all later work of the current stream.
+
+    The host does not wait.
+    """
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     try:

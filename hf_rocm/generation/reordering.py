@@ -18,12 +18,12 @@ from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.step import Inputs
 from hf_rocm.ops.bits import bits
 
-# The largest number of recordings of one cache, one for every rounded number of tokens.
+# The largest number of recorded reorderings of one cache, one for every rounded number of tokens.
 MOST = 16
 
 
 class Reordering(Recorded):
-    """The recording of one reordering. Its input has the source row for every row of the batch, [B] int64."""
+    """The recording of one reordering. Its input is the source row of every row of the batch, [B] int64."""
 
     def __init__(self, recorder: Recorder, cache: DecodeCache) -> None:
         tensors = cache.rows_of_beams(rounded=True)

@@ -30,8 +30,8 @@ class Step:
 
     In a call that verifies drafts, the number of tokens of a step varies, and its position is the length of the cache.
     transformers would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes
-    them. An assistant drafts in the same way, but in several calls. `resume` receives these arguments again in each
-    call.
+    them. The same applies to the steps of an assistant, but every round of drafts is a separate call of `generate`, and
+    `resume` receives these arguments again in every round after the first.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Step:
         """Set the inputs of the next step, which verifies drafts, before transformers prepares it.
 
         position: the number of tokens before the step; None if it is only on the device. The cache may contain more
-        tokens, which transformers removes before the step. tokens: the number of tokens of the step. source: where they
-        are on the device. Returns these tokens, [1, N]; None if the inputs can't be set yet.
+        tokens, which transformers removes before the step. tokens: the number of tokens of the step. source: where
+        these tokens are on the device. Returns the tokens, [1, N]; None if the inputs can't be set yet.
         """
         length = cache.length
         if not self._removed or (position is not None and position > length):
@@ -175,7 +175,7 @@ class Step:
             return None
         residents, _ = self._placed[tokens]
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]
-        # the cache's length includes all tokens of the last step, so the position is not after it
+        # the cache's length includes all tokens of the last step, so the position is at most this length
         room = cache.has_room(tokens) and residents.form.widths == tuple(layer.capacity for layer in layers)
         if not room or residents.bases != tuple(layer.base for layer in layers):
             return None
@@ -193,7 +193,7 @@ class Step:
         cache.level(length)
 
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
-        """Advance the tensors, and the arguments from which the next step is prepared, by the last step's tokens.
+        """Advance the tensors, and the arguments from which the next step is prepared, by one token.
 
         In a call that verifies drafts, remove the growing arguments instead.
         """
@@ -214,7 +214,10 @@ class Step:
         arguments.update(self._given)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
-        """Add the arguments that `advance` removed, for `length` tokens, for a step that transformers prepares."""
+        """Return the arguments of a step that transformers prepares, with those that `advance` removed.
+
+        length: the number of tokens that the added arguments cover.
+        """
         self._prepared = True
         result = dict(arguments)
         for name, value in self._given.items():

@@ -34,7 +34,7 @@ class Form(NamedTuple):
     """The properties that determine the tensors of a step.
 
     rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
-    kind of layer. rolling: whether full sliding layers drop their first key for every new one.
+    kind of layer. rolling: whether sliding layers drop their first key for every new one once they are full.
     """
 
     batch: int

@@ -369,7 +369,7 @@ class Runner:
 
 
 def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call, return a `Rewind` if a replay since the last comparison had nonfinite logits, else None.
+    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
 
     In the first case, recording is disabled for this model.
     """

@@ -1,7 +1,8 @@
 """Tensors that keep their address for the lifetime of a cache, so that a recorded step can read them in place.
 
 A runner copies the inputs of every step to the tensors that its recording reads. Masks, lengths and positions that are
-advanced in place need no copy. A copy of a mask would also lose the attached lengths, which kernels read instead of it.
+advanced in place need no copy. A copy of a mask would also lose the attached lengths, which kernels read instead of the
+mask.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from hf_rocm.overlay.replacements import Watch
 
 
 def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> dict[str, Any]:
-    """Return a replacement for the stopping criteria in the arguments of a loop. It stops at the same steps.
+    """Return a replacement for the stopping criteria in the arguments of a loop, which stops at the same steps.
 
     arguments: the keyword arguments of `_sample` or `_assisted_decoding`. tokens: in assisted decoding, the tokens of
-    the call that are known on the host. Returns the changed argument, or an empty dict if the criteria are not
+    the call that are known on the host. Returns a dict with the changed argument; empty if the criteria are not
     replaced.
     """
     criteria = arguments.get("stopping_criteria")
@@ -48,7 +48,7 @@ def of_sampling(arguments: Mapping[str, Any], choice: Choice | None) -> dict[str
 
 
 class _Criteria(StoppingCriteriaList):
-    """Skips the criteria whose result is False, if at most one `EosTokenCriteria` remains.
+    """Skips criteria whose result is False. Calls the stock list if criteria other than one `EosTokenCriteria` remain.
 
     rows: the rows of the sampling loop, if it may handle stand-ins for them.
     """
@@ -128,6 +128,6 @@ def _acts(criterion: Any, length: int) -> bool:
 
 @cache
 def _skipped() -> Watch:
-    """The functions that are skipped, with all that they call."""
+    """Watches the functions that are skipped, and all functions that they call."""
     kinds = (StoppingCriteriaList, MaxLengthCriteria, EosTokenCriteria)
     return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])

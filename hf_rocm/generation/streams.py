@@ -79,7 +79,7 @@ class HostCopy:
 
 
 class HostCopies:
-    """A `HostCopy` for every shape of the tensors, which have one dtype and device."""
+    """One `HostCopy` for every shape of tensor. All tensors have the same dtype and are on the same device."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, ...], HostCopy] = {}
@@ -103,8 +103,8 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 def separate(device: torch.device) -> Any:
     """Return a stream that this function has not returned before, as long as PyTorch has such a stream.
 
-    PyTorch hands out its streams in turn, so that a program that creates many gets the same one again. If copies had
-    the stream of recordings, a copy in one thread would become part of another thread's recording.
+    PyTorch returns the streams of a pool in turn, so a program that creates many of them gets the same one again. If
+    copies used the stream of recordings, a copy in one thread would become part of another thread's recording.
     """
     with _handing_out:
         for _ in range(_STREAMS):
@@ -115,6 +115,6 @@ def separate(device: torch.device) -> Any:
         return stream
 
 
-_STREAMS = 32  # the number of streams of a device that PyTorch hands out
+_STREAMS = 32  # the number of streams in PyTorch's pool for a device
 _handed_out: list[Any] = []
 _handing_out = threading.Lock()

@@ -150,7 +150,7 @@ def _key(processors: Sequence[Any]) -> tuple[Any, ...]:
 
 @cache
 def _skipped(kinds: tuple[type, ...]) -> Watch:
-    """The functions that receive a stand-in, and those that the recorded work skips, with all that they call.
+    """Watches the functions that receive a stand-in, those that the recorded work skips, and all that these call.
 
     kinds: the classes of the logits processors.
     """

@@ -58,7 +58,10 @@ class Verification:
         return step.logits if kept is None else kept
 
     def select(self, step: RecordedStep, runner: FindRunner) -> tuple[Tensor, Tensor]:
-        """Return the tokens with the largest logits, [1, N], on device and host. Launch the next step if possible."""
+        """Return the tokens with the largest logits, [1, N], on the device and on the host.
+
+        Launches the next step if that is possible.
+        """
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.launches:
@@ -93,7 +96,7 @@ def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = Non
 
 @cache
 def _receiving() -> Watch:
-    """The functions that receive a stand-in."""
+    """Watches the functions that receive a stand-in."""
     from transformers import GenerationMixin
     from transformers.generation import utils
 

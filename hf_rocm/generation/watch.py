@@ -97,10 +97,10 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def _may_change_during_a_call(reference: Reference) -> bool:
-    """Whether this is a class attribute, a registry entry or a function of the model's file or torch.nn.functional.
+    """Whether this is a class attribute, a registry entry or a function of a model's file or torch.nn.functional.
 
-    All others are compared when a call begins: classes, torch's operators, and functions that transformers' helpers
-    call.
+    All others are compared only when a call begins: classes, torch's operators, and functions that transformers'
+    helpers call.
     """
     if isinstance(reference.holder, type) or reference.registry is not None:
         return True

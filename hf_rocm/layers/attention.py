@@ -3,8 +3,8 @@ transformers' attention arguments to those of `ops.attention`.
 
 `sdpa`, the default of transformers, and flash attention over pages (see `pages`) are served. Any other implementation
 that a user selects (eager, flash_attention_2, flex_attention) runs the stock forward. For models whose attention has
-terms that SDPA lacks (softcap, sinks), transformers' default is `eager` (before 5.21, only for some of them). It can't
-be distinguished from a user's choice, so `eager` is served for them too.
+terms that SDPA lacks (softcap, sinks), transformers' default is `eager` (before 5.21, only for some of them). This
+default can't be distinguished from a user's choice, so `eager` is served for these models too.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def heads(
 
     x: [B, S, K]. norms: the children that normalise the first outputs over the head dim, in order; children that the
     module lacks are skipped. head_dim: default `module.head_dim`. fused: as passed by the decoder layer.
-    Returns one view [B, heads, S, D] per name.
+    Returns one tensor [B, heads, S, D] per name.
     """
     size = module.head_dim if head_dim is None else head_dim
     norm = None if fused is None else fused.norm
@@ -262,8 +262,8 @@ def visible_keys(
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
     """Attach the lengths and starts of the visible keys to a mask, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries see. If the mask or the rows change, the other must
-    change in the same way.
+    mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries see. If one of the two changes, the other must change
+    in the same way.
     """
     setattr(mask, _ROWS, rows)
     return mask

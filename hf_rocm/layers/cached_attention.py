@@ -1,7 +1,7 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
-In a recorded step of one token, one kernel can compute all of it. Kernels that write keys and values replace `update`
-only in caches where it is known to write them and to do nothing else: transformers' static layers, checked by the
+In a recorded step of one token, one kernel can compute all of these. Kernels that write keys and values replace
+`update` only in caches whose `update` is known to do nothing else: transformers' static layers, checked by the
 digests of their definitions, and the cache of recorded decode steps.
 """
 
@@ -245,7 +245,7 @@ def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[
 
 
 def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """Return rows of transformers' own static cache, from 4.56 on, in a layer without a sliding window."""
+    """Return the rows of a layer without a sliding window in transformers' own static cache (from 4.56 on), or None."""
     home = sys.modules.get("transformers.cache_utils")
     kind = getattr(home, "StaticLayer", None)
     layers = getattr(cache, "layers", None)
@@ -267,7 +267,7 @@ def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -
 
 
 def _is_stock(kind: type, home: Any) -> bool:
-    """Return whether this cache updates its layers as transformers does."""
+    """Return whether caches of this class update their layers as transformers' own code does."""
     from hf_rocm import features
 
     return getattr(kind, "update", None) is home.Cache.update and features.refuses("static_cache") is None

@@ -192,7 +192,7 @@ def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -
 
 
 def _listed(module: Any, x: Tensor) -> tuple[Any, str] | str:
-    """Return the stacked experts and their activation, or why there are none."""
+    """Return the stacked experts and their activation, or why the stock forward must run."""
     if torch.compiler.is_compiling():
         return "while torch.compile or torch.export traces, a list of experts is left to stock"
     group: Any = live(module)

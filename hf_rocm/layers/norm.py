@@ -1,7 +1,8 @@
 """RMSNorm modules (Llama's, and Gemma's with 1 + w), and the norm and residual sum of a decoder layer's branch.
 
 With few rows, a decoder layer calls hf_rocm's attention and MLP functions directly, with an input that is not yet
-normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never receive one.
+normalised and a `PrenormResidual`. Modules that a user hooked, wrapped or replaced never receive a
+`PrenormResidual`.
 
 For modules that no overlay binds, such as PyTorch's own norms and dropouts, `is_plain` determines whether they were
 hooked, wrapped or replaced.
@@ -118,7 +119,7 @@ SEPARATE = PrenormResidual(None, None, one_kernel=False)
 def can_fuse(x: Tensor) -> bool:
     """Return whether GEMMs of x can include the norm before them and the sum after them.
 
-    This requires few rows, a kernel for them, and no gradients. Returns False while torch.compile, torch.export or
+    This requires few rows, a kernel for them, and disabled gradients. False while torch.compile, torch.export or
     torch.jit traces, under autocast, a function transform or forward AD, and for a subclass of Tensor.
     """
     return ops.fused_linear_serves(x) and not is_pytorchs(x)

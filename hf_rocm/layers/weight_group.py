@@ -17,8 +17,9 @@ from torch.nn import Module
 
 from hf_rocm import ops
 
-# In the module's __dict__: a `WeightGroup`, or an idle group as plain builtins: (kind, state, name, …). Copies and
-# pickles contain the latter, so that a process without hf_rocm can read them. False: a copy with plain weights.
+# In the module's __dict__: a `WeightGroup`, or an idle group as plain builtins: (kind, state, name, …). Except for
+# quantised modules, copies and pickles contain only builtins, so that a process without hf_rocm can read them: an idle
+# group, or False or None if the copy has no group.
 SLOT = "_hf_rocm_group"
 
 PENDING = "pending"  # the group is formed in the module's next call
@@ -67,7 +68,7 @@ class WeightGroup:
 
     @classmethod
     def names_for(cls, module: Module, binding: Any) -> tuple[str, ...]:
-        """Return the layers that this kind groups in a module with this binding; empty if none."""
+        """Return the names of the layers that this kind groups in a module with this binding; empty if none."""
         return ()
 
     @classmethod

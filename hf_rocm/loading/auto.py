@@ -27,7 +27,7 @@ LEFT_STOCK = ("diffusers", "comfy", "invokeai", "open_clip", "sentence_transform
 
 _log = logging.getLogger("hf_rocm")
 _lock = threading.RLock()
-_loading = threading.local()  # depth: the number of nested from_pretrained calls in this thread
+_loading = threading.local()  # depth: the number of nested `suspended` blocks in this thread
 _warned: set[str] = set()
 _switch: _Switch | None = None
 
@@ -72,7 +72,8 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     enabled: False restores transformers' own method; models that were prepared stay prepared (see `hf_rocm.restore`).
     also: packages of `LEFT_STOCK`, such as `diffusers`, whose models are prepared too. force: as in `prepare`.
 
-    Returns whether it is on now. Without ROCm, it does nothing unless forced, and the `hf_rocm` logger warns once.
+    Returns True if this call switches it on or changes its settings, else False. Without ROCm, it does nothing unless
+    forced, and the `hf_rocm` logger warns once.
     `HF_ROCM_AUTO=1` does the same from an installed overlay, as soon as the overlay's model file is imported.
     """
     require_bool(enabled, "auto_prepare")

@@ -52,7 +52,7 @@ def fault() -> MappedCopyFault | None:
 
 @contextmanager
 def where_needed() -> Iterator[None]:
-    """Within the block, copy weights that transformers loads through ordinary memory if this machine has a fault."""
+    """If this machine has a fault, weights loaded within the block are copied through ordinary memory."""
     known = fault()
     if known is None:
         yield

@@ -205,7 +205,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 
 def families(model: nn.Module) -> set[str]:
-    """Return the folders under transformers.models that define the classes of all submodules."""
+    """Return the folders under transformers.models that define classes of the model's modules."""
     modules = {type(module).__module__ for module in model.modules()}
     parts = (module.split(".") for module in modules)
     return {part[2] for part in parts if part[:2] == ["transformers", "models"] and len(part) > 3}
@@ -259,7 +259,10 @@ def _serve_flash(model: nn.Module, mode: str) -> None:
 
 
 def _route_head(model: nn.Module) -> str | None:
-    """Run the output head of a model that generates through the kernel for few rows. See `route_head`."""
+    """Make the output head of a generating model use the kernel for few rows.
+
+    Returns the reason if the head stays stock, else None. See `route_head`.
+    """
     if not hasattr(model, "generate"):
         return "it does not generate"
     from hf_rocm.generation.decide import generator_of

@@ -71,12 +71,12 @@ def from_pretrained(
     `from_pretrained`. The default of `dtype` is the checkpoint's own dtype, even on transformers 4.x.
 
     Ranks that load one model together (`tp_plan`, `tp_size`, `distributed_config` or `device_mesh` under torchrun or
-    another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All of
-    them raise the same `RankError` if these differ, if one rank fails, if one has not joined after
+    another launcher) first compare releases, overlays, aiter, GPU, options, arguments and the model's config. All
+    ranks raise the same `RankError` if these differ, if one rank fails, if one has not joined after
     `HF_ROCM_RANKS_TIMEOUT` seconds, or if the attention heads can't be divided among them. Messages that all ranks
     would log come only from rank 0. If the model stays stock, only the log is deduplicated.
 
-    Returns the model, or what transformers returns (a pair with `output_loading_info=True`).
+    Returns the model, or with `output_loading_info=True` the pair (model, loading info), as transformers does.
     Raises `LoadError` (an `OSError`) if the config or the weights can't be found or read, `OptionError` if an argument
     has an invalid value or is one that transformers does not accept, and `RankError` as above.
     """

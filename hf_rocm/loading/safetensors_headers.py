@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def read(files: Sequence[str | PathLike[str]]) -> dict[str, Entry]:
-    """Return the tensors of all files by name, except those with a dtype that `_DTYPES` lacks.
+    """Return an entry for every tensor of these files, by name, except those whose dtype `_DTYPES` or this torch lacks.
 
     Raises `LoadError` if a file is not a complete safetensors file.
     """

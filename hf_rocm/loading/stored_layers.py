@@ -1,4 +1,4 @@
-"""Find the quantised layers of a checkpoint and the model's layers that they belong to, and check their tensors.
+"""Find a checkpoint's quantised layers, check their tensors, and replace the model's layers that they belong to.
 
 Shapes and dtypes are read from the files' headers, and only the tensors whose values a format checks are read from the
 files. So errors are raised before memory is allocated for the weights.
@@ -37,10 +37,11 @@ class Later(NamedTuple):
 
 
 def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> list[Later]:
-    """Replace the quantised layers of a model on the meta device. Returns the tensors that transformers does not load.
+    """Replace the layers of a model on the meta device that the checkpoint stores in quantised form.
 
-    Raises `Unsupported`, without changing the model, if it can't be loaded this way, and `LoadError` if tensors are
-    missing or have shapes, dtypes or values that the format and the model do not allow.
+    Returns the tensors that transformers does not load. Raises `Unsupported` if the checkpoint can't be loaded this
+    way, and `LoadError` if tensors are missing or have shapes, dtypes or values that the format and the model do not
+    allow. In both cases, the model is not changed.
     """
     stored = _layers(format, entries)
     format = format.completed(next(iter(stored.values())))
@@ -92,7 +93,7 @@ def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) ->
     """Return the name in the checkpoint of every quantised layer by its path in the model.
 
     The names are equal, or differ only where transformers renames them: in the base model's prefix, or in parts of the
-    path before the list of layers.
+    path before the layer's number.
     """
     base = getattr(model, "base_model_prefix", "")
     matched = {}
@@ -110,7 +111,7 @@ def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) ->
 
 
 def _tail(path: str) -> str:
-    """Return the part of a path that begins with the layer's number, or the whole path."""
+    """Return the part of a path that begins with the layer's number, or the whole path if it contains no number."""
     parts = path.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[numbers[0] :]) if numbers else path

@@ -26,7 +26,7 @@ from hf_rocm.weights.quantize import dequantize
 from hf_rocm.weights.stored import StoredFormat, Unsupported
 from hf_rocm.weights.stored_linear import StoredLayer
 
-# the attribute of a model that lists patterns of tensor names that are not reported
+# the attribute of a model with patterns of unexpected tensor names that transformers does not report
 _IGNORED = "_keys_to_ignore_on_load_unexpected"
 
 
@@ -47,7 +47,7 @@ class StoredConfig(QuantizationConfigMixin):
 
 
 class StoredQuantizer(HfQuantizer):
-    """Replaces the layers of a model whose weights the checkpoint stores in quantised form."""
+    """Replaces those layers of a model whose weights the checkpoint stores in quantised form."""
 
     requires_calibration = True
 
@@ -57,7 +57,10 @@ class StoredQuantizer(HfQuantizer):
         self._later: list[stored_layers.Later] = []
 
     def read_headers(self, files: Sequence[str] | None) -> None:
-        """Read the headers of the checkpoint's files, before the model is created."""
+        """Read the headers of the checkpoint's files, before the model is created.
+
+        Raises `Unsupported` if there are no files or not all are safetensors files, and `LoadError` for a damaged one.
+        """
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             raise Unsupported("its weights are not in safetensors files")
         self._entries = safetensors_headers.read(files)
@@ -96,7 +99,10 @@ class StoredQuantizer(HfQuantizer):
         return [key for key in unexpected_keys if key not in names]
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        """Load the remaining tensors. Raises `LoadError` if transformers converted a tensor; no tested release does."""
+        """Load the remaining tensors.
+
+        Raises `LoadError` if transformers changed the dtype or shape of a tensor; no tested release does.
+        """
         patches.release(self)
         for later in self._later:
             later.load()

@@ -1,8 +1,8 @@
-"""act: one operation for activations that stock computes in several operations.
+"""act: one operation for activations that transformers computes in several operations.
 
 transformers writes the sigmoid approximation of GELU (CLIP) and Google's tanh approximation as formulas, which take
-three and eight kernels. Each of these kernels reads and writes the widest tensor of a layer. GELU and SiLU are single
-PyTorch kernels.
+three and eight kernels. Each of these kernels reads and writes the widest tensor of a layer. For GELU and SiLU, PyTorch
+already has single kernels.
 """
 
 from __future__ import annotations

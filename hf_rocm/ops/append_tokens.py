@@ -21,11 +21,11 @@ from hf_rocm.ops.triton.launch import power_of_two
 def append_tokens(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a token to every row, and find the rows that are still unfinished.
+    """Append a token to every row, and determine which rows are still unfinished.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
     row, or None. pad: [], the token of rows that have ended, or None if these rows also get their tokens in `tokens`.
-    All arguments are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
+    All tensors are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
     tensors.
     """
     result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](

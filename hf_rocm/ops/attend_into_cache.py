@@ -1,6 +1,7 @@
-"""attend_into_cache: a layer's step of one token between its projections and its output projection, in one operation.
+"""attend_into_cache: the steps between a layer's input projections and its output projection, in one operation.
 
-It does what `rope_into_cache` and `decode_attention` do: norms, rotation, the write to a static cache, attention.
+For one token per row, it does what `rope_into_cache` and `decode_attention` do: norms, rotation, the write to a static
+cache, and attention.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def attend_into_cache(
 ) -> Tensor:
     """`rope_into_cache` of one token per row, then `decode_attention` over the cache.
 
-    query: [B, H, 1, D]; key: [B, Hkv, 1, D]; value: [B, Hkv, 1, D_v]; cos, sin: [B | 1, 1, R], or half of it with
-    `once`; halves are rotated. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to, and their last
-    stride must be 1. lengths: [1] int32 or int64, the number of keys of every row, including the new one. position: [1]
-    int64, the row of the new key, which must be min(lengths, L) - 1; if it is not, the Triton tier writes nothing and
-    returns NaN. The other arguments are those of the two operations.
+    query: [B, H, 1, D]; key: [B, Hkv, 1, D]; value: [B, Hkv, 1, D_v]; cos, sin: [B | 1, 1, R], or [B | 1, 1, R / 2]
+    with `once`; the rotation is not interleaved. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to,
+    and their last stride must be 1. lengths: [1] int32 or int64, the number of keys of every row, including the new
+    one. position: [1] int64, the row of the cache for the new key, which must be min(lengths, L) - 1; if it is not, the
+    Triton tier writes nothing and returns NaN. The other arguments are those of the two operations.
 
     No tensor is read on the host. Returns [B, 1, H, D_v]. Raises `OptionError` if the norms differ in kind.
     """
@@ -134,7 +135,7 @@ def _specification(
 def _one_by_one(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]], attend: Callable[..., Tensor]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return a function that writes to the caches, then computes attention over them. It also returns the caches."""
+    """Return a function that writes to the caches, computes attention over them, and also returns the caches."""
     write = then_write(normalise, rotate)
 
     def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor]:

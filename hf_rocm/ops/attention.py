@@ -61,7 +61,8 @@ def attention(
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
     of `recognise` for the mask, the `CacheRows` that are attached to the mask, or a paged cache; it replaces the mask,
     causality and the window, and is ignored if `weights`.
-    Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k] if `weights`, else None).
+    weights: whether the attention weights are needed; only the eager tier computes them.
+    Returns ([B, S_q, H, D_v] contiguous, weights [B, H, S_q, S_k]). The second value may be None unless `weights`.
     """
     if padded is not None and not weights:
         return padded.attend(query, key, value, scale=scale, softcap=softcap, sinks=sinks), None

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, Tensor]:
-    """See `hf_rocm.ops.attention`. The softmax runs in fp32 (fp64 for fp64)."""
+    """See `hf_rocm.ops.attention`. The softmax runs in fp32 (fp64 for fp64). Always returns the attention weights."""
     sinks = terms["sinks"]
     b, h, s_q, _ = query.shape
     kv_heads, s_k, value_dim = key.shape[1], key.shape[2], value.shape[3]
     scores = _scores(query, key, terms)
     wide = scores.dtype
 
-    # exp and sum instead of softmax: a query that sees no key returns zeros, not NaN, and a sink only adds to the sum
+    # exp and sum instead of softmax: a query that sees no key gets zeros, not NaN, and a sink only adds to the sum
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, h, 1, 1)

@@ -1,7 +1,7 @@
-"""begin_step: what a decode step reads besides weights, keys and values, in one operation.
+"""begin_step: write what a decode step reads besides weights, keys and values, in one operation.
 
-These are the positions and lengths of its tokens, the attention masks, the rows of the cache that it writes to, and its
-token ids. In separate operations, they take four to ten kernels between two recorded steps.
+These inputs are the positions and lengths of the step's tokens, the attention masks, the rows of the cache that the
+step writes to, and its token ids. Separate operations take four to ten kernels between two recorded steps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
 def _write_mask(
     mask: Tensor, lengths: Tensor, starts: Tensor | None, window: int | None, hidden: float | None, rolling: bool
 ) -> None:
-    """Write the mask of a kind of layer, [B, 1, N, L]. lengths: [N], for every token of the step."""
+    """Write the mask of one kind of layer, [B, 1, N, L]. lengths: [N], one for each token of the step."""
     column = torch.arange(mask.shape[3], device=mask.device)
     ends = lengths[:, None]
     if rolling:
@@ -149,7 +149,7 @@ def _two(tensors: list[Tensor] | list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _kind(spec: BeginStepSpec) -> BeginStepSpec:
-    """Round sizes, and reduce windows so that they hide keys of the sequences in `_cases`."""
+    """Round sizes up to powers of two, with at most 8 tokens, and reduce windows so that they hide keys in `_cases`."""
     tokens = min(8, power_of_two(spec.tokens))
     windows = [None if window is None else 5 for window in (spec.window, spec.window_2)]
     return spec._replace(

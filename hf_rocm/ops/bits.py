@@ -53,10 +53,10 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def append_digest(digests: Tensor, digest: Tensor) -> None:
-    """Drop the first digest, [K] int64, and append this one, [1]."""
+    """Drop the first of the digests, [K] int64, and append `digest`, [1]. Changes `digests` in place."""
     digests.copy_(torch.cat((digests[1:], digest)))
 
 
 def add_doubt(doubt: Tensor, values: Tensor) -> None:
-    """Add 0 to doubt, [] fp32, if all values are finite, and NaN otherwise."""
+    """Add 0 to doubt, [] fp32, if all values are finite, and NaN otherwise, or if their sum overflows fp32."""
     doubt.add_(rows(values).sum(-1, dtype=torch.float32).sum(), alpha=0)

@@ -55,7 +55,7 @@ def prefer(library: str) -> Iterator[None]:
 def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, library: str) -> Tensor:
     """`F.linear` through this library. In compiled code, an operator sets the library at run time.
 
-    In compiled code with gradients, PyTorch selects the library.
+    In code that is compiled while gradients are enabled, PyTorch selects the library.
     """
     if not torch.compiler.is_compiling():
         with prefer(library):

@@ -1,7 +1,7 @@
 """Kernels in compiled graphs: an operator of hf_rocm wraps each call.
 
 aiter's own operators declare every tensor argument as mutated, weights included, so the compiler would copy the weights
-around each call. The operators here declare only real mutations. Triton kernels are wrapped too: the compiler sees one
+before each call. The operators here declare only real mutations. Triton kernels are wrapped too: the compiler sees one
 operator with a known output shape, and Python chooses the tiles.
 """
 
@@ -23,9 +23,10 @@ compiling()
 
 
 def opaque(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` in eager mode, and the operator `hf_rocm::<schema>` in compiled code.
+    """Return a function that calls `function` in eager mode, and an operator with this schema in compiled code.
 
-    fake: takes the same arguments and returns an empty result with the right shape, dtype and device.
+    schema: the operator's name in the namespace `hf_rocm`, its arguments and its results. fake: takes the same
+    arguments and returns an empty result with the right shape, dtype and device.
     """
     name = schema.partition("(")[0]
     _library.define(schema)

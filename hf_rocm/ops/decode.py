@@ -49,7 +49,7 @@ def decode_attention(
     cache is not used. Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the
     first key of each row after left padding, counted like lengths. window: how many keys a query sees, including its
     own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
-    which one kernel needs, or None.
+    which only aiter's kernel needs; if None, it is computed for that kernel.
 
     Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
     `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on

@@ -1,4 +1,4 @@
-"""gated_delta_step: one token of linear attention with the gated delta rule, from the projections to the output.
+"""gated_delta_step: linear attention of one token with the gated delta rule, without the layer's projections.
 
 A linear attention layer keeps a state of fixed size instead of keys and values. One token takes about forty small
 operations: a convolution with its own state, norms of query and key, a decay, the update of the state, and a gated
@@ -41,7 +41,7 @@ def gated_delta_step(
     norm_weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Apply the gated delta rule (https://arxiv.org/abs/2412.06464) to one token per sequence, in place.
+    """Apply the gated delta rule (https://arxiv.org/abs/2412.06464) to one token per sequence, updating both states.
 
     query, key: [B, G, D_k], of G key heads. value, gate: [B, G, R, D_v]: R value heads share a key head, H = G · R in
     total. beta, decay: [B, G, R], before sigmoid and softplus. All six are outputs of the layer's projections, in one
@@ -112,7 +112,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Divide the vectors of the last dim by their Euclidean norms."""
+    """Divide the vectors of the last dim by their Euclidean norms. A zero vector stays zero."""
     return x * (x.square().sum(-1, keepdim=True) + SMALLEST).rsqrt()
 
 

@@ -121,7 +121,7 @@ def chunked(call: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
     memory = state.to(wide).unflatten(1, (groups, shared))  # [B, G, R, D_k, D_v]
     outputs = []
     for chunk in range(chunks):
-        # the heads of a group share its keys: their states are columns of one matrix
+        # the value heads of a group share its key head, so their states are columns of one matrix
         joined = memory.transpose(2, 3).flatten(3)
         both = torch.cat((query[chunk], key[chunk]), -2) @ joined
         read = both.unflatten(-1, (shared, value_dim)).transpose(2, 3) * start[chunk].repeat(1, 1, 1, 2, 1)

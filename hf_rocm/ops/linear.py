@@ -97,7 +97,8 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
 def is_pytorchs(x: Tensor) -> bool:
     """Whether operations on x are left to PyTorch.
 
-    True under autocast, in a function transform, in forward AD, in torch.jit.trace, and for a subclass of Tensor.
+    True under autocast, in a function transform, in forward AD, in torch.jit.trace, and for subclasses of Tensor other
+    than Parameter.
     """
     return (
         x.__class__ not in _PLAIN
@@ -108,12 +109,12 @@ def is_pytorchs(x: Tensor) -> bool:
     )
 
 
-# The flag was added in torch 2.7. Until 2.12, the compiler evaluates is_exporting() to True, so it is not used here.
+# The flag was added in torch 2.7. Until 2.12, the compiler evaluates is_exporting() to True, so the flag is used.
 _TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def exporting() -> bool:
-    """Whether torch.export is tracing: exported programs must not need hf_rocm."""
+    """Whether torch.export is tracing: exported programs must not need hf_rocm. Always False before torch 2.7."""
     return _TELLS_EXPORT and bool(torch.compiler._is_exporting_flag)
 
 
@@ -205,8 +206,8 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 def fused_linear_serves(x: Tensor) -> bool:
     """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
-    x: [..., K]. False while torch.compile traces, because it fuses these operations itself, under torch.export, and
-    while gradients are enabled.
+    x: [..., K]. False for more than `FEW` rows or none, while torch.compile traces, because it fuses these operations
+    itself, under torch.export, and while gradients are enabled.
     """
     if compiling() or compiler._is_compiling_flag or torch.is_grad_enabled():
         return False

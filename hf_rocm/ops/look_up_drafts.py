@@ -22,10 +22,10 @@ def look_up_drafts(ids: Tensor, step_ids: Tensor, selected: Tensor, header: Tens
 
     ids: [1, S], the tokens before a step; its last one is the first token of the step. step_ids: [1, N], the tokens of
     the step: the last token and N - 1 drafts. selected: [1, N], the tokens that the model chose. header: [2]. All are
-    int64. If the first n drafts equal the first n selected tokens, the sequence is continued by n + 1 selected tokens.
-    header[0] receives S + n, the position of the last token of the continued sequence. header[1] receives the position
-    after the first earlier occurrence of its last tokens, for the longest n-gram of at most `ngram` tokens that has
-    one, or else the length of the sequence.
+    int64. With n the largest number for which the first n drafts equal the first n selected tokens, the first n + 1
+    selected tokens continue the sequence. header[0] receives S + n, the position of the last token of the continued
+    sequence. header[1] receives the position after the first earlier occurrence of its last tokens, for the longest
+    n-gram of at most `ngram` tokens that has one, or else the length of the continued sequence.
     """
     _operation.calls[_specification(ids, step_ids, selected, header, ngram)](ids, step_ids, selected, header, ngram)
 

@@ -154,7 +154,7 @@ _eager = _dequantized(moe_torch.eager, dequantize)
 
 
 def loop(call: Mxfp4Call) -> Tensor:
-    """Dequantise one expert after another, with PyTorch's operations."""
+    """Dequantise and apply one expert after another, with PyTorch's operations."""
     result: Tensor = _loop(*call)
     return result
 

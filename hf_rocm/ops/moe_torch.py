@@ -59,11 +59,11 @@ def grouped(call: ExpertsCall) -> Tensor:
 
 
 def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """Multiply rows [S, K], sorted by expert, by the weights of their experts. ends [E]: where an expert's rows end.
+    """Multiply rows [S, K], sorted by expert, by the weights of their experts. Returns [S, N].
 
-    Returns [S, N].
-    Weights that are dequantised when they are indexed have `at_once`, the number of experts that fit into the temporary
-    memory. With more experts than that, the host needs the ends, so it waits for the device.
+    ends: [E], the end of each expert's rows. Weights that are dequantised when they are indexed have `at_once`, the
+    number of experts that fit into the temporary memory. With more experts than that, the host needs the ends, so it
+    waits for the device.
     """
     assert _grouped_mm is not None
     at_once = getattr(weight, "at_once", None)

@@ -40,7 +40,7 @@ class CacheRows:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute the attention that the mask describes, with `decode_attention`. Returns [B, S_q, H, D_v]."""
+        """Compute the attention that this object describes, with `decode_attention`. Returns [B, S_q, H, D_v]."""
         return decode_attention(
             query,
             key,
@@ -57,10 +57,11 @@ class CacheRows:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A padded batch without its padding, as packed sequences: arguments of `varlen_attention`.
+    """A padded batch without its padding keys, as packed sequences: arguments of `varlen_attention`.
 
-    queries, keys: flat positions in [B · S] of the tokens that are not padding; query_ends, key_ends: [B + 1] int32,
-    the running sum of the number of such tokens in each row; longest_query, longest_key: the largest number in a row.
+    queries, keys: the flat positions in [B · S_q] and [B · S_k] of the tokens that are packed. Padding queries are left
+    out only if `causal`. query_ends, key_ends: [B + 1] int32, the running sum of the number of packed tokens per row,
+    from 0. longest_query, longest_key: the largest of these numbers.
     """
 
     key_ends: Tensor
@@ -82,7 +83,7 @@ class Packed:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Like `CacheRows.attend`, but with `varlen_attention`: sinks must be None, and padding queries get zeros."""
+        """Like `CacheRows.attend`, but with `varlen_attention`: sinks must be None, and unpacked queries get zeros."""
         b, h, s_q, _ = query.shape
         output = varlen_attention(
             query.transpose(1, 2).flatten(0, 1)[self.queries],

@@ -47,7 +47,8 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Ten
     if one_plus:
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
     normed = F.rms_norm(x, weight.shape, weight, eps)
-    return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens F.rms_norm, not the stock norm
+    # under autocast, F.rms_norm returns fp32, unlike transformers' norm
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
@@ -177,7 +178,7 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate the first R of D dims of every head by the angles of its position; the other dims are unchanged.
+    """Rotate the first R of D dims of every head by the angles of the token's position; other dims are unchanged.
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; cos, sin: [B | 1, S, R], each angle twice: in both halves, or next to
     each other if interleaved. Pairs are (i, i + R/2), or (2i, 2i + 1) if interleaved. Su et al. 2021, eq. 34.

@@ -1,10 +1,11 @@
 """First-use checks: a kernel runs a small call of the same kind, and the result is compared with the eager tier.
 
-A kernel may take minutes to build, hang or crash, so the check runs in a child process with a time-out. Passed checks
-are remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check disables the
-kernel in this process for calls with the same `terms` (dtypes, biases and gradients), with one warning; other calls
-have their own check. Processes that need the same check at the same time run it once (`probe_lock`). If the disk or
-the temporary folder is not available, the check runs without it; if no process can be started, the kernel is disabled.
+A kernel may take minutes to build, and may hang or crash, so the check runs in a child process with a time-out. Passed
+checks are remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check
+disables the kernel in this process for calls with the same `terms` (dtypes, biases and gradients), with one warning;
+other calls have their own check. Processes that need the same check at the same time run it once (`probe_lock`). If the
+disk or the temporary folder is not available, the check runs without it; if no process can be started, the kernel is
+disabled.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def checked_here(operation: str, name: str, *, tier: str) -> Probe:
 
 def ahead(device: torch.device | None = None) -> None:
     """Start the child early if no passed check is stored or `refresh` is set, so that it starts while a model loads.
+
+    Does nothing if checks are switched off or there is no GPU.
 
     device: the device of the model's weights once they are loaded; the child then initialises that GPU. Among the ranks
     of a machine, only the first one starts its child early.

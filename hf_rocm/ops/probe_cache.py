@@ -26,7 +26,7 @@ def key(**facts: Any) -> str:
 
 
 def passed(key: str) -> float | None:
-    """When this check passed, in seconds since the epoch, or None if that is not known."""
+    """When this check passed, in seconds since the epoch, or None if no pass is recorded."""
     for file in _files(key):
         content = files.read_own(file)
         if content is not None and content[0] == f"{key}\n":

@@ -1,4 +1,4 @@
-"""The child process that builds and checks kernels. `probe_worker` starts it; no other module of hf_rocm imports it."""
+"""The child process that builds and checks kernels. `probe_worker` starts it; no module of hf_rocm imports it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WAKING = 120  # seconds until a child that hangs during initialisation ends itse
 def serve(*, warm: bool) -> None:
     """Serve requests, one per line on stdin. Writes a line when a request has been read, and a line with the result.
 
-    A line may also request the initialisation of a device; nothing is written in reply.
+    A line may also request the initialisation of a device; nothing is written in reply. warm: whether to initialise
+    Triton before the first request. Returns after `IDLE_SECONDS` without a request, or when stdin is closed.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # kernels and compilers may print to stdout

@@ -23,7 +23,11 @@ _logger = logging.getLogger("hf_rocm")
 
 
 class Turn:
-    """The lock in this process. failure: why the kernel failed in the process that this one waited for, or None."""
+    """One process's turn to check a kernel.
+
+    lock: the descriptor of the locked file, or None without a lock. waited: whether another process had the lock
+    before. failure: why the kernel failed in the process that this one waited for, or None.
+    """
 
     def __init__(self, lock: int | None = None, *, waited: bool = False, failure: str | None = None) -> None:
         self.lock, self.waited, self.failure = lock, waited, failure

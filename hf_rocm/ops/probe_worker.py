@@ -54,7 +54,7 @@ def start(device: torch.device | None = None) -> None:
 def ask(question: Request, timeout: float) -> str | None:
     """Run a check in the child. Returns the problem, in a sentence, or None.
 
-    A crash or a time-out is also a failed check. timeout: in seconds.
+    A crash or a time-out also counts as a failed check. timeout: in seconds.
     """
     global _worker
     with _lock:
@@ -208,7 +208,7 @@ class _Worker:
         output = self.process.stdout
         assert output is not None
         started, message = time.monotonic(), FIRST_MESSAGE
-        waiting = select.poll()  # select.select fails on file descriptors from 1024 on
+        waiting = select.poll()  # select.select fails on file descriptors above 1023
         waiting.register(output, select.POLLIN)
         while True:
             now = time.monotonic()
@@ -233,7 +233,7 @@ class _Worker:
 
 
 def _errors() -> IO[bytes] | None:
-    """A file for the child's stderr: in memory if possible, else in the temporary folder; None on failure."""
+    """A file for the child's stderr: in memory on Linux, else in the temporary folder; None on failure."""
     try:
         if hasattr(os, "memfd_create"):
             return os.fdopen(os.memfd_create("hf_rocm-probe"), "w+b")

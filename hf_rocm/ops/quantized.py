@@ -1,4 +1,4 @@
-"""quantized_linear: x Wᵀ + b with 8- or 4-bit weights, with the norm before it and the gate and sum after it.
+"""quantized_linear: x Wᵀ + b with 8- or 4-bit weights, with the norm before it, and the gate and residual sum after it.
 
 8-bit weights have one scale per row or block, and 4-bit weights have one per group of a row. If x has few rows and a
 kernel can read the stored weight, x is not rounded. Otherwise the weight is dequantised, or x is rounded to 8 bits.
@@ -170,7 +170,10 @@ def _triton_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def _checked(name: str) -> probe.Probe:
-    """PyTorch's private GEMMs differ by device and release, so check a small GEMM with the same remainders."""
+    """Return a probe that checks a small GEMM, with N and K that have the same remainders modulo 32.
+
+    PyTorch's private GEMMs differ by device and release.
+    """
 
     check = probe.checked_here("quantized_linear", name, tier="torch")
 
@@ -181,7 +184,10 @@ def _checked(name: str) -> probe.Probe:
 
 
 def _kind(spec: QuantizedSpec) -> QuantizedSpec:
-    """Return a smaller specification that leads to the same tiles of hf_rocm's kernels."""
+    """Return a smaller specification that leads to the same tiles of hf_rocm's kernels.
+
+    If x is rounded, the specification is returned unchanged.
+    """
     if spec.round_input:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
@@ -240,7 +246,7 @@ def _nested(scale: Tensor) -> tuple[Tensor, Nested]:
 
 
 def _powers_of_two(scale: Tensor) -> Tensor:
-    """Round positive scales down to powers of two, as in MXFP4."""
+    """Round positive scales down to powers of two, and return their uint8 exponents, as in MXFP4."""
     return (scale.float().frexp().exponent + 126).to(torch.uint8)
 
 

@@ -60,7 +60,7 @@ class Choice(Generic[SpecT]):
 
 
 class Case(NamedTuple):
-    """A small call that checks an implementation: tensors by position (or None), then the remaining arguments."""
+    """A small call that checks an implementation: tensors (or None), then other positional and keyword arguments."""
 
     tensors: tuple[Tensor | None, ...]
     others: tuple[Any, ...] = ()
@@ -196,7 +196,8 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
 def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function that serves a call, or `otherwise` if the user named or required a tier that can't serve it.
 
-    It is used for variants of another operation, whose options apply to them: the user chose a tier for that operation.
+    It is used for variants of another operation: the options of that operation apply to them, but the tier that the
+    user chose for it may have no implementation of the variant.
     """
     try:
         return operation.calls[spec]

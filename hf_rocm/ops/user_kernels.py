@@ -23,10 +23,11 @@ def register(
 ) -> Callable[[], None]:
     """Register another implementation of an operation.
 
-    operation: `attention`, `linear`, … name: its name in `explain`. call: takes the arguments of the operation's eager
-    implementation (the fields, if it takes a NamedTuple) and returns the same result. refuses(spec, device): why it
-    can't serve a specification, in a sentence, or None; called once for each specification, so it must be cheap and
-    without side effects. check: whether to compare it with the eager tier before its first use, in this process.
+    operation: `attention`, `linear`, … name: the implementation's name in `explain`. call: takes the arguments of the
+    operation's eager implementation (the fields, if it takes a NamedTuple) and returns the same result. refuses(spec,
+    device): why the implementation can't serve a specification, in a sentence, or None; called whenever an
+    implementation is selected, so it must be cheap and without side effects. check: whether to compare the
+    implementation with the eager tier before its first use, in this process.
 
     The implementation is preferred to every built-in one; `HF_ROCM_TIER=user` requires it. Returns a function that
     removes it. Raises `OptionError` if the operation is unknown or the name is already used.

@@ -1,7 +1,7 @@
 """Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
 pip and uv check no file after installing it. A changed file that is hard-linked was written in place (for instance, by
-`cp -r`), so the same bytes are in the package manager's cache and in every environment that shares it.
+`cp -r`), so the same bytes are in the package manager's cache and in every environment that shares the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Finding(str, Enum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file that differs from the record. shared: whether it is a symbolic link or has other hard links."""
+    """One file that differs from the record.
+
+    shared: whether the file is a symbolic link or has other hard links; False for missing and added files.
+    """
 
     path: Path
     finding: Finding

@@ -42,7 +42,8 @@ FUSED = "fused"
 bindings_by_class: dict[type, Binding] = {}
 _bindings = bindings_by_class
 
-# Classes that had another library's forward when their overlay ran. They are bound once the stock forward is restored.
+# Classes that had another library's forward when their overlay ran. `bind_waiting` binds them if they have the stock
+# forward again.
 waiting: dict[type, tuple[dict[str, Any], Callable[[], None]]] = {}
 
 
@@ -288,7 +289,7 @@ def unbind(cls: type) -> str | None:
     binding = _bindings.get(cls)
     if binding is None or not binding.bound:
         return None
-    # An instance may have the dispatcher as an attribute. Once unbound, it only calls stock.
+    # An instance may have the dispatcher as an attribute, which then only calls stock.
     binding.mode = OFF
     if binding.change in patches.release(binding):
         return f"{cls.__name__}.forward was replaced by other code later; hf_rocm's wrapper now only calls stock"
@@ -296,7 +297,7 @@ def unbind(cls: type) -> str | None:
 
 
 def attach(cls: type, name: str, function: Forward) -> None:
-    """Set a method that the stock class only inherits, while the class is bound."""
+    """Set a method on a bound class; `unbind` removes it. Does nothing if the class itself defines the method."""
 
     def make(change: Change) -> Forward:
         @functools.wraps(function)

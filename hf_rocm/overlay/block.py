@@ -117,7 +117,7 @@ def split(data: bytes) -> Split | None:
 
 
 def stock_part(data: bytes) -> bytes:
-    """Return the bytes above the block; exact unless the file was edited."""
+    """Return the bytes above the block, or all bytes if there is no block; exact unless the file was edited."""
     if not has_block(data):
         return data
     above, block = _cut(data)

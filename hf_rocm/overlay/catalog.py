@@ -154,8 +154,8 @@ class Catalog:
 def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
     """Load the overlays of the imported hf_rocm: its package data, or a checkout's `overlays/`.
 
-    checked: raise `OverlayError` if the files differ from the ones in hf-rocm's package. Uninstalling and
-    deactivating do not check.
+    root: load the overlays of this folder instead, unchecked. checked: raise `OverlayError` if the files differ from
+    the ones in hf-rocm's package. Uninstalling and deactivating do not check.
     """
     if root is not None:
         return Catalog(root)

@@ -50,7 +50,7 @@ def install(
     was edited is refused in any case.
 
     Returns the plan and notices for the user. The plan is not executed in a dry run or if it has refusals.
-    Raises `OverlayError` if no plan can be made, or if writing fails.
+    Raises `OverlayError` if no plan can be made or writing fails, and `Interrupted` if a signal arrives during writing.
     """
     catalog = catalog or catalogs.load()
     installation = locate(transformers_path)

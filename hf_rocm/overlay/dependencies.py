@@ -65,7 +65,7 @@ class Registry(NamedTuple):
     default: tuple[Reference, ...]  # the references that are called if the registry is not used or has no such entry
 
     def keys(self) -> set[str]:
-        """The existing keys and, for an interface of transformers, `eager`, which may be added."""
+        """The existing keys and, for an interface with `get_interface`, `eager`, which may be added."""
         return {*self.mapping, "eager"} if hasattr(self.mapping, "get_interface") else set(self.mapping)
 
     @property
@@ -79,7 +79,7 @@ class Registry(NamedTuple):
 
     def references(self, key: str) -> tuple[Reference, ...]:
         """The dependencies of a call with this key: the entry, and the references of its function."""
-        if key not in self.keys():  # up to transformers 4.57, `eager` is not looked up in the registry
+        if key not in self.keys():  # without `get_interface`, as in transformers 5.0, `eager` is not looked up
             return self.default
         place = self.entry(key)
         function = place.beneath()
@@ -103,7 +103,7 @@ def of_class(cls: type) -> Dependencies:
 
 
 def of_call(cls: type) -> tuple[Reference, ...]:
-    """The methods of `nn.Module` that a call of an instance runs before its forward, which a class may override."""
+    """The methods of `nn.Module` that a call of an instance runs before its forward. A class may override them."""
     return Reference(cls, "__call__"), Reference(cls, "_call_impl")
 
 
@@ -156,9 +156,10 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
 
 
 def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
-    """Yield a method of a class, and the references of its function without hf_rocm's changes.
+    """Yield the reference to a method of a class, and the references of its function without hf_rocm's changes.
 
-    called: a class, such as `Tensor`, whose methods are also yielded if their names occur in the function's code.
+    called: a class, such as `Tensor`. References to its methods whose names occur in the function's code are also
+    yielded.
     """
     own = Reference(cls, name)
     yield own

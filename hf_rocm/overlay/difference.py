@@ -18,6 +18,7 @@ from hf_rocm.overlay.state import FileState, Installed, Match, render
 def explain_difference(state: FileState) -> str:
     """Return the block as a diff (installed or edited), and a description of every changed definition.
 
+    Without either, return the file's name and the detail of its state.
     hf-rocm has no stock sources, so a changed definition is described by its digest and the recorded digests.
     """
     parts = [part for part in (_block_diff(state), _definitions(state)) if part]

@@ -23,7 +23,8 @@ def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
 
     A name may be a function, a class, an assignment or an import at top level, or an attribute of a class
     (`GenerationMixin._sample`). For a name that is bound more than once, or under `if` or `try`, the digest covers all
-    of its bindings and their conditions. `A|B` has the digest of the first name that is bound. Raises `SyntaxError`.
+    of its bindings and their conditions. `A|B` has the digest of the first name that is bound. Raises
+    `SyntaxError` if the source is not valid Python.
     """
     names = tuple(names)
     single = _digests(source, tuple(dict.fromkeys(one for name in names for one in name.split(EITHER))))

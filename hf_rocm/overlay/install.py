@@ -92,7 +92,7 @@ def _removed(temporary: Path, disk: Disk) -> bool:
 
 
 def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
-    """The error if no stock file was changed but temporary files can't be removed, as in an append-only folder."""
+    """The error if every stock file is unchanged but temporary files can't be removed, as in an append-only folder."""
     return OverlayError(
         f"{plan.command} could not write, and could not remove its temporary files; every stock file is unchanged",
         facts={
@@ -106,7 +106,7 @@ def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
 
 
 def _stage(action: Action, disk: Disk) -> Path:
-    """Write the new content to a complete file next to the old one, with its owner and mode."""
+    """Write the new content to a complete file next to the old one, with the old file's owner and mode."""
     if disk.read(action.file) != action.before:
         raise OverlayError(
             f"{action.file.name} was changed by another process while the command ran",

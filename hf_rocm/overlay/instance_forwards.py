@@ -42,13 +42,13 @@ def _is_bound(method: Any, function: bind.Forward, module: Any) -> bool:
 
 
 def enclosed_forward(forward: Any) -> Any:
-    """Return the forward inside transformers' tensor-parallel wrapper. Returns any other forward unchanged."""
+    """Return the forward inside transformers' wrapper for sharded modules. Returns any other forward unchanged."""
     cell = _enclosed(forward)
     return forward if cell is None else cell.cell_contents
 
 
 def _enclosed(forward: Any) -> Any:
-    """The closure cell of transformers' wrapper for sharded modules, or None for any other forward."""
+    """The cell with the original forward in transformers' wrapper for sharded modules; None for any other forward."""
     if not isinstance(forward, FunctionType) or not str(forward.__module__).startswith("transformers."):
         return None
     names = forward.__code__.co_freevars

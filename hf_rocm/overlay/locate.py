@@ -55,7 +55,8 @@ class Installation:
 def locate(path: Path | str | None = None) -> Installation:
     """Return the transformers that `import transformers` would import, or the one at `path`.
 
-    path: the package's directory, or the directory that contains it. Raises `OverlayError`.
+    path: the package's directory, or the directory that contains it. Raises `OverlayError` if the package or
+    its version can't be determined.
     """
     root = _find() if path is None else _named(Path(path))
     metadata = _metadata(root)

@@ -110,7 +110,7 @@ def render(manifest: Manifest) -> str:
 def dependencies(overlay_text: str) -> list[str]:
     """Return the names that an overlay imports from transformers or passes to `binds_first`, as `module:name`, sorted.
 
-    Raises `SyntaxError`.
+    Raises `SyntaxError` if the overlay is not valid Python.
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(overlay_text)):

@@ -1,6 +1,7 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
-The system does not remove the file when its writer ends, so the claim records the host, the process and its start time.
+The system does not remove the file when its writer ends, so the claim records the host, the process ID and the start
+time of the process.
 A claim is ignored if its process on this host has ended, or if it is an old claim of another host.
 """
 
@@ -22,9 +23,9 @@ OLD = 600.0  # seconds after which a claim of another host is ignored; an instal
 
 @contextmanager
 def claimed(path: Path, *, timeout: float) -> Iterator[None]:
-    """Hold the lock file at `path`, which contains a process ID.
+    """Create the claim at `path`, and remove it at the end of the block.
 
-    Waits up to `timeout` seconds, then raises `OverlayError`.
+    Waits up to `timeout` seconds for another writer's claim to disappear, then raises `OverlayError`.
     """
     mine = f"{socket.gethostname()}\n{os.getpid()}\n{_began(os.getpid())}\n{secrets.token_hex(8)}\n"
 
@@ -69,7 +70,7 @@ def _read(path: Path) -> str:
 
 
 def _clear_away(path: Path) -> None:
-    """Remove a stale claim. If another claim replaced it in the meantime, restore that one."""
+    """Remove a stale claim. If another claim replaced it in the meantime, restore the new claim."""
     seen = _read(path)
     if not seen or _is_live(path, seen):
         return
@@ -93,7 +94,10 @@ def _is_live(path: Path, text: str) -> bool:
 
 
 def _began(process: int) -> str:
-    """Return the start time of a process on this machine in clock ticks; empty if it has ended or is unknown."""
+    """Return the start time of a process on this machine, in clock ticks since boot, or an empty string.
+
+    The string is empty if the process has ended or if its start time can't be read.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[19]

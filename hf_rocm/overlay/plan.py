@@ -30,7 +30,7 @@ class Verb(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One file, with its content before and after."""
+    """What a command does with one file, with the file's content before and after."""
 
     verb: Verb
     model: str
@@ -70,7 +70,9 @@ class Plan:
 
     @property
     def errors(self) -> tuple[OverlayError, ...]:
-        """The refusals as shown to users: one error for all files that upstream changed, if there are many of them."""
+        """The refusals as shown to users. `install-overlays` shows one error for all files that upstream changed, if
+        there are many of them.
+        """
         changed = [state for state in self.states if state.outgrown and _refuse_writing(state) is None]
         if self.command != _INSTALL or len(changed) <= LISTED:
             return self.refusals

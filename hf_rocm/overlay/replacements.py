@@ -24,7 +24,8 @@ class Watch:
     """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
 
     strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
-    a package in `OWN` is present. hf_rocm's own changes are ignored.
+    a package in `OWN` is present. `difference` and `holds` ignore hf_rocm's own changes; `unchanged()` returns False
+    after such a change until one of them has been called.
     """
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
@@ -69,8 +70,8 @@ def constant_in_traces(function: Answer) -> Answer:
 def unchanged(code: Any) -> bool:
     """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    False for a dependency that was already replaced at the first check, and for a class of a package that is not
-    in `OWN`.
+    Changes of hf_rocm are ignored. False while a replacement that existed at the first check is present, and for a
+    class of a package that is not in `OWN`.
     """
     watch = watches.get(code)
     if watch is None:
@@ -97,7 +98,10 @@ def replacement_among(references: Iterable[Reference], known: frozenset[str] = O
 
 
 def origin(value: Any) -> str:
-    """The module that defines a function or a class. functools.wraps hides it from `__module__`."""
+    """The module that defines a function or a class.
+
+    For functions, `__module__` is not used, because functools.wraps copies it from the wrapped function.
+    """
     if isinstance(value, FunctionType):
         return str(value.__globals__.get("__name__", ""))
     if isinstance(value, MethodType):

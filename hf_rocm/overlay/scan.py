@@ -24,7 +24,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
     """Return the states of the named models' files or, without names, of all files with an overlay or a block.
 
     Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
-    transformers lacks, or that has neither an overlay nor a block.
+    transformers lacks, or that has neither an overlay for this release nor a block.
     """
     names = list(dict.fromkeys(models))
     if not names:
@@ -35,7 +35,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
 
 
 def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
-    """The models that a scan without names leaves out."""
+    """The models with an overlay that this transformers lacks, or that no overlay supports in this release."""
     release = installation.version
     others = {model: catalog.find(model, release) for model in catalog.models()}
     absent = [model for model in others if _absent(installation, model)]

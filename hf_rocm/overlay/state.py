@@ -23,9 +23,9 @@ class Installed(str, Enum):
 
     NO = "no"
     YES = "yes"
-    OLD = "old"  # intact, but this release of hf-rocm would write a different one
+    OLD = "old"  # intact, but this release of hf-rocm would write a different one or none
     FOREIGN = "foreign"  # intact and labelled with this release of hf-rocm, but its code is not that of the overlay
-    EDITED = "edited"  # the block, or the stock part above it, was changed after it was written
+    EDITED = "edited"  # the block, or the stock part above it, was changed after the block was written
 
 
 class Match(str, Enum):
@@ -43,7 +43,7 @@ LISTED = 8  # longer lists of names and of files are shortened
 
 @dataclass(frozen=True)
 class Difference:
-    """One definition that the overlay does not expect. found: its digest, or None if it does not exist."""
+    """One definition whose digest the overlay does not expect. found: its digest, or None if it does not exist."""
 
     name: str
     file: Path
@@ -90,7 +90,7 @@ class FileState:
 
     @property
     def outgrown(self) -> bool:
-        """Whether upstream changed a definition that the overlay needs, and the file was not edited."""
+        """Whether a definition that the overlay needs differs, and the file is not known to be edited."""
         return self.match is Match.CHANGED and bool(self.differences) and self.delivered is None
 
     @property
@@ -173,9 +173,10 @@ class FileState:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Models with an overlay that this transformers can't use.
+    """Models with an overlay that is not used with this transformers.
 
-    absent: models that transformers lacks. stock: models that no overlay supports in this release, with the reason.
+    absent: models that transformers lacks. stock: models that no overlay supports in this release, or whose changed
+    files `skip_changed` skips, with the reason.
     """
 
     absent: tuple[str, ...] = ()
@@ -264,10 +265,11 @@ def examine(
 def of_block(
     data: bytes | None, overlay: Overlay | None, overlay_of: Callable[[str], Overlay | None]
 ) -> tuple[Installed, block.Split | None, str]:
-    """Return the state of the block, the parts of the file, and the reason for the state.
+    """Return the state of the block, the parts of the file, and the reason if the block is edited or foreign.
 
-    overlay: the expected overlay. overlay_of: returns the overlay with a given id. A block that names this
-    release must have exactly the code of that overlay, because anyone can write a block with a valid hash.
+    overlay: the expected overlay. overlay_of: returns the overlay with a given id. A block whose header names this
+    release of hf-rocm must have exactly the code of the overlay that the header names, because anyone can write a
+    block with a valid hash.
     """
     try:
         parts = block.split(data or b"")
@@ -285,7 +287,7 @@ def of_block(
 
 
 def _as_delivered(overlay: Overlay, release: str, recorded_sha256: str | None) -> str | None:
-    """The hash that the stock part has unless it was edited, or None if it is unknown."""
+    """The hash that the stock part has unless it was edited, or None if this hash is unknown."""
     if recorded_sha256 is not None:
         return recorded_sha256
     return next((sha256 for sha256, releases in overlay.record.files.items() if release in releases), None)

@@ -98,7 +98,7 @@ def heads_of(module: nn.Module) -> Heads | None:
 
 
 def _number(owner: object, *names: str) -> int | None:
-    """Return the first of these attributes that is a number."""
+    """Return the first of these attributes that is an integer, or None."""
     values = (getattr(owner, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
 

@@ -26,7 +26,7 @@ class Box(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A straight line from (x, y) to (to_x, to_y). Dashed lines must be vertical."""
+    """A straight line from (x, y) to (to_x, to_y). Dashed lines must be vertical, with y < to_y."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ Part = Box | Line | Curve | Dot | Words
 
 
 class Picture(NamedTuple):
-    """A picture: its width and height in units, and its parts from back to front."""
+    """A picture: its width and height in units, its parts from back to front, and the title of the SVG."""
 
     width: float
     height: float

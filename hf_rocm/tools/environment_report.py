@@ -51,7 +51,10 @@ def block(facts: Facts) -> str:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield every path in the facts. Findings contain them, and no pattern can detect where a path with spaces ends."""
+    """Yield every absolute path in the facts.
+
+    Findings contain these paths, and no pattern can detect where a path with spaces ends.
+    """
     if isinstance(value, Mapping):
         value = [*value.values(), *value]
     if isinstance(value, str):

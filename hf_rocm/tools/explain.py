@@ -1,7 +1,7 @@
 """explain: hf_rocm's changes to a model, the reasons why other parts stay stock, and the kernel of each operation.
 
-It reads the current state of the model, including changes that were made after it was prepared. Some reasons come from
-the report of `prepare`.
+explain reads the current state of the model, including changes that were made after the model was prepared. Some
+reasons come from the report of `prepare`.
 """
 
 from __future__ import annotations

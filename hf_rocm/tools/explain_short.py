@@ -1,6 +1,6 @@
 """The short form of `explain`: the classes, the reasons why some are not served or fused, and the kernels.
 
-The text has at most 25 lines if possible. To this end, a long text is shortened in steps, see `_Step`.
+A text of more than 25 lines is shortened in steps (see `_Step`) until it has at most 25, if the steps suffice.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Step(IntEnum):
 _REASONS = 6  # the largest number of refusals
 _STOCK = 6  # the largest number of class names per reason
 
-# in lines on generate and forwards: the name of a model inside the model, if any, and the reason
+# matches lines on generate and forwards; the groups are the name of a model inside the model, if any, and the reason
 _UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|forwards) run )?uncaptured(?: × \d+)?: (.*)")
 
 
 def short(explanation: Facts, width: int) -> str:
-    """Return the summary, shortened until it has at most 25 lines.
+    """Return the short form, shortened in steps until it has at most 25 lines or there are no more steps.
 
     width: the number of columns at which lines are wrapped.
     """
@@ -78,7 +78,10 @@ def headline(explanation: Facts) -> list[str]:
 
 
 def _served(parts: tuple[Part, ...], step: _Step) -> Iterator[str]:
-    """Yield a line for every served class, or for all classes with the same notes."""
+    """Yield the served classes.
+
+    Depending on the step, there is one line per class, one line for all classes with the same notes, or only one line.
+    """
     rows = [(part.cls, f"{part.active} of {part.instances}", ", ".join(_part_notes(part))) for part in parts]
     if step < _Step.TOGETHER:
         first = max((len(name) for name, _, _ in rows), default=0)
@@ -174,7 +177,7 @@ def _gradients(explanation: Facts) -> str:
 
 
 def _distinct(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, except those that repeat the reason of an earlier one for the same model."""
+    """Yield the lines, except those that repeat the reason of an earlier line on uncaptured runs of the same model."""
     reasons: set[tuple[str | None, str]] = set()
     for line in lines:
         uncaptured = _UNCAPTURED.fullmatch(line)

@@ -13,7 +13,10 @@ _SEPARATOR = "; "  # between implementations and between operations, because the
 
 
 class Explanation(Facts):
-    """The result of `explain`. `str()` returns the short text, `details()` the long one, `to_dict()` only builtins."""
+    """The result of `explain`.
+
+    `str()` returns the short text, `details()` the long one, and `to_dict()` a dict of builtins.
+    """
 
     def __str__(self) -> str:
         """Return the short form, wrapped to the width of the terminal."""
@@ -85,7 +88,8 @@ def _part(part: Part) -> Iterator[str]:
 
 def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
     """Yield every operation with its refusals. A reason that several operations share is listed once, before them."""
-    rows = tuple(dict.fromkeys(kernels))  # specifications that differ only in other fields are one row
+    # calls whose specifications differ only in fields that are not listed are one row
+    rows = tuple(dict.fromkeys(kernels))
     reasons: dict[str, dict[str, dict[str, None]]] = {}
     for kernel in rows:
         for name, reason in kernel.refused:

@@ -43,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Stock:
-    """One class of modules that hf_rocm leaves to stock, and why."""
+    """One class of modules that stay stock, and why."""
 
     cls: str
     instances: int
@@ -68,7 +68,7 @@ class Facts:
     decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
     forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
     stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
-    replaced: tuple[str, ...] = ()  # replacements of hf_rocm that other code has replaced, such as `LlamaMLP.forward`
+    replaced: tuple[str, ...] = ()  # changes that other code has wrapped or replaced, such as `LlamaMLP.forward`
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -45,9 +45,10 @@ def loading(model: str) -> Iterator[None]:
 
 @contextmanager
 def _one_warning_per_retry() -> Iterator[None]:
-    """Within the block, drop huggingface_hub's warnings, except the first one from each line of its code.
+    """Within the block, drop repeated log messages of huggingface_hub up to the level WARNING.
 
-    Without a network, huggingface_hub logs every failure and the attempt that follows, and finally raises the error.
+    The first message from each line of huggingface_hub's code is kept. Without a network, huggingface_hub logs every
+    failure and every retry, and finally raises the error.
     """
     import_module("huggingface_hub.utils.logging")  # adds the handler
 
@@ -69,7 +70,10 @@ def _one_warning_per_retry() -> Iterator[None]:
 
 
 def device_named(device: str | None) -> Any:
-    """Return the torch device of this name; by default, the first GPU, else the CPU. Raises `OptionError` if absent."""
+    """Return the torch device of this name; by default, the first GPU, else the CPU.
+
+    Raises `OptionError` if there is no such device.
+    """
     import torch
 
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -121,7 +121,7 @@ def measure(
 
 
 def decoding_time(model: Any, ids: Tensor) -> float | None:
-    """Return the milliseconds per token of greedy decoding, or None if the model doesn't decode.
+    """Return the milliseconds per token of greedy decoding, or None if `predicts(model)` is False.
 
     ids: a prompt, [1, S], of which at most 64 tokens are used. The median time of 3 calls that generate one token is
     subtracted from the median time of 3 calls that generate 17 tokens. The difference is divided by 16.
@@ -178,7 +178,11 @@ def quantization_loss(
 def compare(
     logits: Sequence[Tensor], expected: Sequence[Tensor], pieces: Sequence[Tensor], *, predicts: bool
 ) -> QuantizationLoss:
-    """Compare the logits, [1, S_i, V], of pieces of tokens, [1, S_i]. predicts: whether to compute the perplexity."""
+    """Compare logits with the expected ones, for pieces of tokens.
+
+    logits, expected: one [1, S_i, V] tensor per piece. pieces: [1, S_i] tokens. predicts: whether to compute the
+    perplexity.
+    """
     largest, total, square, mean, divergence, same, count, positions = 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0
     losses = [0.0, 0.0]
     predicted = 0

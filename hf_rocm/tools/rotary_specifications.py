@@ -35,19 +35,20 @@ def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
 def of_rotation(
     module: nn.Module, path: str, dims: dict[str, set[int]], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """Yield (operation, situation, specification) tuples of an attention module, and none for other modules.
+    """Yield the (operation, situation, specification) tuples of an attention module that rotates with `ops.rope`.
 
-    path: the module's path in the model. dims: the result of `rotated_dims`.
+    Other modules have none. path: the module's path in the model. dims: the result of `rotated_dims`.
     """
     binding = bind.binding_of(module)
     shape = heads_of(module)
     if binding is None or shape is None or not _rotates(getattr(binding.replacement, "__code__", None)):
         return
     if getattr(getattr(module, "config", None), "rope_interleave", False):
-        return  # the model's own function rotates pairs of neighbours
+        return  # the model's own function rotates pairs of neighbouring dims
     while path and path not in dims:
         path = path.rpartition(".")[0]
-    head_dim = getattr(module, "qk_rope_head_dim", None) or shape.head_dim  # latent attention rotates a part
+    # latent attention rotates a part of each head
+    head_dim = getattr(module, "qk_rope_head_dim", None) or shape.head_dim
     for rotated in sorted(dims.get(path, ())):
         if rotated <= head_dim:
             part = f"dim {head_dim}" if rotated == head_dim else f"{rotated} of dim {head_dim}"
@@ -59,7 +60,7 @@ def of_rotation(
 def _rotates(code: CodeType | None) -> bool:
     """Return whether a forward, or a function in it, calls one of the functions that rotate with `ops.rope`.
 
-    They run the model's own function instead if they are called with `once`.
+    Forwards that pass `once` don't count, since the model's own function may run instead.
     """
     if code is None or any(isinstance(constant, tuple) and "once" in constant for constant in code.co_consts):
         return False

@@ -51,7 +51,7 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 @dataclass(frozen=True)
 class Bitsandbytes(FourBitFormat):
-    """The format for one table of numbers. The state of a layer is a JSON text in a tensor of bytes.
+    """The format for one code, a table of 16 numbers. The state of a layer is JSON in a uint8 tensor.
 
     code: `nf4` or `fp4`. double: whether `absmax` is quantised. `completed` sets group and double.
     """
@@ -182,7 +182,7 @@ _AT_ONCE = 2**22  # numbers that are unpacked at once
 
 
 def _unpacked(data: Tensor) -> Tensor:
-    """Return the numbers 0 … 15, [rows, K] int32, in bytes [rows, K / 2]."""
+    """Unpack bytes [rows, K / 2] into the numbers 0 … 15, [rows, K] int32."""
     return torch.stack([data >> 4, data & 0xF], -1).flatten(1).to(torch.int32)
 
 

@@ -53,7 +53,7 @@ class BlockGroup(WeightGroup):
 
     @classmethod
     def join(cls, module: Module, names: tuple[str, ...]) -> None:
-        """Move the weights into the group's allocations and store the group in the slot. Layers must be eligible."""
+        """Move the weights of eligible layers into the group's allocations, and store the group in the slot."""
         raise NotImplementedError
 
     @classmethod

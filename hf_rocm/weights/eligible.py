@@ -1,4 +1,4 @@
-"""Check whether linear layers can be fused. A refusal is a sentence.
+"""Check whether linear layers can be fused. A refusal is a sentence, or a sentence without its subject.
 
 The checks are cheap and, except for `accept_forward`, change nothing.
 """
@@ -41,7 +41,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def accepted_forward(module: nn.Module) -> bool:
-    """Return whether the forward is the class's, hf_rocm's, or accelerate's with a hook that moves nothing.
+    """Return whether the forward is the class's, hf_rocm's, or accelerate's with a hook that moves no weights.
 
     `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.

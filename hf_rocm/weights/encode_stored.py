@@ -1,4 +1,4 @@
-"""encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place and without rounding.
+"""encode: run a quantised checkpoint's layers with hf_rocm's kernels, in place and without rounding the weights.
 
 Layers with the same input share an encoded weight if their tensors allow it. One group is converted at a time, so that
 the peak memory is that of the model plus one group.
@@ -26,7 +26,8 @@ _log = logging.getLogger("hf_rocm")
 def encode(model: nn.Module) -> None:
     """Encode every eligible `StoredLinear` of a model. The report lists the others, with the reasons.
 
-    Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have none.
+    Kernels read `StoredExperts` in place. All parameters stop requiring gradients, because quantised layers have no
+    gradients.
     """
     stored = [module for module in model.modules() if isinstance(module, (StoredLinear, StoredExperts))]
     if not stored:

@@ -35,7 +35,7 @@ class QuantizedWeight(nn.Module):
     per_scale = 1  # the number of rows that share their scales
     code: str | None = None  # the name of the table of 4-bit numbers
     experts: type[Any] | None = None  # the class that replaces stacked experts; None if they keep their dtype
-    rounds = False  # whether x is rounded too, if it has many rows
+    rounds = False  # whether x is rounded too, except in calls for which `keeps_input` returns True
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ def _refusal(module: Module, names: Sequence[str]) -> str | None:
 
 
 def _blocks(linears: Sequence[Any], count: int) -> tuple[Tensor, Tensor | None]:
-    """Join the weights of these layers into [E, N, K], and their biases into [E, N]. N: the sum over one expert."""
+    """Join the weights of these layers into [E, N, K], and their biases into [E, N]. N: the rows of one expert."""
     weight = join_parameters([linear._parameters["weight"] for linear in linears]).unflatten(0, (count, -1))
     biases = [linear._parameters["bias"] for linear in linears]
     return weight, None if biases[0] is None else join_parameters(biases).unflatten(0, (count, -1))

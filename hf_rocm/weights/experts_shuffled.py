@@ -1,4 +1,4 @@
-"""Shuffled copies of stacked experts, for aiter's `fused_moe`, which requires that layout.
+"""Shuffled copies of stacked experts, for aiter's `fused_moe`, which requires the shuffled layout.
 
 The copies double the memory of the experts, so they are made only within the user's budget. They can become stale, so
 every use first checks whether the weights have changed, as in `shuffled_copy.py`.

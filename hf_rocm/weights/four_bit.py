@@ -22,8 +22,8 @@ _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for gro
 class FourBitWeight(QuantizedWeight):
     """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if hf_rocm quantised the weight.
 
-    zeros: [N, K / group] uint8, the zero points, or None. order: [K], the index of the input of every column of
-    data, or None. code: the name of the table with the 16 numbers, or None. nested: the tensors that decode scales in
+    zeros: [N, K / group] uint8, the zero points, or None. order: [K], the index of the input for every encoded
+    column, or None. code: the name of the table with the 16 numbers, or None. nested: the tensors that decode scales in
     uint8 (see `ops.four_bit.Nested`), or None.
     """
 

@@ -108,7 +108,7 @@ def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -
 
 
 def _apart(part: Tensor) -> Tensor:
-    """Return a tensor over the same memory with its own storage. PyTorch can only export from the current device."""
+    """Return a tensor over the same memory with its own storage. PyTorch exports only from the current device."""
     with torch.cuda.device_of(part):
         return from_dlpack(part)
 
@@ -122,7 +122,7 @@ def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any
 
     transformers loads all weights into one allocation, which can't be released in parts. For every block outside this
     allocation, an equally large part of it would stay unused. So the parameters and the neighbours between them are
-    moved to a temporary copy. Returns these neighbours.
+    moved to a temporary copy. Returns the neighbours that were moved.
     """
     first = parameters[0]
     if not _on_gpu(first) or first.nbytes < _LARGE:

@@ -51,7 +51,7 @@ def covered(module: nn.Module) -> list[nn.Module]:
 
 
 def release_unbound(module: nn.Module) -> None:
-    """Restore the group of a module whose class was replaced, as by FSDP2, because nothing would call the group."""
+    """Restore the group of a module whose class was replaced, as by FSDP2, if only an overlay's forward can call it."""
     kind = kind_in(module)
     if kind is not None and kind.only_in_overlays:
         kind.restore(module)

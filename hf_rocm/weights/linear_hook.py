@@ -71,7 +71,7 @@ instance_forward.declare(Linear, forward)
 def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:
     """The forward while torch.compile traces, with operators that check the layer's weights at run time.
 
-    Under autocast and torch.export, it is `F.linear`.
+    Under autocast and torch.export, it is `F.linear`. The backend `FEW_ROWS` has no effect.
     """
     if torch.is_autocast_enabled(x.device.type) or exporting():
         return F.linear(x, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""GEMM routing without model changes: run the plain linear layers of a model or of the process through `hf_rocm.ops`.
+"""GEMM routing without overlays: run the plain linear layers of a model or of the process through `hf_rocm.ops`.
 
 Only modules of the exact class `nn.Linear` are routed; quantised layers, adapters and subclasses are not changed. Calls
 that the fast GEMMs do not support (gradients, autocast, function transforms) run PyTorch's own GEMM.
@@ -130,7 +130,7 @@ def route_linear(
 
 
 def route_head(model: Any) -> str | None:
-    """Run the output head through hf_rocm's kernel for few rows. Returns the reason if it stays stock, else None.
+    """Run the output head through hf_rocm's kernel for few rows. Returns the reason if the head stays stock, else None.
 
     A step of `generate` needs the logits of one token per row, and the head's weight is often the largest matrix.
     model: a transformers model that generates. A head that is routed already keeps its route.

@@ -39,8 +39,8 @@ class Mxfp4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """hidden_states: [T, H]; router_indices, routing_weights: [T, k], for T tokens with k experts each.
 
-        Before transformers 5, hidden_states has the shape [B, S, H], and routing_weights [T, E]. Returns the shape of
-        hidden_states.
+        Before transformers 5, hidden_states has the shape [B, S, H], and routing_weights [T, E]. Returns a tensor
+        with the shape of hidden_states.
         """
         weights = routing_weights
         if self.follows:

@@ -72,7 +72,8 @@ for _cls in _CALLED:
 def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
     """Compute the patch embeddings of a model as GEMMs, in place. Idempotent.
 
-    mode: as in `overlay.bind`. Returns the names of these convolutions, and the reasons why other ones stay stock.
+    mode: as in `overlay.bind`. Returns the names of these convolutions, and name → the reason why an eligible one
+    stays stock.
     """
     served: list[str] = []
     skipped: dict[str, str] = {}
@@ -93,7 +94,7 @@ def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
+    """Undo `attach`, except for the mode, which `hf_rocm.restore` removes."""
     for module in model.modules():
         if isinstance(module, tuple(_CALLED)):
             instance_forward.detach(module)
@@ -101,7 +102,7 @@ def detach(model: nn.Module) -> None:
 
 
 def in_force(model: nn.Module) -> list[str]:
-    """The names of the convolutions that calls currently compute as GEMMs."""
+    """The names of the convolutions that currently run as GEMMs in calls that `forward` supports."""
     return [
         name
         for name, module in model.named_modules()

@@ -2,7 +2,7 @@
 
 None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
 same kernels. It applies only to its GPU, dtype and sizes, and only from its release of aiter on. The threshold, not
-the entry, determines the number of rows.
+the entry, determines from how many rows on shuffled weights are used.
 """
 
 from __future__ import annotations

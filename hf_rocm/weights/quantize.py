@@ -123,7 +123,7 @@ def dequantize(model: ModelT) -> ModelT:
 
 
 def summary(model: nn.Module) -> str | None:
-    """Describe the quantised layers and their error in a sentence, or return None if there are none."""
+    """Describe the quantised layers, and their error after `quantize`, in a sentence; None if there are none."""
     report = model.__dict__.get(REPORT)
     if report is None:
         return None
@@ -169,7 +169,8 @@ def check_options(
 ) -> None:
     """Raise `OptionError`, before a model is loaded, if an argument is invalid for every model.
 
-    Also raises it if the ROCm path is disabled. enabled_by: how the caller's user enables it.
+    Also raises `OptionError` if the ROCm path is disabled. enabled_by: the option that enables the ROCm path, as it
+    appears in the hint.
     """
     require_switches(force=force)
     if kind not in kinds():

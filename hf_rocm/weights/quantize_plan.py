@@ -82,7 +82,7 @@ def plan(
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    """Whether a module has experts that are stacked in one tensor."""
+    """Whether a module has parameters in which the weights of its experts are stacked."""
     return any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False))
 
 

@@ -46,7 +46,10 @@ class Replacement(nn.Module):
     warns: bool
 
     def take_place_of(self, module: nn.Module, dtype: torch.dtype, *, warns: bool) -> None:
-        """Set the attributes that this class declares. The weights of `module` will be empty, or kept on the CPU."""
+        """Set the attributes that this class declares.
+
+        Afterwards, the caller frees the weights of `module`, or moves them to the CPU.
+        """
         self.replaced = (module,)  # in a tuple, so that it is not a child
         self.follows = "_hf_hook" in module.__dict__
         self.dtype, self.warns, self.training = dtype, warns, module.training
@@ -231,7 +234,7 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if one was replaced or has a hook or an instance forward."""
+        """Return the weight that the layers share, or None if a layer was replaced or has a hook or its own forward."""
         children = module.__dict__["_modules"]
         shared = None
         for name in self.names:
@@ -317,7 +320,7 @@ def layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
 
 
 def specifications(model: nn.Module) -> Iterator[tuple[str, QuantizedSpec]]:
-    """Yield (layers, specification) for every quantised GEMM of the model in its current state."""
+    """Yield (names and sizes of layers, specification) for every quantised GEMM of the model in its current state."""
     joined: set[int] = set()
     for module in model.modules():
         weight = group_of(module)

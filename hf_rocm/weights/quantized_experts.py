@@ -31,7 +31,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
     """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and optional biases.
 
     State dicts contain the weights in `dtype` and the original layout on the CPU: the originals if they were kept,
-    else the dequantised weights. Loaded weights are quantised again. Biases remain parameters of the replaced module.
+    else the dequantised weights. Loaded weights are quantised again. Biases become parameters of this module.
     """
 
     def __init__(self, experts: Any, *, warns: bool) -> None:

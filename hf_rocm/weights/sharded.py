@@ -1,9 +1,9 @@
 """Fuse this rank's rows of linear layers that transformers shards column-wise over ranks (`colwise`).
 
-The weights are DTensors; from 5.1 to 5.15 they are plain parameters with this rank's rows. Called one by one, the
-layers run hooks or a forward, and end in a GEMM of local tensors. The fused weight shares the memory of these local
-tensors, and one GEMM with it returns the same results as the layers. Row-wise layers, which need an all-reduce, are
-called as modules.
+The weights are DTensors; in transformers 5.1 to 5.15, they are plain parameters with this rank's rows. Called one by
+one, the layers run hooks or an instance forward, and end in a GEMM of local tensors. The fused weight shares the memory
+of these local tensors, and one GEMM with it returns the same results as the layers. Row-wise layers, which need an
+all-reduce, are called as modules.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Shards(BlockGroup):
 
 
 def _movable(parameter: Any) -> Tensor:
-    """Return this rank's part, moved to the start of its storage.
+    """Return this rank's part of a parameter. The part of a DTensor is first moved to the start of its storage.
 
     A DTensor keeps its initial storage offset, and compilers compare it with the offset of the local tensor.
     """

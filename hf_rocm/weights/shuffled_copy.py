@@ -52,7 +52,7 @@ class ShuffledCopy(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...], threshold: int = 0) -> str | None:
-        """Form the copy of one linear layer with an eligible weight. names: empty. threshold: rows."""
+        """Make the copy of one linear layer's weight, which must be eligible. names: empty. threshold: rows."""
         weight: Any = module._parameters["weight"]
         module.__dict__[SLOT] = cls(weight, [weight], threshold)
         instance_forward.attach(module)

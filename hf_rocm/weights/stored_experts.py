@@ -21,7 +21,7 @@ _PREPARED = "_hf_rocm_prepared"
 
 
 class StoredExperts(Mxfp4Experts, StoredLayer):
-    """Replaces `GptOssExperts` while a checkpoint in MXFP4 is loaded."""
+    """Replaces `GptOssExperts` when a checkpoint in MXFP4 is loaded."""
 
     def __init__(
         self, experts: Any, format: StoredFormat, infos: Mapping[str, TensorInfo], *, biased: bool = True

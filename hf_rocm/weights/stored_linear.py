@@ -20,7 +20,7 @@ from hf_rocm.weights.stored import LinearFormat, StoredFormat, TensorInfo
 
 
 class StoredLayer(nn.Module):
-    """Replaces a layer while a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors."""
+    """Replaces a layer when a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors."""
 
     def __init__(self, format: StoredFormat, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
         super().__init__()
@@ -85,7 +85,8 @@ class StoredLinear(StoredLayer):
     """Replaces an `nn.Linear`.
 
     Every call dequantises the weight, which is slow. This happens in models that are not prepared, and in layers that
-    can't be encoded. biased: whether the checkpoint has a bias; the model may have none.
+    can't be encoded. biased: whether the checkpoint has a bias for this layer, even if the model's own layer
+    has none.
     """
 
     format: LinearFormat

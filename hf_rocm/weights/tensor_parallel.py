@@ -1,7 +1,7 @@
 """Recognise linear layers that transformers' tensor parallelism shards column-wise (`colwise`).
 
-There are three forms: hooks over DTensors up to 5.0, hooks over plain parameters from 5.1 to 5.15, and an instance
-forward over DTensors in later releases.
+There are three forms: hooks over DTensors up to transformers 5.0, hooks over plain parameters from 5.1 to 5.15, and an
+instance forward over DTensors in later releases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mesh_of(model: nn.Module) -> Any:
     if mesh is not None and mesh.ndim > 1:
         mesh = mesh["tp"] if "tp" in names else None
     elif names and "tp" not in names:
-        return None  # transformers 5.15 to 5.17 also sets a mesh for other kinds of parallelism
+        return None  # transformers 5.15 to 5.17 also set a mesh for other kinds of parallelism
     return mesh if mesh is not None and mesh.size() > 1 else None
 
 

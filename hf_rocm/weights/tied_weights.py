@@ -25,7 +25,7 @@ class _Place(NamedTuple):
 def shared(model: nn.Module) -> dict[int, str]:
     """Map the id of every parameter or buffer that shares memory or has two names to a sentence about it.
 
-    Tensor subclasses and tensors on the meta device are left out.
+    Tensor subclasses, sparse tensors and tensors on the meta device are left out.
     """
     sentences: dict[int, str] = {}
     last: _Place | None = None

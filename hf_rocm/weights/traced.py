@@ -26,7 +26,7 @@ _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Te
 def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
     """Return the output of a fused group, computed by the op, while torch.compile traces; None if the op can't be used.
 
-    It is not used under torch.export, because exported programs must not depend on hf_rocm. Nor is it used under
+    The op is not used under torch.export, because exported programs must not depend on hf_rocm. Nor is it used under
     autocast, for gradients, or for layers that are not plain (another class, a hook or an instance forward).
     """
     if exporting() or torch.is_autocast_enabled(x.device.type):

@@ -1,4 +1,5 @@
-"""The aiter tier: AMD's kernels, called by keyword according to the declarations of the installed release.
+"""The aiter tier: AMD's kernels, called with keyword arguments that the installed release declares.
 
-aiter is imported only for a call on an AMD GPU. `detect` determines whether it can be used, and why not.
+aiter is imported only on an AMD GPU, when it is first needed. `detect` determines whether it can be used and, if not,
+why.
 """

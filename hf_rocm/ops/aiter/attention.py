@@ -1,7 +1,7 @@
 """Dense attention through aiter's `mha_fwd` and `flash_attn_func`, with grouped heads and bottom-right alignment.
 
-Both can run the same kernels. `mha_fwd` is the operator (single queries, sinks, windows); `flash_attn_func` adds the
-backward pass and the assembly kernels for gfx942 and gfx950.
+Both can run the same kernels. `mha_fwd` is a torch operator, which serves single queries, sinks and windows;
+`flash_attn_func` is a Python function, which adds the backward pass and the assembly kernels for gfx942 and gfx950.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def mha_fwd(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attention
 
 
 def mha_fwd_lse(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[AttentionTerms]) -> tuple[Tensor, None]:
-    """Like `mha_fwd`, but apply the sinks to the output, by means of the log-sum-exp."""
+    """Like `mha_fwd`, but apply the sinks to the output of the kernel, using the log-sum-exp."""
     left, right = window_sides(terms["window"], terms["causal"])
     output: Tensor = _traced_mha_fwd_lse(
         query, key, value, terms["sinks"], terms["scale"], terms["causal"], left, right
@@ -112,7 +112,7 @@ def flash_attn_func(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
     left, right = window_sides(terms["window"], terms["causal"])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if grad:
-        # the compiler traces into the function, which is an autograd.Function
+        # the compiler traces into aiter's function, which applies an autograd.Function
         return _flash_attn_func_forward(query, key, value, terms["scale"], terms["causal"], left, right, True), None
     output: Tensor = _traced_flash_attn_func(query, key, value, terms["scale"], terms["causal"], left, right, False)
     return output, None
@@ -171,7 +171,11 @@ def _flash_attn_func() -> contract.Call | str:
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:
-    """(left, right) of a window of W keys, the query's own included: W − 1 keys to the left. −1 means unlimited."""
+    """(left, right): how many keys a query sees on both sides of its own position. −1 means unlimited.
+
+    A window of W keys, including the query's own, has W − 1 keys to the left and, if causal, 0 to the right. Without a
+    window both are unlimited, even if causal: causality is a separate argument of the kernels.
+    """
     return (-1 if window is None else window - 1), (0 if causal else -1) if window is not None else -1
 
 
@@ -188,9 +192,9 @@ def call_mha_fwd(
     sinks: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [B, S_q, H, D_v], log-sum-exp [B, H, S_q] if `lse`).
+    """Return (output [B, S_q, H, D_v], log-sum-exp [B, H, S_q]); the log-sum-exp is valid only if `lse`.
 
-    lengths: the running sum of the number of keys per row, from 0.
+    lengths: [B + 1], the running sum of the number of keys per row, from 0.
     """
     further: dict[str, Any] = {}
     if sinks is not None:

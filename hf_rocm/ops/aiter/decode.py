@@ -59,7 +59,7 @@ def attention(
 
 
 def _gain(spec: DecodeSpec, device: Device) -> str | None:
-    """The reason why hf_rocm's kernel is preferred; None if it is not, or if the aiter tier is required."""
+    """The reason why hf_rocm's kernel is preferred; None if it is not, or if the user requested the aiter tier."""
     current = options.current()
     if spec.ends or current.tier("attention") == "aiter" or current.aiter["attention"] is Switch.REQUIRED:
         return None

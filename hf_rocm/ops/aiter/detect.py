@@ -1,8 +1,8 @@
 """Whether AMD's aiter is installed and can be imported, determined once per process.
 
 `aiter` on PyPI is an unrelated package; AMD's package is `amd-aiter`. They are distinguished by their files. Importing
-AMD's package runs executables and may compile, and without ROCm it raises RuntimeError. So it is imported lazily and
-only once, even if the import fails.
+AMD's package runs executables and may compile code, and without ROCm it raises RuntimeError. So it is imported lazily
+and only once, even if the import fails.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Function(NamedTuple):
 
 @dataclass(eq=False)
 class Release:
-    """The imported aiter. operator and function look up a name and return None if it doesn't exist.
+    """The imported aiter. operator and function look up a name; they return None if it doesn't exist.
 
     operator: a torch operator (`torch.ops.aiter.…`); function: a plain Python function of the package, or
-    `submodule:name`. version: None if the package has no metadata; it then counts as older than every release.
+    `submodule:name`, which is also None if the submodule can't be imported. version: None if the package has no
+    metadata or no valid version; it then counts as older than every release. bound: the cache of `contract`.
     """
 
     version: Version | None
@@ -116,7 +117,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import aiter, once. Returns the reason, in a sentence, if that fails."""
+    """Import aiter, once. Returns the reason, in a sentence, if it is not installed or can't be imported."""
     facts = aiter_facts()
     if facts.path is None:
         return "aiter is not installed (scripts/install-aiter, or pip install amd-aiter)"
@@ -165,9 +166,10 @@ def _function(package: object, name: str) -> Function | None:
 
 
 def _tidy(before: list[str]) -> None:
-    """Move the folders that aiter puts in front of sys.path to its end.
+    """Move the folders that aiter inserted into sys.path to the end of sys.path.
 
-    Their modules have very common names and would shadow others, but aiter's builds import them later.
+    Their modules have very common names and would shadow others. They are not removed, because aiter's builds import
+    them later.
     """
     added = [entry for entry in sys.path if entry not in before]
     sys.path[:] = [entry for entry in sys.path if entry in before] + added

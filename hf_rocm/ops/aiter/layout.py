@@ -29,7 +29,7 @@ def shuffle_tiles(matrix: Tensor, run: int) -> Tensor:
     """Copy [N, K] into the order that the preshuffled GEMMs read; N % 16 = K % 32 = 0.
 
     Tiles of 16 rows by 32 columns are stored one after another. A tile is stored as runs of `run` columns (16 bytes):
-    the first run of all 16 rows, then the second one, and so on.
+    the first run of each of the 16 rows, then the second run of each row, and so on.
     """
     n, k = matrix.shape
     tiles = matrix.reshape(n // ROWS, ROWS, k // COLUMNS, COLUMNS // run, run)
@@ -44,7 +44,7 @@ def unshuffle_tiles(data: Tensor, run: int) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """[..., D] as a contiguous, aligned [M, D]."""
+    """[..., D] as a contiguous, aligned [M, D]; copied only if necessary."""
     x = x.reshape(-1, x.shape[-1])
     if not x.is_contiguous() or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Routed experts through aiter's `fused_moe`, which sorts, multiplies and sums in a few kernels.
+"""Routed experts through aiter's `fused_moe`: the sort by expert, the GEMMs and the weighted sum in a few kernels.
 
 Its 16-bit kernels require shuffled weights, and silently return wrong results for weights in the plain order.
 """
@@ -53,7 +53,7 @@ def shuffled_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def shuffled_experts(call: ExpertsCall) -> Tensor:
-    """See `hf_rocm.ops.shuffled_experts`; the biases are always None here, and the form is `PLAIN`."""
+    """See `hf_rocm.ops.shuffled_experts`; the biases are always None here, and the form is `moe_shuffled.PLAIN`."""
     result: Tensor = _traced(call.x, call.gate_up, call.down, call.ids, call.weights)
     return result
 

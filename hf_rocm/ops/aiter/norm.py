@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.pointwise import NormSpec
 
 
-# Above this size aiter uses another kernel, which has no (1 + w) form.
+# Above this dim aiter uses another kernel, which has no (1 + w) form.
 LARGEST_GEMMA = 8192
 
 

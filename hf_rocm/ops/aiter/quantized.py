@@ -1,7 +1,7 @@
 """8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for shuffled weights.
 
-`round_rows` rounds the rows of x: aiter's own kernel divides by the largest magnitude, so a row of zeros becomes NaN,
-and it ignores NaN when it computes that magnitude.
+`round_rows` rounds the rows of x. aiter's own rounding kernel is not used: it divides by the largest magnitude, so a
+row of zeros becomes NaN, and it ignores NaN when it computes that magnitude.
 """
 
 from __future__ import annotations

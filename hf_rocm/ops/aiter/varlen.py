@@ -76,7 +76,7 @@ def packed(
     key_ends: Tensor,
     **terms: Unpack[VarlenTerms],
 ) -> Tensor:
-    """See `hf_rocm.ops.varlen_attention`."""
+    """See `hf_rocm.ops.varlen_attention`; sinks are always None here, and lse is False."""
     left, right = window_sides(terms["window"], terms["causal"])
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     call = _forward if grad else _traced
@@ -139,7 +139,7 @@ def _kernel() -> contract.Call | str:
 
 @lru_cache(maxsize=64)
 def _steps(b: int, length: int, device: torch.device) -> Tensor:
-    """[B + 1] int32: 0, length, 2 · length, …, the ends of B sequences of equal length."""
+    """[B + 1] int32: 0, length, 2 · length, …, the running sum of the lengths of B sequences of equal length."""
     return torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
 
 

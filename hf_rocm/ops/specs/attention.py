@@ -37,7 +37,7 @@ class AttentionSpec(NamedTuple):
 
 
 class AttentionTerms(TypedDict):
-    """The keyword arguments of `attention`."""
+    """The keyword arguments that the implementations of `attention` receive."""
 
     scale: float
     causal: bool
@@ -196,4 +196,4 @@ class Attends(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention over heads as in `ops.attention`. Returns [B, S_q, H, D_v]."""
+        """Compute attention; the arguments are those of `ops.attention`. Returns [B, S_q, H, D_v]."""

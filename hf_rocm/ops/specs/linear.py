@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-MANY = 0  # in a specification: more rows than the operation's `FEW`
+MANY = 0  # in a specification: more rows than the operation's `FEW`, or no rows
 
 
 class LinearSpec(NamedTuple):

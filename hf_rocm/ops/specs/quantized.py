@@ -11,8 +11,8 @@ from hf_rocm.ops.eight_bit import BLOCK, dequantize_blocks, dequantize_rows, uns
 from hf_rocm.ops.four_bit import INT4, Nested, dequantize_groups
 from hf_rocm.ops.specs.linear import MANY
 
-# A weight is dequantised in pieces. Their number of rows is a multiple of this, so that no piece ends within the 128
-# rows of a block, or within 256 scales that share a factor.
+# A weight is dequantised in pieces. Every piece but the last has a multiple of this number of rows, so that it does not
+# end within the 128 rows of a block, or within 256 scales that share a factor.
 _STEP = 256
 _AT_ONCE = 2**24  # the largest number of elements in a piece (64 MiB in fp32), unless `_STEP` rows have more
 
@@ -28,7 +28,8 @@ class QuantizedSpec(NamedTuple):
     bias_dtype: torch.dtype | None
     shuffled: bool
     round_input: bool = True
-    # how many numbers of a row share a scale; 0: a row has one scale. 8-bit weights: the size of a square block
+    # 4-bit weights: how many numbers of a row share a scale. 8-bit weights: the number of rows and of columns of a
+    # block, or 0 if a row has one scale
     group: int = 0
     norm_dtype: torch.dtype | None = None
     one_plus: bool = False

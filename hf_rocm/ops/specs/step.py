@@ -49,9 +49,9 @@ class BeginStepCall(NamedTuple):
 class BeginStepSpec(NamedTuple):
     """The specification of `begin_step`.
 
-    dtype: that of the masks. masks, places, sources: the number of masks, of tensors with rows, and of tensors with
-    tokens. batch: B. tokens: N. starts, header: whether there are any. clocks: C · N. same: whether the masks agree in
-    dtype and batch size. contiguous: whether all tensors are.
+    dtype: that of the masks; uint8 without masks. masks, places, sources: the number of masks, of tensors with rows,
+    and of tensors with tokens. batch: B of the masks; 1 without masks. tokens: N. starts, header: whether there are
+    any. clocks: C · N. same: whether the masks agree in dtype and batch size. contiguous: whether all tensors are.
     """
 
     dtype: torch.dtype

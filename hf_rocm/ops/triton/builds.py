@@ -32,7 +32,7 @@ class Build:
     of num_warps if the number of threads is fixed and the number of warps depends on the wave size. divisible: integer
     arguments that are multiples of 16; pointers are assumed to be aligned to 16 bytes. matrix: whether its GEMMs
     must become matrix instructions (MFMA, WMMA). options: other launch options such as `waves_per_eu`. architectures:
-    the architectures that it is built for.
+    the architectures for which the kernel is compiled.
     """
 
     kernel: Any
@@ -52,7 +52,10 @@ class Build:
 
 
 def compiled_for(build: Build, target: Any) -> Any:
-    """Compile for a `GPUTarget`, on any machine. Raises `ValueError` unless the build lists the kernel's arguments."""
+    """Compile a build for a `GPUTarget`, on any machine. Returns Triton's compiled kernel.
+
+    Raises `ValueError` unless the build lists exactly the kernel's arguments.
+    """
     import triton
     from triton.compiler import ASTSource
 

@@ -152,7 +152,10 @@ def forward(
     causal: bool,
     new: NewKey | None = None,
 ) -> Tensor:
-    """Launch the kernels. mask: see `attention`. table: see `paged_attention`. new: for `attend_into_cache`."""
+    """Launch the kernels. Returns [B, S_q, H, D_v].
+
+    mask: see `attention`. table: see `paged_attention`. new: for `attend_into_cache`.
+    """
     from hf_rocm.ops.triton.kernels.decode import decode_kernel, gather_kernel
 
     b, heads, queries, dim = query.shape
@@ -321,7 +324,10 @@ def _work(
 
 
 def _strides_of_mask(mask: Tensor, keys: int) -> tuple[int, ...]:
-    """The strides, which are 0 in the dims that all rows, heads, queries or keys share."""
+    """The strides of a mask: 0 in the dims of size 1, which apply to all rows, heads, queries or keys.
+
+    Raises `OptionError` if the mask has more than one key, but fewer than `keys`.
+    """
     if 1 < mask.shape[3] < keys:
         raise OptionError(f"a mask of {mask.shape[3]} keys can't be used for {keys} keys")
     return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

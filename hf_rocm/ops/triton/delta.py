@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NAME = "delta_step_kernel"
 
-LARGEST_STATE = 256 * 128  # the state of one head, which a program keeps in registers
+LARGEST_STATE = 256 * 128  # elements of the state of one head, which a program keeps in registers
 
 
 def refuses(spec: DeltaSpec, device: Device) -> str | None:

@@ -59,7 +59,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import triton, once. Returns the reason, in a sentence, if that fails or the release is too old."""
+    """Import triton, once. Returns the release, or the reason (a sentence) why it can't be used."""
     try:
         triton = importlib.import_module("triton")
         backends = importlib.import_module("triton.backends").backends
@@ -68,7 +68,7 @@ def load() -> Release | str:
         if error.name != "triton":
             return f"Triton can't be imported here: {error}"
         return "Triton is not installed (a ROCm build of torch includes its own)"
-    except Exception as error:  # noqa: BLE001 - it runs compilers and drivers, and raises what they raise
+    except Exception as error:  # noqa: BLE001 - the import runs compilers and drivers, which may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         return f"Triton can't be imported here: {type(error).__name__}: {lines[0]}"
     try:

@@ -1,7 +1,7 @@
 """Routed experts in MXFP4 through hf_rocm's kernels, which read the bytes as the checkpoint stores them.
 
-For few pairs of a token and an expert, the numbers are converted in registers. For more pairs, experts are dequantised
-into a temporary tensor in one pass, together or one at a time. The tile sizes are estimates.
+For few pairs of a token and an expert, the numbers are converted in registers. For more pairs, one kernel dequantises
+the experts into a temporary tensor, all together or one at a time. The tile sizes are estimates.
 """
 
 from __future__ import annotations

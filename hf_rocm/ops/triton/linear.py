@@ -121,14 +121,14 @@ def _forward(
 def norm_arguments(
     tile: LinearTile, weight: Tensor | None = None, eps: float = 0.0, one_plus: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The last arguments and the next constants of `matrix_vector`: those of a norm. `few_rows` has none."""
+    """The last arguments of `matrix_vector` and its constant ONE_PLUS, which describe a norm. `few_rows` has none."""
     if tile.matrix:
         return (), {}
     return (None if weight is None else weight.contiguous(), float(eps)), {"ONE_PLUS": one_plus}
 
 
 def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """A tensor of the GEMM's shape. rest: the operator's other arguments; the last one is the activation."""
+    """An empty tensor of the result's shape. rest: the operator's other arguments; the last one is the activation."""
     activation = rest[-1]
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n if activation is None else n // 2))

@@ -85,7 +85,7 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def format_refuses(spec: QuantizedSpec | RoundingSpec, device: Device) -> str | None:
-    """Why the device's instructions don't convert the 8-bit format, or None."""
+    """Why the device has no instructions that convert this 8-bit format, or None."""
     if device.rocm or device.kind == "cpu" or spec.format not in (FP8, FP8_FNUZ):
         return None
     if spec.format == FP8_FNUZ:
@@ -257,7 +257,7 @@ def _constants(code: str | None, device: Device) -> dict[str, Any]:
 
 
 def _block(scale: Tensor) -> int:
-    """The rows and columns of an 8-bit weight that share a scale, or 0 if there is one scale per row."""
+    """The number of rows and of columns of an 8-bit weight that share a scale; 0 if there is one scale per row."""
     return BLOCK if scale.dim() == 2 else 0
 
 

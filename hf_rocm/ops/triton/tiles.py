@@ -14,7 +14,8 @@ ROWS = 16  # the smallest number of rows of x in a program with matrix instructi
 NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
 LONG = 64  # a piece with at least this many blocks of keys is always split
-SHORT, FEW_PIECES = 1536, 8  # caches of at most this many keys, and at most this many pieces
+# up to this many keys and this many pieces, programs on NVIDIA have one short block, see `plan`
+SHORT, FEW_PIECES = 1536, 8
 
 
 class LinearTile(NamedTuple):

@@ -51,7 +51,8 @@ class Bar(NamedTuple):
 class Panel(NamedTuple):
     """One case, or one time of a load.
 
-    The bars and the floor, if there is one, are in milliseconds. unit: the printed unit.
+    The bars and the floor, if there is one, are in milliseconds. unit: the printed unit, except for decoding (see
+    `_END_TO_END`).
     """
 
     title: str

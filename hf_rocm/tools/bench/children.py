@@ -1,4 +1,7 @@
-"""Processes that `hf-rocm bench` starts. On Linux they end with the command. Their last log lines explain a failure."""
+"""Ranks and servers as child processes of `hf-rocm bench`.
+
+On Linux they end with the command. Their last log lines explain a failure.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def signal_name(number: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the last non-empty lines of a log, on one line, preceded by the last line that names an error, if any."""
+    """Return the last three non-empty lines of a log on one line: its last 400 characters, or `none`.
+
+    If the last line that names an error is not among them, it comes first.
+    """
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = " / ".join(lines[-3:])[-400:] or "none"
     error = next((line for line in reversed(lines) if _ERROR.match(line)), None)

@@ -102,9 +102,9 @@ def child(text: str) -> None:
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
-    """Return the time of each stage in seconds, and the memory.
+    """Return the facts about the model, the time of each stage in seconds, and the memory in bytes.
 
-    warmup: the time of the first generation minus that of the third, at least 0.
+    warmup: the time of the first generation minus that of the third, at least 0. peak, reserved: None on the CPU.
     """
     device = subject.device
     began = time.perf_counter()

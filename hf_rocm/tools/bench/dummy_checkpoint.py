@@ -52,7 +52,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
 
 
 def fill(model: Any, folder: Path, *, rank: int) -> None:
-    """Fill the matrices that a model loaded from a dummy checkpoint with random values.
+    """Write random values to the matrices of a model that was loaded from a dummy checkpoint.
 
     A rank fills only its own part. Replicated parameters are equal on all ranks. Weights are scaled to preserve
     the magnitude of their input.
@@ -67,9 +67,9 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
 
 
 def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Write random values to the matrices of a dummy checkpoint, like those of `fill`.
+    """Write random values to the matrices in a dummy checkpoint's file, as `fill` does in an unsharded model.
 
-    device: the device on which they are generated. dtype: the dtype of the checkpoint.
+    device: the device on which the values are generated. dtype: the dtype of the checkpoint.
     """
     shapes = _header(folder / MATRICES)
     with (folder / MATRICES).open("r+b") as stream:
@@ -87,7 +87,7 @@ def _randomize(part: Tensor, name: str, whole: tuple[int, ...]) -> None:
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return the value of every vector of a model of the same class with one layer and small matrices."""
+    """Return, for every vector of a small model of the same class with one layer, the value of all of its elements."""
     from hf_rocm.tools.bench.known_shapes import shape
 
     small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}

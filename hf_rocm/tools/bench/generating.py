@@ -17,7 +17,10 @@ from hf_rocm.tools.bench.variants import Side
 
 
 class Generated(NamedTuple):
-    """The seconds until the first token, per later token on average, and in total."""
+    """The seconds until the first token, per later token on average, and in total.
+
+    For a forward pass, `first` is None, and the other two are the time of the pass.
+    """
 
     first: float | None
     later: float
@@ -78,7 +81,7 @@ def generate_once(side: Side, ids: Tensor, case: Case) -> Generated:
 
 
 def generate_logits(side: Side, ids: Tensor, new: int, *, judged: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence [B, S + new], and the logits of its first `judged` new tokens, [B, J, V] in fp32."""
+    """Return the sequence [B, S + new], and the fp32 logits [B, J, V] of its first J = min(new, judged) new tokens."""
     keeper = _FirstFewLogits(min(new, judged))
     sequence = call(side, ids, new, logits_processor=[keeper])
     return sequence, torch.stack(keeper.kept, dim=1)

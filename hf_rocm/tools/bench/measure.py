@@ -68,7 +68,7 @@ class Measurement(NamedTuple):
 
 
 class Mismatch(HfRocmError):
-    """hf_rocm's results are wrong, so nothing is timed."""
+    """hf_rocm's results (over several ranks, the results of any side) are wrong, so nothing is timed."""
 
 
 def measure(run: Measurement, case: Case) -> Result:
@@ -244,7 +244,7 @@ def _start_of_peak(device: torch.device) -> int:
 
 
 def _peak(device: torch.device, before: int, model: Any) -> int | None:
-    """Return the peak memory of this side: its own allocations plus the weights, which all sides share."""
+    """Return the peak memory of this side: its own allocations plus the shared weights; None on the CPU."""
     if device.type != "cuda":
         return None
     weights = sum({parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}.values())

@@ -48,7 +48,11 @@ class OpCase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The requested sizes. rows: values of M for GEMMs. keys: cache lengths for decode attention."""
+    """The requested sizes.
+
+    rows: numbers of rows for GEMMs (M) and for row-wise operations. batches: batch sizes for both kinds of attention.
+    keys: cache lengths for decode attention. prompt: the sequence length for attention.
+    """
 
     rows: Sequence[int]
     batches: Sequence[int]

@@ -137,7 +137,10 @@ def compare(actual: Tensor, eager: Tensor, exact: Tensor, *, eager_error: float 
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[torch.dtype]:
-    """Run a model in the next wider dtype, by converting the weights of each module for the duration of its call."""
+    """Within the block, run a model in fp32 (fp64 for an fp32 model), and yield that dtype.
+
+    The weights of each module are converted for the duration of the module's call.
+    """
     wide = torch.float64 if next(model.parameters()).dtype == torch.float32 else torch.float32
     kept: dict[int, dict[str, Any]] = {}
 
@@ -196,7 +199,7 @@ def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 
 def _plainly(model: Any) -> Any:
-    """Select eager attention and experts in all configs of the model, which no other model shares."""
+    """Select eager attention and experts in all configs of the model. No other model may share these configs."""
     for config, name in _implementations(model):
         setattr(config, name, "eager")
     return model

@@ -31,7 +31,11 @@ class Work(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The profile of one case. busy: µs per step in which a kernel runs. span: µs per step from start to end."""
+    """The profile of one case.
+
+    busy: µs per step in which a kernel runs. span: µs per step, from the start of the first kernel to the end of the
+    last one. Both are 0 for a CPU.
+    """
 
     title: str
     steps: int
@@ -107,7 +111,7 @@ class _Nothing:
 
 
 class _OfSteps:
-    """A streamer that profiles `STEPS` steps, from the third token on. Tokens may arrive one step late.
+    """A streamer that profiles `STEPS` steps after the third token. Tokens may arrive one step late.
 
     Up to transformers 5.16, the host waits for every streamed token, so there are gaps that other calls don't have.
     """

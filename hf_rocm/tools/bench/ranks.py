@@ -54,8 +54,8 @@ def bench_ranks(
 ) -> Segment:
     """Measure every case on every side, over `ranks` ranks on this machine with one GPU each (or all on the CPU).
 
-    Raises `OptionError` or `RankError` before anything is started if that is impossible, and `RankError` with the cause
-    if a rank failed or results are wrong.
+    Raises `OptionError` or `RankError` before anything is started if such a run is impossible, and `RankError` with
+    the cause if a rank failed or results are wrong.
     """
     check(subject, names, ranks)
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
@@ -133,7 +133,7 @@ def _config(subject: Subject) -> Any:
     try:
         return AutoConfig.from_pretrained(subject.model)
     except (OSError, ValueError):
-        return None  # loading it will raise the full error
+        return None  # loading the model will raise the full error
 
 
 def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:

@@ -29,7 +29,10 @@ class RecordError(HfRocmError):
 
 @dataclass(frozen=True)
 class Segment:
-    """One run: machine, model, rates and results. kernels and starts are plain rows."""
+    """One run: machine, model, rates and results.
+
+    kernels: the lines of `bench ops`. starts: the cold and warm starts of each side. Both are plain dicts.
+    """
 
     name: str
     machine: dict[str, str]
@@ -80,7 +83,7 @@ class Segment:
 
 
 def load(file: Path) -> list[Segment]:
-    """Return the segments of a file; none if it does not exist. Raises `RecordError` if it has another format."""
+    """Return the segments of a file; none if it does not exist. Raises `RecordError` if its content is not valid."""
     if not files.is_file(file):  # a FIFO or /dev/null has no segments
         return []
     try:
@@ -101,13 +104,13 @@ def load(file: Path) -> list[Segment]:
 
 
 def save(file: Path, segment: Segment) -> None:
-    """Add a segment to a file. It replaces an older one with the same name."""
+    """Add a segment to a file. An older segment with the same name is replaced."""
     segments = [item for item in load(file) if item.name != segment.name]
     write(file, [*segments, segment])
 
 
 def write(file: Path, segments: Sequence[Segment]) -> None:
-    """Write a file of segments atomically."""
+    """Write a file of segments; a regular file is replaced atomically. Raises `RecordError`."""
     text = json.dumps({"format": FORMAT, "segments": [segment.to_dict() for segment in segments]}, indent=1)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

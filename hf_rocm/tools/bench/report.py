@@ -110,7 +110,10 @@ def _alone(result: Result, timing: Timing) -> str | None:
 
 
 def gains(result: Result) -> dict[str, float]:
-    """Return hf_rocm's speed-up over stock and over stock with torch.compile, and the floor divided by its time."""
+    """Return hf_rocm's speed-up over stock and over stock with torch.compile, and the floor divided by hf_rocm's time.
+
+    Empty if hf_rocm was not timed.
+    """
     prepared = _median(result, PREPARED)
     compiled = [median for side in (COMPILE, OVERHEAD) if (median := _median(result, side)) is not None]
     ratios: dict[str, float] = {}

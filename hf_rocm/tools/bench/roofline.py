@@ -16,8 +16,11 @@ from hf_rocm.tools.bench.rates import Rates
 
 
 class Floor(NamedTuple):
-    """The lower bound of one timed unit: its time in milliseconds, bytes and FLOPs. by: what limits it, `memory` or
-    `products`. exchange: the time in milliseconds to send a rank's messages, computed from their size alone."""
+    """The lower bound of one timed unit: its time in milliseconds, bytes and FLOPs.
+
+    by: what limits it, `memory` or `products`. exchange: the time in milliseconds to send a rank's messages, computed
+    from their size and the measured bandwidth.
+    """
 
     milliseconds: float
     bytes: float
@@ -110,7 +113,7 @@ def local(parameter: Any) -> Any:
 
 
 def windows(model: Any) -> list[int | None]:
-    """Return the sliding window of every layer in tokens; None for layers without one (full attention)."""
+    """Return the sliding window of every layer in tokens; None for other layers, which count as full attention."""
     config = _text(model)
     layers = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

@@ -46,7 +46,7 @@ class Decoder:
 
     @property
     def weights(self) -> int:
-        """The bytes of all matrices, including the embedding table."""
+        """The bytes of all matrices, including an embedding table that is not tied to the head."""
         return self.item * (self.matrices + self.vocabulary * self.hidden)
 
 

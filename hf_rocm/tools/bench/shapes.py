@@ -56,7 +56,10 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def deviation(inputs: int) -> float:
-    """Return the scale at which weights preserve the magnitude of their input, so that deep models don't overflow."""
+    """Return the standard deviation of weights that preserve the magnitude of their input.
+
+    With larger weights, deep models would overflow.
+    """
     return 1 / math.sqrt(inputs)
 
 

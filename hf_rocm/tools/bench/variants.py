@@ -47,7 +47,10 @@ EARLIER_NOT_DECODING = ("it differs in decoding only", "it differs from another 
 
 @dataclass
 class Side:
-    """One side. arguments: additional arguments of `generate`. turn: a context manager that is active while it runs."""
+    """One side.
+
+    arguments: additional arguments of `generate`. turn: returns a context manager that is active while the side runs.
+    """
 
     name: str
     model: Any

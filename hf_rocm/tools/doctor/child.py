@@ -129,7 +129,7 @@ TASKS: dict[str, Callable[[Diary], None]] = {
 
 
 def _flag(torch: Any, name: str) -> object:
-    """Set a flag to its current value and return it; if this build lacks the flag, return the error's text."""
+    """Set a flag to its current value and return this value; if this fails, return the error's text."""
     owner, attribute = torch, name
     try:
         *path, attribute = name.split(".")
@@ -206,7 +206,10 @@ def _allocate(torch: Any) -> dict[str, Any]:
 
 
 def _loaded_collectives(maps: Path) -> dict[str, str] | None:
-    """Return the path and version of the loaded RCCL or NCCL. torch reports only the version that it was built with."""
+    """Return the path and version of the loaded RCCL or NCCL, or None if there is none or its version is unknown.
+
+    torch reports only the version that it was built with.
+    """
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:

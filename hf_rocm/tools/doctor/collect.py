@@ -25,7 +25,8 @@ Progress = Callable[[str], None]
 def collect(machine: Machine, *, model: str | None = None, progress: Progress | None = None) -> Facts:
     """Collect all facts. `import torch` and `import aiter` take most of the time, and run in parallel.
 
-    torch is imported only if it was built for ROCm, since other builds can't use the GPU.
+    torch is imported only if it was built for ROCm, since other builds can't use an AMD GPU; aiter is imported only if
+    its core module is already compiled.
     """
     system = machine.system
     environment = dict(machine.environment)
@@ -126,7 +127,7 @@ def _host(machine: Machine) -> Host:
 
 
 def _iommu(machine: Machine) -> str | None:
-    """Return the kernel's `iommu=` parameter, empty if not set; None if unreadable, or in a guest of Hyper-V."""
+    """Return the kernel's `iommu=` parameter, empty if not set; None if unreadable, or in a Hyper-V guest."""
     line = machine.text("/proc/cmdline")
     bios = machine.text("/sys/devices/virtual/dmi/id/bios_version") or ""
     if line is None or bios.startswith("Hyper-V"):

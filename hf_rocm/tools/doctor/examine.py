@@ -29,7 +29,7 @@ def report(facts: Facts) -> Report:
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """Describe the machine in a few words."""
+    """Return a short description of the machine: label → value."""
     from hf_rocm import __version__
 
     parts = {

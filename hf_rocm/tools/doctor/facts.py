@@ -24,8 +24,9 @@ class Driver:
     """The kernel driver.
 
     cards: PCI vendors of the graphics cards and accelerators. kfd, render: the device files. gpus: the architectures
-    that the driver reports, which no override changes. carved_out, mapped: for an integrated GPU, the bytes of memory
-    that the firmware reserved for it, and the bytes of the host's memory that the driver may map.
+    that the driver reports, which HSA_OVERRIDE_GFX_VERSION does not change. carved_out, mapped: for an integrated GPU,
+    the bytes of memory that the firmware reserved for it, and the bytes of the host's memory that the driver may map.
+    dxg: whether the device of WSL's driver exists.
     """
 
     loaded: bool = False
@@ -41,7 +42,10 @@ class Driver:
 
 @dataclass(frozen=True)
 class Rocm:
-    """ROCm's user space. rocminfo: its outcome, None if it is not installed. tools: tool → whether it is installed."""
+    """ROCm's user space.
+
+    rocminfo: the outcome of running rocminfo, None if it is not installed. tools: tool → whether it is installed.
+    """
 
     version: str | None = None
     rocminfo: Ran | None = None
@@ -61,8 +65,12 @@ class JitCache:
 
 @dataclass(frozen=True)
 class Aiter:
-    """The aiter installation. installed: when its package was written. rows: the number of tuned rows by architecture,
-    such as `gfx942`. answer: the outcome of importing it in a child process, None if that was not tried."""
+    """The aiter installation.
+
+    installed, torch_installed: when the packages of aiter and torch were written, in seconds since the epoch. rows: the
+    number of tuned rows by architecture, such as `gfx942`. answer: the outcome of importing aiter in a child process,
+    None if that was not tried.
+    """
 
     package: AiterFacts
     cache: JitCache | None = None
@@ -90,9 +98,9 @@ class Host:
 class Facts:
     """The facts about one machine.
 
-    graph_events: replays that differed from uncaptured steps. ledger: the path of the file with these events, None if
-    there is no home folder. bitsandbytes, patch_embedding: the outcome of testing them in a child process; None if they
-    were not tested.
+    shared_memory: the free bytes in /dev/shm. graph_events: replays that differed from uncaptured steps or forwards.
+    ledger: the path of the file with these events, None if there is no home folder. bitsandbytes, patch_embedding: the
+    outcome of testing them in a child process; None if they were not tested.
     """
 
     system: System
@@ -140,7 +148,7 @@ class Facts:
 
     @property
     def rocm_release(self) -> str | None:
-        """The ROCm release that torch uses: `7.2.4` if the patch release is known, else `7.2`."""
+        """The ROCm release that torch uses: `7.2.4` if the patch release is known, else `7.2`; None if unknown."""
         built = rocm_release(rocm=self.torch.rocm, torch=self.torch.version, hip=self.torch.hip)
         installed = rocm_release(rocm=self.rocm.version)
         if built and installed and installed.startswith(f"{built}.") and not self.files.get("torch_rocm", True):
@@ -158,7 +166,7 @@ class Facts:
         return NVIDIA in self.driver.cards or self.files.get("nvidia_device", False)
 
     def set(self, name: str) -> str:
-        """Return a variable's stripped value, or the empty string."""
+        """Return a variable's stripped value; the empty string if the variable is not set."""
         return self.environment.get(name, "").strip()
 
     def version_of(self, package: str) -> Version | None:

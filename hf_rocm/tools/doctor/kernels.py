@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 BLOCK = 64  # weights per absmax in bitsandbytes
-# Half of the widest gap between two values of NF4 (-1 and -0.696), plus the rounding error of a 16-bit absmax.
+# Half of the widest gap between adjacent values of NF4 (-1 and -0.696), plus the rounding error of a 16-bit absmax.
 WIDEST = 0.155
 PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of 460 × 726 pixels in Qwen3-VL
 

@@ -1,7 +1,7 @@
 """Doctor's access to a machine: files, commands, environment variables, packages and child processes.
 
-All facts are read through this interface, except those in a named model's files. So a recorded machine can replace this
-one.
+All facts are read through this interface, except those in a named model's files, so that a recorded machine can replace
+the real one.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ class ModelFacts:
     """One model.
 
     folder: None if it is not on this machine. weights: bytes on disk. dtype: that of the checkpoint. per_token: bytes
-    of KV cache per token in that dtype, None if the config lacks the sizes. free: free bytes on its disk. memory: bytes
-    of available RAM. conv3d: whether a Conv3d over frames embeds images. sinks: whether its attention has sinks.
+    of KV cache per token in that dtype, None if the config lacks the sizes. free: free bytes on the disk of the folder
+    or, without a folder, of the Hub's cache. memory: bytes of available RAM. conv3d: whether images are embedded by a
+    Conv3d over frames. sinks: whether the model's attention has sinks.
     """
 
     name: str
@@ -57,7 +58,7 @@ def model_facts(name: str, *, cache: Path, memory: int | None) -> ModelFacts:
 
 
 def cached(name: str, cache: Path) -> Path | None:
-    """Return the newest snapshot of a Hub model in the cache that has a config, or None."""
+    """Return the folder of the newest cached snapshot of a Hub model that contains a config, or None."""
     snapshots = cache / f"models--{name.replace('/', '--')}" / "snapshots"
     candidates = [candidate for candidate in snapshots.glob("*") if (candidate / "config.json").is_file()]
     return max(candidates, key=lambda candidate: candidate.stat().st_mtime, default=None)
@@ -72,7 +73,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> int:
-    """Return the bytes of the weights in the format that transformers reads: safetensors, if the checkpoint has it."""
+    """Return the size of the weight files in bytes, in the first format of `WEIGHTS` that the folder contains, or 0."""
     for suffix in WEIGHTS:
         sizes = [file.stat().st_size for file in folder.glob(f"*{suffix}")]
         if sizes:

@@ -17,11 +17,11 @@ from hf_rocm.errors import HfRocmError
 class TransformersFacts:
     """The installed transformers.
 
-    kernels: the required versions of the `kernels` package. overlays: the number of files per state, such as
-    `yes/verified`. refused, hint: the reason why the overlays could not be read, and the remedy. outlook: for a
-    release that is newer than all checked ones, a sentence on whether to use it. hub_rope: the version of the Hub's
-    rotary kernel that it uses on ROCm. hub_flash: whether it uses flash attention from the Hub on ROCm, to which it
-    passes no attention sinks.
+    kernels: the requirement on the `kernels` package. overlays: the number of files per state, such as `yes/verified`.
+    refused, hint: the reason why transformers was not located or its overlays could not be read, and the remedy.
+    outlook: for a release that is newer than all checked ones, a sentence on whether to use it. hub_rope: the version
+    of the Hub's rotary kernel that transformers uses on ROCm. hub_flash: whether transformers uses the Hub's flash
+    attention on ROCm without passing attention sinks to it.
     """
 
     version: str | None = None
@@ -62,7 +62,7 @@ def transformers_facts() -> TransformersFacts:
 
 
 def hub_facts(root: Path) -> dict[str, Any]:
-    """Return the Hub kernels that this release uses on ROCm, read from its own tables."""
+    """Return the fields `hub_rope` and `hub_flash` of `TransformersFacts`, read from transformers' source files."""
     rope = re.search(r'"kernels-community/aiter-rope"[^)]*?version=(\d+)', _text(root / "integrations/hub_kernels.py"))
     flash = _text(root / "modeling_flash_attention_utils.py")
     return {
@@ -79,7 +79,7 @@ def _text(file: Path) -> str:
 
 
 def required(table: Path, package: str) -> str | None:
-    """Return the requirement of a package (`kernels>=0.18.2,<0.19`) in transformers' table of dependencies."""
+    """Return the requirement on a package (`kernels>=0.18.2,<0.19`) in transformers' table of dependencies, or None."""
     try:
         tree = ast.parse(table.read_bytes())
     except (OSError, SyntaxError):

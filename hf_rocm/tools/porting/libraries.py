@@ -106,7 +106,7 @@ _OBJECT = re.compile(
 
 
 def by_object(name: str) -> str | None:
-    """Return AMD's counterpart of a shared object such as `libcudart.so.12`, or None if it is not from NVIDIA."""
+    """Return AMD's counterpart of a shared object such as `libcudart.so.12`, or None if `_OBJECTS` does not list it."""
     match = _OBJECT.search(name) or _OBJECT.search(f"lib{name}")
     return None if match is None else _OBJECTS[match[1]]
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from hf_rocm.tools.porting.libraries import LIBRARIES
 
-# The words that rules look for in a guard. No other words are stored, so that contexts are small even in long files.
+# PACKAGES, ASKED and PLATFORM: the words that rules look for in a guard. No other words are stored, so that contexts
+# are small even in long files.
 PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
@@ -51,7 +52,7 @@ class Context:
 
 @dataclass
 class Module:
-    """A parsed file. Raises SyntaxError, or ValueError for null bytes, as Python does."""
+    """A parsed file. Raises SyntaxError, or ValueError for null bytes on some versions of Python."""
 
     text: str
     names: dict[str, str] = field(default_factory=dict)  # local name → dotted name
@@ -105,7 +106,8 @@ class Module:
     def guarded(self, context: Context, *words: str) -> bool:
         """Return whether a condition around the node contains one of these words or a word for the platform.
 
-        A node in a private function is also guarded if all calls of that function in this file are guarded.
+        A node in a private function is also guarded if every call of that function in this file is in a condition that
+        contains a word for the platform.
         """
         assert VOCABULARY.issuperset(words), words
         if any(word in context.words for word in (*PLATFORM, *words)):
@@ -113,7 +115,7 @@ class Module:
         return self._helpers.get(getattr(context.function, "name", ""), False)
 
     def assigned(self, name: str, context: Context) -> ast.expr | None:
-        """Return the last value that is assigned to a variable, in the function of this context or at module level."""
+        """Return the last value assigned to a variable in this context's function, else at module level, or None."""
         return self._values.get((context.function, name)) or self._values.get((None, name))
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:

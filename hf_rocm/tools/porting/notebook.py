@@ -1,4 +1,4 @@
-"""Convert a notebook to Python: its code cells in order, with shell lines as calls of `get_ipython().system`."""
+"""Convert a notebook to Python: its code cells in order, with shell lines as calls to `get_ipython().system`."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class _Positions:
         self._misses = 100  # how often a search may fail: every failure reads the rest of the file
 
     def find(self, line: str) -> int:
-        """Return the number of the first line in the file that contains this text, from the previous line on.
+        """Return the number of the first line in the file that contains this text, starting at the last result.
 
-        If there is none, return the number of the previous line.
+        If there is no such line, if the text is blank, or after 100 failed searches, return the last result again.
         """
         for ascii_only in (False, True) if line.strip() and self._misses else ():
             start = self._text.find(json.dumps(line, ensure_ascii=ascii_only)[1:-1], self._position)

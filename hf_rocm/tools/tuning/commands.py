@@ -1,6 +1,6 @@
-"""The implementation of `hf-rocm tune MODEL`: record the shapes of its GEMMs, and tune kernels for them.
+"""The implementation of `hf-rocm tune MODEL`: record the shapes of the model's GEMMs, and tune kernels for them.
 
-Prints nothing.
+It prints nothing.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def run(job: Tuning, *, progress: Progress | None = None) -> Result:
 
 
 def no_gpu() -> str | None:
-    """Return the reason why no model can be tuned on this machine, or None if tuning is possible."""
+    """Return the reason why nothing can be tuned in this process, or None if it has an AMD GPU under ROCm."""
     from hf_rocm.device import is_rocm
 
     return None if is_rocm() and machine.gpu() is not None else "this process has no AMD GPU under ROCm"

@@ -19,7 +19,7 @@ class Tuning:
     """The tuning state of a model.
 
     recorded: the number of shapes that `hf-rocm tune` recorded for the model. found: how many of these shapes have a
-    tuned kernel in aiter; None if that is unknown. Then `sentence` contains the reason.
+    tuned kernel in the tables that aiter uses; None if this is unknown, in which case `sentence` contains the reason.
     """
 
     recorded: int

@@ -31,7 +31,8 @@ Progress = Callable[[int, int], None]
 
 # The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make 30 attempts.
 PATIENCE = 3
-_GRACE = 30.0  # the time in seconds that the tuner is given to exit after an interrupt
+# Seconds that the tuner is given to exit after an interrupt, and the longest wait for the lock on the results.
+_GRACE = 30.0
 _ATTEMPT_FAILED = "process exitcode is"
 
 
@@ -67,7 +68,7 @@ def command(release: Release, untuned: Path | str, tuned: Path | str) -> list[st
 
 
 def known(gpu: Gpu, release: Release) -> set[Key]:
-    """Return the keys in the table that was tuned here. Raises `TableError` if the table is corrupt."""
+    """Return the keys in the table of earlier results, if any. Raises `TableError` if the table is corrupt."""
     if not store.tuned(gpu, release).is_file():
         return set()
     return {row.key._replace(gfx=gpu.gfx) for row in _kept(gpu, release).rows}
@@ -156,7 +157,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
-    """Put the new rows before the rows of earlier runs.
+    """Save the new rows together with those of earlier runs, over which the new rows take precedence.
 
     Returns the keys, with the architecture, of the new rows that have a time and are for this number of compute units.
     """

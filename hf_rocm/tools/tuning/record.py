@@ -1,6 +1,6 @@
-"""Run a model once for every batch size and prompt length, and record its GEMMs.
+"""Run a model for every combination of batch size and prompt length, and record its GEMMs.
 
-If possible, the model is built from its config with fake tensors, which have a shape but no memory, so that neither the
+By default, the model is built from its config with fake tensors, which have a shape but no memory, so that neither the
 checkpoint nor a GPU is needed.
 """
 
@@ -178,7 +178,10 @@ def _class_for(model: str, config: Any) -> Any:
 
 
 def _no_initial_values() -> Any:
-    """Disable weight initialisation. With fake tensors, sampling until all values lie in a range would never end."""
+    """Return a context manager that disables weight initialisation.
+
+    With fake tensors, sampling until all values lie in a range would never end.
+    """
     try:
         module = importlib.import_module("transformers.initialization")
     except ModuleNotFoundError:  # before 5.0

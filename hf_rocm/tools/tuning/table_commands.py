@@ -45,7 +45,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Listed:
-    """One table of an inventory. holds_for: the GPU and the release, or only the release, that it is for."""
+    """One table of an inventory. holds_for: the GPU and the release, or only the release, that the table is for."""
 
     role: str
     holds_for: str

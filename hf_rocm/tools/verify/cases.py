@@ -107,7 +107,7 @@ def _prompt(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
-    """Return rows with left padding for a decoder, as generate requires, and with right padding for other models."""
+    """Return a case of rows that are padded on the left for a decoder, as generate requires, else on the right."""
     lengths = (length, length // 2 + 1, max(3, length // 5))
     rows = torch.stack([ids.roll(-place)[:length] for place in range(3)])
     mask = torch.zeros_like(rows)
@@ -127,7 +127,7 @@ def _padded(subject: Subject, ids: Tensor, length: int) -> Case:
 
 
 def _chunks(name: str, ids: Tensor, length: int, cache: str) -> Case:
-    """Return a prompt followed by calls with 5, 1, 1, 3 and 1 tokens, or, with fewer than 12 tokens, 1, 2 and 1."""
+    """Return a case: a prompt, then calls with 5, 1, 1, 3 and 1 tokens, or with 1, 2 and 1 if `length` is below 12."""
     steps, start = [], 0
     for size in (length - 11, 5, 1, 1, 3, 1) if length > 11 else (length - 4, 1, 2, 1):
         here = ids[None, start : start + size]

@@ -26,7 +26,10 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Make the model compute in `dtype` within the block. The weights of one of `blocks` are widened together."""
+    """Make the model compute in `dtype` within the `with` statement.
+
+    All weights of a block in `blocks` are widened while that block is called.
+    """
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     arounds: dict[int, Around] = {}
     for module in model.modules():
@@ -105,7 +108,7 @@ def _narrow(tensor: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 class _Wide(TorchFunctionMode):
-    """Skip conversions that would narrow a wide tensor."""
+    """Skip conversions that would narrow a wide tensor, and convert attention masks to the query's dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -129,7 +132,10 @@ class _Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _wider(self, value: Any) -> Any:
-        """Replace a floating-point dtype, or a tensor that is passed for its dtype, with the wide dtype."""
+        """Replace a floating-point dtype with the wide dtype.
+
+        A tensor, which is passed for its dtype, is replaced with an empty tensor of the wide dtype.
+        """
         if isinstance(value, torch.dtype):
             return self.dtype if value.is_floating_point else value
         if isinstance(value, Tensor) and value.is_floating_point():

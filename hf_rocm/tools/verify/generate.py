@@ -1,4 +1,4 @@
-"""Check that every greedy token is the best or almost the best in the reference, with and without recordings."""
+"""Check that every greedy token has the largest or almost the largest logit in the reference, and check replays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
 
 
 def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = True) -> Tensor:
-    """Generate greedily with the model's pad token and an otherwise default generation config.
+    """Generate greedily with the model's pad token, or 0, and an otherwise default generation config.
 
     prompt: [B, S]. recorded: False disables recorded steps. Returns [B, S + new].
     """
@@ -106,7 +106,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
 
 
 def _prompt(subject: Subject, ids: Tensor, new: int) -> tuple[Tensor, int]:
-    """Return the prompt, [1, S], and the number of new tokens that fit after it."""
+    """Return the prompt, [1, S], and `new`, reduced to the number of tokens that fit after the prompt."""
     prompt = ids[None, : max(1, min(24, len(ids) // 2))].to(subject.device)
     most = getattr(subject.text_config, "max_position_embeddings", None) or prompt.shape[1] + new
     return prompt, max(1, min(new, int(most) - prompt.shape[1] - 1))

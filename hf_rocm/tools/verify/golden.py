@@ -79,7 +79,10 @@ def _unwritable(file: Path, error: Exception) -> GoldenError:
 
 
 def load(file: Path, subject: Subject) -> Golden:
-    """Read a file for this model and its weights. Raises `GoldenError` if it is unreadable or from another model."""
+    """Read a golden file. Raises `GoldenError` if it is unreadable, or if it was not recorded from this model.
+
+    The class, dtype, config and weights of the model must be the same.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -109,7 +112,7 @@ def load(file: Path, subject: Subject) -> Golden:
 
 
 def difference_in_versions(header: dict[str, Any], subject: Subject) -> str:
-    """Return, as part of a sentence, how the versions in the file differ from those here."""
+    """Return, as part of a sentence, how the versions and the device in the file differ from those here."""
     there, here = header["recorded with"], _versions(subject)
     other = [f"{name} {there.get(name)} there and {here[name]} here" for name in here if there.get(name) != here[name]]
     return "recorded with " + ("the same versions on the same kind of device" if not other else ", ".join(other))

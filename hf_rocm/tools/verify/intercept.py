@@ -22,7 +22,7 @@ Around = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any
 
 @contextmanager
 def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
-    """Within the block, pass calls of a module to the function for its `id()`. Blocks can be nested."""
+    """Within the block, pass every call of a module to the function for its `id()`, if any. Blocks can be nested."""
 
     def make(change: Change) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,14 +38,14 @@ def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return a module's main result: the tensor itself, or the first element of a tuple or list."""
+    """Return a module's main result, a tensor or the first element of a tuple or list; None if that is no tensor."""
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return value if isinstance(value, Tensor) else None
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the hidden states that are passed to a layer."""
+    """Return the hidden states that are passed to a layer, or None if there are none."""
     value = args[0] if args else kwargs.get("hidden_states")
     return value if isinstance(value, Tensor) else None
 

@@ -29,7 +29,7 @@ Bounds = dict[tuple[str, str], Allowed]  # (layer, point) → bounds
 def judge(
     subject: Subject, case: Case, reference: Reference, free: Run, faults: dict[str, Fault], note: str = ""
 ) -> Check:
-    """Return the check of one case. free: hf_rocm's run end to end. faults: the layers that exceed their bounds."""
+    """Return the check of one case. free: hf_rocm's run end to end. faults: as returned by `faults_of`."""
     final = _final(subject, reference, free)
     first = next(iter(faults.values()), None)
     if first is not None:
@@ -68,7 +68,9 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 
 
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
-    """Map layers to the first point, in stock's order, whose error exceeds its bound. The layers are in stock's order.
+    """Map every wrong layer to its first point, in stock's order, whose error exceeds the bound, as a `Fault`.
+
+    The layers are in stock's order.
 
     run: a run in which every layer had the same input as in stock.
     """

@@ -23,8 +23,8 @@ class Difference:
     """The difference between two tensors a and b, [N, D].
 
     finite: whether a is finite; if not, the other fields are NaN. largest, mean: the maximum and mean of the absolute
-    differences. worst, typical, median: the maximum, mean and median over the positions of ‖a − b‖ / ‖b‖, where ‖b‖ is
-    at least the median norm of all positions.
+    differences. worst, typical, median: the maximum, mean and median over the positions of ‖a − b‖ / ‖b‖, where the
+    divisor is at least the median of ‖b‖ over all positions.
     """
 
     finite: bool
@@ -66,7 +66,10 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
-    """Return the bounds from stock's run in this dtype: twice its worst and mean errors, each plus a rounding step."""
+    """Return the bounds: twice the largest `worst` and the largest `typical` of `eager`, each plus a rounding step.
+
+    eager: stock's differences in this dtype.
+    """
     errors = list(eager)
     return Allowed(
         allowed_error(max((error.worst for error in errors), default=0.0), dtype),

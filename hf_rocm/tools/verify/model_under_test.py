@@ -1,7 +1,8 @@
-"""The model under test: its parts, and how to run its stock forwards while it remains prepared.
+"""The model under test: its parts, and how to run its stock forwards.
 
 There is only one model in memory. Stock runs with the same modules and parameters and with all dispatchers disabled, so
-a fused weight that no longer matches its parameters is detected.
+a fused weight that no longer matches its parameters is detected. A model whose weights were shuffled in place or whose
+layers were routed is restored meanwhile, and prepared again afterwards.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Subject:
         modes = {module: module.__dict__.get(bind.MODE) for module in self._bound()}
         for module in modes:
             bind.set_mode(module, bind.OFF)
-        own = self.generator.__dict__  # it also contains the attributes that generate reads, such as recorded steps
+        own = self.generator.__dict__  # contains the attributes that generate reads, such as recorded steps
         marks = {name: own.pop(name) for name in list(own) if name.startswith(_OURS) and name not in _KEPT}
         try:
             with _plain(self.model) if plain else nullcontext():

@@ -38,7 +38,7 @@ class Recorder:
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
         self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
-        self._given: list[Tensor | None] = []  # the layer's input and its modules' results; not recorded again
+        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, not recorded as inputs
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}
@@ -112,7 +112,7 @@ class Recorder:
         return None
 
     def _rotation(self, query: Tensor, key: Tensor) -> None:
-        """Record the rotated query and key, both [B, H, S, D]."""
+        """Record the rotated query [B, H, S, D] and key [B, Hkv, S, D]."""
         layer, path, _ = self._stack[-1] if self._stack else ("", "", None)
         if layer in self._inside and query.dim() == 4 and key.dim() == 4:
             for name, value in zip(ROTATED, (query, key), strict=True):
@@ -148,7 +148,10 @@ def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
 
 
 def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
-    """Return the point with this name. If a linear layer's input was not recorded, return attention's result."""
+    """Return the point with this name, or None.
+
+    If a linear layer's input was not recorded, return the result of attention in the same module.
+    """
     point = points.get(name)
     if point is None and name.startswith(ENTERS):
         point = points.get(_below(name.removeprefix(ENTERS).rpartition(".")[0], "attention"))

@@ -52,8 +52,8 @@ def verify(
 
     model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
     text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
-    compare gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden: a file to
-    record. progress: a function that is called with the name of each stage. Returns a `Verification`. Raises
+    compare the loss and the gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden:
+    a file to record. progress: a function that is called with the name of each stage. Returns a `Verification`. Raises
     `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised), stock can't run
     the first case or ids are not valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a
     `torch.nn.Module`, force is neither a bool nor None, or a file is not a path.
@@ -130,7 +130,7 @@ def check_enabled(*, force: bool, enabled_by: str = "force=True") -> None:
 def record(
     model: nn.Module, file: str | PathLike[str], *, ids: Tensor | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Record a golden file from a stock model, on any machine. Returns its header.
+    """Record a golden file from a stock model, on any machine. Returns the file's header.
 
     Raises `VerifyError` if the model is not supported, stock can't run a case or ids are not valid, and `GoldenError`
     if the file can't be written.

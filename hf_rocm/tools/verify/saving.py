@@ -26,14 +26,14 @@ RESTORED = "restore", "stock again: weights, modules and results"
 
 
 def weights_kept(subject: Subject, before: dict[str, str]) -> Check:
-    """Compare the prepared model's state dict with `before`, the checksums from before it was prepared."""
+    """Compare the prepared model's state dict with `before`, the checksums at the start of the verification."""
     return _same(*WEIGHTS, differing(before, fingerprint(subject.model)), len(before))
 
 
 def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) -> Check:
-    """Save the prepared and the stock model, compare the files, and run the prepared model again.
+    """Save the prepared and the stock model, compare the saved tensors, and run the prepared model again.
 
-    before: a run before saving.
+    before: a run of the prepared model before saving, whose results the later run must repeat.
     """
     if quick:
         return Check(*SAVED, NOT_RUN, note="left out by --quick")
@@ -56,7 +56,7 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
 
 
 def comes_back(subject: Subject, case: Case, reference: Reference, before: dict[str, str]) -> Check:
-    """Restore the model in place, and compare it with stock. before: the checksums of the stock model."""
+    """Restore the model in place, and compare it with stock. before: as in `weights_kept`."""
     names = list(subject.model.state_dict())
     restore(subject.model)
     check = _same(*RESTORED, differing(before, fingerprint(subject.model)), len(names))

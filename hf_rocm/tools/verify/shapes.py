@@ -40,7 +40,7 @@ def random_model(config: str, *, dtype: str, device: torch.device) -> Any:
 
     config: a name in `SHAPES`, a config.json, or a folder with one. dtype: the name of a dtype in torch.
     Raises `OptionError` if torch has no such floating-point dtype, if the config can't be read, or if this release of
-    transformers does not have its model type.
+    transformers does not have the config's model type.
     """
     import transformers
 

@@ -77,7 +77,7 @@ def _reference(subject: Subject, ids: Tensor, dtype: torch.dtype) -> tuple[float
 
 
 def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and every parameter's gradient, on the CPU. The model's own gradients remain unchanged."""
+    """Return the loss, and the gradients on the CPU by parameter. The model's own gradients remain unchanged."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     before = {name: (parameter.grad, parameter.requires_grad) for name, parameter in parameters.items()}
     try:

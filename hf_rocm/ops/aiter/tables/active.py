@@ -18,16 +18,17 @@ from hf_rocm.ops.aiter.tables.table import Table, read
 def before_import() -> None:
     """Merge the tables into one file and set it as aiter's table. Called right before aiter is imported.
 
-    Changes nothing if neither the user nor `hf-rocm tune` has added rows, or if hf_rocm does not support the tables of
-    this release. Raises `TableError`, with the lines, if a file that the user named in AITER_CONFIG_GEMM_BF16 can't be
-    used. For invalid lines and unusable files that the user did not name, it only warns.
+    Changes nothing without an AMD GPU, if the user named no table and `hf-rocm tune` has written none, or if this
+    release does not read AITER_CONFIG_GEMM_BF16 or has tables that hf_rocm does not support. Raises `TableError`, with
+    the lines, if a file that the user named in this variable can't be used. Warns about unusable files that the user
+    did not name, about invalid lines in them, and if the merged file can't be written.
     """
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
         return  # aiter is already imported, or the parent process has set the table
     try:
         release = machine.installed()
-    except TuningError:  # an unknown release, for which nothing can have been tuned here; aiter reads its own table
+    except TuningError:  # an unsupported release, for which nothing can have been tuned here; aiter reads its own table
         return
     gpu = machine.gpu()
     if release is None or gpu is None or not release.layout.reads_variable:
@@ -47,7 +48,11 @@ def before_import() -> None:
 
 
 def combined(gpu: Gpu | None, release: Release, named: Sequence[Path], *, shipped: bool = True) -> Merged:
-    """All rows that apply to this release and this GPU (or to any GPU, if gpu is None)."""
+    """Merge the rows that apply to this release and this GPU (or to any GPU, if gpu is None).
+
+    named: the user's tables. shipped: whether to include the tables that aiter ships. Raises `TableError` if one of the
+    user's tables can't be used.
+    """
     tables: list[tuple[str, Table]] = []
     for path in named:
         table = read(path, release.layout, release.version)
@@ -63,7 +68,7 @@ def combined(gpu: Gpu | None, release: Release, named: Sequence[Path], *, shippe
 
 
 def _tuned(gpu: Gpu, release: Release) -> Path | None:
-    """The table of `hf-rocm tune`, or None if there is none that this user can read."""
+    """The table of `hf-rocm tune`, or None if it does not exist or this user has no cache folder."""
     try:
         path = store.tuned(gpu, release)
     except TuningError:

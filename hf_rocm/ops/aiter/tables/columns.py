@@ -38,10 +38,10 @@ GFX_OF_UNITS = {80: "gfx942", 304: "gfx942", 256: "gfx950"}
 class Layout:
     """One generation of tables.
 
-    since: the first release with this layout. tuned, untuned: the columns of the two files. key: the columns by which a
-    GEMM is looked up. table: the file that the package ships, in `aiter/configs`. tuner: the script, relative to the
-    folder of aiter's sources. options: its options besides the two files. reads_variable: whether aiter reads
-    AITER_CONFIG_GEMM_BF16.
+    since: the first release with this layout. tuned, untuned: the columns of the table of tuned GEMMs, and of the list
+    of GEMMs to tune. key: the columns by which a GEMM is looked up. table: the table that the package ships, in
+    `aiter/configs`. tuner: the tuning script, relative to the folder of aiter's sources. options: its options besides
+    the two files. reads_variable: whether aiter reads AITER_CONFIG_GEMM_BF16.
     """
 
     since: str
@@ -86,7 +86,7 @@ LAYOUTS = (
         untuned=_SHUFFLED,
         key=("gfx", "cu_num", *_SHUFFLED),
         tuner="csrc/gemm_a16w16/gemm_a16w16_tune.py",
-        # by default it writes results only after every 100 shapes, and loses them if it is stopped earlier
+        # by default the tuner writes results only after every 100 shapes, and loses them if it is stopped earlier
         options=("--batch", "8"),
     ),
 )
@@ -95,7 +95,10 @@ NEWEST = "0.1.20.post1"  # the newest release whose layout was checked
 
 
 def layout_of(release: str) -> Layout:
-    """The layout of a release of aiter; unknown newer releases count as the newest known one."""
+    """The layout of a release of aiter; an unknown newer release is assumed to have the newest known layout.
+
+    Raises `TuningError` if the release is older than the first known layout, or is not a version.
+    """
     version = parse(release)
     known = [layout for layout in LAYOUTS if Version(layout.since) <= version]
     if not known:

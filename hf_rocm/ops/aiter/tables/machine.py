@@ -1,4 +1,4 @@
-"""The GPU and the release of aiter. A tuned row is valid for only one GPU and one release."""
+"""The GPU and the release of aiter. A tuned row is valid for only one kind of GPU and one release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_rocm.overlay.facts import aiter_facts
 class Gpu(NamedTuple):
     """The properties by which aiter distinguishes GPUs.
 
-    units: compute units, fewer in partitioned and cut-down GPUs.
+    units: the number of compute units, which is smaller for partitioned and cut-down GPUs.
     """
 
     gfx: str
@@ -61,7 +61,10 @@ class Release:
 
 
 def installed() -> Release | None:
-    """The aiter of this environment, from its files. Raises `TuningError` if hf_rocm does not support its tables."""
+    """The aiter of this environment, as determined from its files, or None if AMD's aiter is not installed.
+
+    Raises `TuningError` if hf_rocm does not support its tables.
+    """
     facts = aiter_facts()
     if facts.path is None or not facts.amd:
         return None
@@ -90,7 +93,10 @@ def release(named: str | None = None) -> Release:
 
 
 def gpu(named: str | None = None) -> Gpu | None:
-    """The named GPU (`gfx942:304`), else the one that aiter would use here, else None. May open the device."""
+    """The named GPU (`gfx942:304`), else the one that aiter would use here, else None. May open the device.
+
+    Raises `OptionError` if the name has another form.
+    """
     if named is not None:
         match = re.fullmatch(r"(gfx[0-9a-f]{3,5}):([1-9][0-9]{0,3})", named)
         if match is None:

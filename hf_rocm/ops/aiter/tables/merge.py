@@ -24,7 +24,7 @@ YOURS, TUNED, SHIPPED = "yours", "tuned here", "shipped"
 
 @dataclass
 class Share:
-    """The counts of one file's rows."""
+    """How many rows one file contributed to the merged table, and how many of its rows were left out, and why."""
 
     role: str
     path: Path
@@ -65,7 +65,7 @@ def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) 
     """Merge the tables. If `gpu` is given, other GPUs' rows are dropped. The first file with a shape wins.
 
     tables: (role, table) in order of preference. Tables that aiter ships may repeat shapes; among their rows the
-    fastest one wins, as in aiter.
+    fastest one wins, as in aiter. Rows for which the tuner found no kernel are dropped.
     """
     merged = Merged(layout)
     shipped: list[tuple[Share, Row]] = []

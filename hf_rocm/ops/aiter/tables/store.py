@@ -1,4 +1,5 @@
-"""The tuning files in the user's cache folder: tables by GPU and release, and recorded GEMMs by model.
+"""The tuning files in the user's cache folder: aiter's tables and PyTorch's TunableOp results by GPU and release, and
+recorded GEMMs by model.
 
 Files are written atomically.
 """

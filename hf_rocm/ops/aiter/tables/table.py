@@ -48,14 +48,15 @@ class Key(NamedTuple):
     shuffled: bool
 
     def looked_up(self, layout: Layout) -> Key:
-        """The part of the key that releases with this layout compare."""
+        """The key as releases with this layout compare it: without gfx if they ignore that column."""
         return self if "gfx" in layout.key else self._replace(gfx=None)
 
 
 class Row(NamedTuple):
-    """One row. us: the time in µs, or None.
+    """One row. us: the time in µs, or None if the tuner found no kernel.
 
-    values: the fields by the layout's column names, as written; gfx is filled in if the table has no such column.
+    values: the fields by the layout's column names, without surrounding spaces; gfx is filled in if the layout has this
+    column and the table does not.
     """
 
     line: int
@@ -107,7 +108,10 @@ class Table:
 
 
 def read(path: Path, layout: Layout, release: str) -> Table:
-    """Read a tuned table for this release. Raises `TableError` if the file is not such a table."""
+    """Read a tuned table for this release. Raises `TableError` if the file is not such a table.
+
+    Problems of single lines do not raise an error; they are recorded in the result.
+    """
     text = text_of(path)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header, read_rows = _next(reader, path), 1
@@ -139,7 +143,10 @@ def read(path: Path, layout: Layout, release: str) -> Table:
 
 
 def _check_count(path: Path, rows: int, line: int) -> None:
-    """Limit the number of rows, whether valid, invalid or empty. rows: their number, including the header."""
+    """Raise `TableError` if there are too many rows, whether valid, invalid or empty.
+
+    rows: their number so far, including the header.
+    """
     if rows > MAX_ROWS + 1:
         raise TableError(f"{path.name} has more than {MAX_ROWS} rows", facts={"file": path, "line": line})
 
@@ -313,7 +320,7 @@ def _short(text: str) -> str:
 
 
 def _repeated(table: Table, layout: Layout) -> None:
-    """Report two different rows for one shape: aiter fails on such a file."""
+    """Report and remove rows that differ from an earlier row for the same shape: aiter fails on such a file."""
     first: dict[Key, Row] = {}
     rows, table.rows = table.rows, []
     for row in rows:

@@ -1,1 +1,1 @@
-"""The kernels themselves: each module imports triton, and lists in `BUILDS` how it is compiled ahead of time."""
+"""The kernels themselves: each module imports triton and lists in `BUILDS` how to compile its kernels ahead of time."""

@@ -1,7 +1,8 @@
 """Numbers of 4-bit codes, from a table of 16 that lies in registers.
 
 AMD and NVIDIA GPUs have an instruction that selects four of eight bytes, and thus looks up one byte of four numbers in
-one half of the table. Another one looks them up in the other half, and a third one selects between the two results.
+one half of the table. A second such instruction looks them up in the other half, and a third one selects between the
+two results.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def load_table(table, BYTE: tl.constexpr):
     """One byte of the numbers of codes 0 … 7, and of 8 … 15: two tensors, int64 [1]. table: `ops.four_bit.table_bytes`.
 
     They are tensors, because with scalars the compiler would move the numbers through shared memory before a product.
+    Without a table: two zeros.
     """
     if table is None:
         return 0, 0
@@ -145,8 +147,8 @@ def _select(first, second, places, SELECT: tl.constexpr):
 def _pairs(signed: bool) -> str:
     """The PTX of `_coded_pairs`.
 
-    $0 … $3: the results, each with the numbers of both words. $4, $5: the words. $6: 16 · half. $8, $10, $12 and $14:
-    low, high, high_end and low_end. The operands between them are copies for the second word.
+    $0 … $3: the results, each with the numbers of both words. $4, $5: the words. $6: 16 · half. $8, $10 and $12: low,
+    high and high_end. $14: low_end, unless signed. The other operands are copies for the second word.
     """
     lines = [
         ".reg .b32 other, runs<2>, places<2>, ends<2>, lows, highs, end, table<8>;",
@@ -185,4 +187,4 @@ def _pairs(signed: bool) -> str:
 _PAIRS, _PAIRS_SIGNED = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
 
 
-BUILDS: tuple[Build, ...] = ()  # its functions are parts of other kernels
+BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module

@@ -1,9 +1,10 @@
 """Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
 
-A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of each are
-split into blocks, which several programs share. A program reads `lengths` to compute its blocks, and returns at once if
-it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the query and the
-new key, and writes the key and the value to the cache."""
+A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of a piece
+are split into blocks, which are distributed over several programs. A program reads `lengths` to compute its blocks, and
+returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the
+query and the new key, and writes the key and the value to the cache.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ def decode_kernel(
     table,  # [B, S / PAGE], the pages of each row; or None
     new_key,  # [B, Hkv, 1, D], the last key before its norm and rotation, with S_q = 1; None if it is in the cache
     new_value,  # [B, Hkv, 1, D_v]
-    cos,  # [B | 1, 1, R], or half of it if ONCE
+    cos,  # [B | 1, 1, R], or [B | 1, 1, R / 2] if ONCE
     sin,
     place,  # [1], the row to which the new key is written; if it is not `end - 1`, the result is NaN
-    query_weight,  # [D] of the norm of queries, or None
+    query_weight,  # [D], the weight of the norm of queries, or None
     key_weight,
     scale,
     softcap,  # or None
@@ -218,7 +219,7 @@ def decode_kernel(
 
 @triton.jit
 def _scaled(scores, scale, softcap):
-    """Scale scores for exp2."""
+    """Apply the scale and the softcap, and multiply by log₂(e) for exp2."""
     if softcap is not None:
         # tanh in terms of exp2, which every backend has; exactly ±1 for large scores
         return softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
@@ -249,7 +250,8 @@ def gather_kernel(
     total = tl.load(peaks + parts + place, mask=there, other=0.0)
     its = sums + place[:, None] * VALUE_DIM + column[None, :]
     its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
-    used = peak > -float("inf")  # the other splits have no keys, or only hidden ones, and may have written nothing
+    # the other splits have no keys, or only hidden ones, and may have written nothing but this maximum
+    used = peak > -float("inf")
     total = tl.where(used, total, 0.0)
     its_sums = tl.where(used[:, None], its_sums, 0.0)
     highest = tl.max(peak, 0)
@@ -288,8 +290,11 @@ def _attend(
     once: bool = False,
     besides: tuple[str, ...] = (),
 ) -> Iterator[Build]:
-    """Builds for CDNA and RDNA, whose blocks differ. rotated: the number of dims that are rotated, with a new key.
-    besides: architectures to omit, on which these calls are refused."""
+    """Builds for CDNA and RDNA, whose blocks differ.
+
+    rotated: the number of rotated dims of a new key; None: no new key. besides: architectures to omit, on which these
+    calls are refused.
+    """
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")

@@ -158,7 +158,7 @@ def chunk_kernel(
     )
     rate = tl.exp(tl.load(log_rate + head).to(tl.float32))
     gate = -rate * softplus(step.to(tl.float32) + tl.load(bias + head).to(tl.float32))
-    gate = tl.where(there, tl.where(gate < -128.0, -128.0, gate), 0.0)  # exp(-128) is 0; products with -inf are NaN
+    gate = tl.where(there, tl.where(gate < -128.0, -128.0, gate), 0.0)  # exp(-128) is 0; 0 · -inf would be NaN
     below = row[:, None] > row[None, :]
     lower = row[:, None] >= row[None, :]
     # sums of the gates after token j up to token i: differences of running sums would lose digits

@@ -39,8 +39,8 @@ def dequantize_eight(
 @triton.jit
 def dequantize_four(
     weight,  # [N, K / 8] int32, see `ops.four_bit`
-    scale,  # [N, K / GROUP]
-    zeros,  # [N, K / GROUP] uint8, or None
+    scale,  # [N, K / GROUP], or [N, 1] if STEP is 0
+    zeros,  # of scale's shape, uint8, or None
     table,  # as in `four_bit_vector`, but in fp32
     nested_code,
     nested_factors,

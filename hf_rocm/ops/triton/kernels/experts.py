@@ -127,8 +127,8 @@ def chosen_down(
 
 @triton.jit
 def _added_up(
-    sums,  # [..., N, K]; K is that of one block
-    x,  # addresses [..., 1, K]
+    sums,  # [..., N, BLOCK_K]
+    x,  # addresses [..., 1, BLOCK_K]
     weight,  # addresses, in the shape of sums
     k,
     there,
@@ -139,7 +139,10 @@ def _added_up(
     EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the elementwise products of x and weight to sums, one block of K at a time, in fp32."""
+    """Add the elementwise products of x and weight to sums, one block of K at a time, in fp32.
+
+    SCALED: whether x is first multiplied by scale and rounded to its dtype.
+    """
     for start in tl.range(0, k_size, BLOCK_K):
         inside = k < k_size - start
         part = piece(weight + start * stride, inside & there, EVEN)

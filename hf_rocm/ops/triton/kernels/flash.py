@@ -90,7 +90,7 @@ def flash_kernel(
     i = row // GROUP
     h = kv_head * GROUP + row % GROUP
     at = first_query + i  # [ROWS]
-    before = keys - queries  # query i is at this position + i
+    before = keys - queries  # the position of the first query
     position = before + i
     lowest = before + tile * ROWS // GROUP
     first = 0

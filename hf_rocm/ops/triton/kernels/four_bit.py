@@ -24,10 +24,10 @@ from hf_rocm.ops.triton.tiles import four_bit_tile
 def four_bit_vector(
     x,  # [1, K]
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
-    scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]
+    scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]; if STEP is 0, [N, 1] or [2N, 1]
     zeros,  # of scale's shape, uint8: the stored numbers that represent 0; None: 8
     table,  # the bytes of the 16 numbers of a code in fp16, see `load_table`; None: integers
-    nested_code,  # [256] fp32, the table of scales in uint8, or None
+    nested_code,  # [256] fp32, the table by which uint8 scales are decoded, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
     bias,  # one for each row of weight, or None
     residual,  # [1, N] or None
@@ -152,7 +152,7 @@ def _vector(
     RUN: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Add the products of words [BLOCKS, N, RUN] to sums of the same shape."""
+    """Add the products of the numbers in words [BLOCKS, N, RUN] and x to sums of the same shape."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # the number of runs that share a scale
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     for group in tl.static_range(8 // RUNS):
@@ -187,9 +187,9 @@ def _vector(
 
 @triton.jit
 def factors_at(nested_factors, place, inside, EVEN: tl.constexpr):
-    """The two factors of the scales of a block of 8 runs, the first of which is at this place; 0 without factors.
+    """The two factors that the scales of a block of 8 runs share. place: the index of the first of these scales.
 
-    A block has 1, 2, 4 or 8 scales, which never belong to different factors.
+    A block has 1, 2, 4 or 8 scales, all of which have the same factors. Without factors: two zeros.
     """
     if nested_factors is None:
         return 0.0, 0.0
@@ -260,7 +260,7 @@ def build(
     powers: bool = False,
     architectures: tuple[str, ...] = tuple(ARCHITECTURES),
 ) -> Build:
-    """Build a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
+    """The build of a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
     run = run_length(k, group)
     gated, table = activation is not None, code is not None
     cut = four_bit_tile(rows, n, gated, run, table=table, rocm=True, arch=architectures[0])

@@ -16,7 +16,7 @@ _NVIDIA = tl.constexpr(NVIDIA)
 @triton.jit
 def four_bit_rows(
     x,  # [M, K]
-    weight,  # this and the following arguments are as in `four_bit_vector`
+    weight,  # this and the following arguments are as in `four_bit_vector`, but residual and out are [M, N]
     scale,
     zeros,
     table,  # as in `four_bit_vector`, but in the dtype of x
@@ -24,11 +24,11 @@ def four_bit_rows(
     nested_factors,
     bias,
     residual,
-    out,
+    out,  # if PARTS is more than 1, [PARTS, M, N] in fp32
     m_size,
     n_size,
     k_words,
-    pattern,
+    pattern,  # not used
     ACTIVATION: tl.constexpr,
     SIGNED: tl.constexpr,
     SELECT: tl.constexpr,
@@ -163,7 +163,7 @@ def _matrix(
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     if table is not None:
-        # the runs of a half that share a scale: at most 4 adjacent ones, or every second of at most 8
+        # how many runs of a half share a scale: at most 4 adjacent ones, or every second one of at most 8
         CHAIN: tl.constexpr = (RUNS if RUNS < 4 else 4) if SELECT == _NVIDIA else (RUNS + 1) // 2
         if UNROLLED:
             for half in tl.static_range(2):

@@ -29,7 +29,7 @@ def matrix_vector(
     m_size,
     n_size,
     k_size,
-    norm_weight,  # [K] of the RMS norm of x, or None
+    norm_weight,  # [K], the weight of the RMS norm of x, or None
     eps,
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
@@ -194,7 +194,7 @@ def piece(at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def read_once(at, inside, EVEN: tl.constexpr):
-    """Like `piece`, for numbers that the step does not read again: on NVIDIA GPUs, others stay in the cache longer."""
+    """`piece`, for numbers that the step does not read again: on NVIDIA GPUs, other data stays in the cache longer."""
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -317,8 +317,10 @@ def _build(
     units: int = 0,
     arch: str | None = None,
 ) -> Build:
-    """The build for bf16 inputs on AMD GPUs. units: as in `eight_bit_tile`. arch: the only architecture to build for;
-    None: all that support it."""
+    """The build for bf16 inputs on AMD GPUs.
+
+    units: as in `eight_bit_tile`. arch: the only architecture to build for; None: all that support this kernel.
+    """
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None

@@ -27,7 +27,7 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # int32 unless there are 2³¹ rows: a division of 64-bit integers is a long sequence of instructions
+    # int32 for fewer than 2³¹ rows: a division of 64-bit integers is a long sequence of instructions
     row = tl.program_id(0).to((tl.program_id(0) + rows).dtype) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (column < DIM)

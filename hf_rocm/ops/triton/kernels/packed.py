@@ -33,4 +33,4 @@ def number_of(packed):
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
-BUILDS: tuple[Build, ...] = ()  # its functions are parts of other kernels
+BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module

@@ -97,4 +97,4 @@ def turned(parts):
     return result
 
 
-BUILDS: tuple[Build, ...] = ()  # its functions are parts of other kernels
+BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module

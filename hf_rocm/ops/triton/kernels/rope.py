@@ -1,7 +1,8 @@
 """Rotary embeddings of queries and keys in one launch, optionally writing keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
-layers, and the compiler may not contract it with the sum that follows, so that rotations are bitwise equal to theirs.
+layers, and the compiler must not fuse it with the following sum, so that the rotations are bitwise equal to those of
+the unfused layers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _rotate(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate BLOCK_HEADS heads of one token. writes: whether to store them; shown: False to store NaN instead."""
+    """Rotate BLOCK_HEADS heads of one token. writes: whether to store them. shown: False to store NaN instead."""
     dtype: tl.constexpr = out.dtype.element_ty
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     there = head < HEADS
@@ -120,14 +121,14 @@ def _copy(
 def rope_kernel(
     query,
     key,
-    value,  # None: keys are written to `keys` at their own position, and no values are written
+    value,  # None: the key of token i is written to row i of `keys`, and no values are written
     cos,
     sin,
     out,
     keys,
     values,
     position,
-    query_weight,  # [D] of the norm of queries, or None
+    query_weight,  # [D], the weight of the norm of queries, or None
     key_weight,
     query_eps,
     key_eps,

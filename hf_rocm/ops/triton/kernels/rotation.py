@@ -24,7 +24,7 @@ def rotated_rows(
     there,  # [N, 1]
     cos,
     sin,
-    weight,  # [D] of the norm, or None
+    weight,  # [D], the weight of the norm; None: no norm
     eps,
     DIM: tl.constexpr,
     ROTATED: tl.constexpr,
@@ -61,4 +61,4 @@ def rotated_rows(
     return turned.to(dtype)
 
 
-BUILDS: tuple[Build, ...] = ()  # its functions are parts of other kernels
+BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module

@@ -53,10 +53,10 @@ class Question(NamedTuple):
 class Answer:
     """The answer to a request.
 
-    sent, ended: when it was sent and when the answer ended, in seconds of `time.perf_counter`. pieces: when each piece
-    of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the answer, as the server counted them.
-    error: the kind of an error, or None. detail: the error's message. left: whether the client disconnected before the
-    end, as requested; then `tokens` is 0.
+    sent, ended: when the request was sent and when the answer ended, in seconds of `time.perf_counter`. pieces: when
+    each piece of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the answer, as the server
+    counted them. error: the kind of an error, or None. detail: the error's message. left: whether the client
+    disconnected before the end, as requested; then `prompt` and `tokens` are 0.
     """
 
     sent: float

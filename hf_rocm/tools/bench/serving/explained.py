@@ -15,7 +15,7 @@ from hf_rocm import files
 
 
 def begin(file: str) -> None:
-    """Prepare every model that this process loads. On SIGUSR1, write `lines` to `file`."""
+    """Prepare every model that this process loads. On SIGUSR1, write the result of `lines` to `file`."""
     from hf_rocm.loading.auto import auto_prepare
 
     auto_prepare(force=True)

@@ -96,7 +96,7 @@ def table(group: Sequence[dict[str, Any]]) -> tuple[Row, list[Row]]:
 
 
 def notes(group: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notes on errors by kind, on requests that were not sent, and on pieces with more than one token."""
+    """Return notes on errors by kind, abandoned streams, requests that were not sent, and pieces of several tokens."""
     lines = []
     for case in group:
         side = case["side"]

@@ -56,8 +56,9 @@ def bench_serving(
 ) -> Segment:
     """Compare the answers of both servers, and measure every load on the servers of `settings.sides`.
 
-    Raises `LoadError` if there is no such model, `OptionError` if requests are too long for it, `ServeError` if a
-    server fails, and `Mismatch` if hf_rocm's answers differ from stock's by more than the tolerance.
+    Raises `LoadError` if there is no such model, `OptionError` if the model or its tokenizer does not support the
+    requests (for example, because they are too long), `ServeError` if a server fails, and `Mismatch` if hf_rocm's
+    answers differ from stock's by more than the tolerance.
     """
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
         return _measured(subject, loads, settings, Path(name), segment=segment, progress=progress)
@@ -185,7 +186,7 @@ def _written(subject: Subject, dtype: torch.dtype, folder: Path, progress: Progr
 
 
 def _files(model: str) -> tuple[Any, Any]:
-    """Return the tokenizer and the config of a model. Raises `LoadError` if there are none."""
+    """Return the tokenizer and the config of a model. Raises `LoadError` if they can't be loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

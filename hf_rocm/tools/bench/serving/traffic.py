@@ -154,7 +154,7 @@ _TRIED, _WANTED = 20_000, 500  # the number of tokens to examine, and the number
 
 
 def _words(tokenizer: Any, chance: random.Random) -> list[str]:
-    """Return words that are a single token, if the tokenizer has any."""
+    """Return up to `_WANTED` words, each the text of a single token, or only `the` if no such token was found."""
     size = len(tokenizer)
     tried = chance.sample(range(size), min(size, _TRIED))
     words: list[str] = []

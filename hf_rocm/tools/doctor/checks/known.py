@@ -36,8 +36,11 @@ SLOWER, NOTICEABLE = 20.0, 0.2
 
 
 class Rule(NamedTuple):
-    """A reported fault. name: the name of its check. topic: its description if this machine isn't affected. link: its
-    report."""
+    """A reported fault.
+
+    name: the name of its check. topic: the description that is listed if the rule yields no finding. link: the URL of
+    the report. look: a function that yields the findings for a machine.
+    """
 
     name: str
     topic: str
@@ -46,7 +49,7 @@ class Rule(NamedTuple):
 
 
 def known(facts: Facts) -> Iterator[Finding]:
-    """Apply every rule."""
+    """Apply every rule, on Linux with an AMD GPU."""
     if facts.system.name != "Linux" or not facts.amd:
         return
     for rule in RULES:
@@ -79,9 +82,10 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
 
 
 def graph_events(facts: Facts) -> Iterator[Finding]:
-    """Report the recorded replays on this machine that differed from uncaptured steps.
+    """Report the replays on this machine that differed from uncaptured steps or forwards.
 
-    Events with a different torch and a different amdgpu driver cause no warning, because the fault is in one of them.
+    An event with both a different torch and a different amdgpu driver causes no warning, because the fault is in torch
+    or in the driver.
     """
     here = [event for event in facts.graph_events if _concerns(event, facts)]
     others = [event for event in facts.graph_events if event not in here]
@@ -103,7 +107,7 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
 
 
 def _concerns(event: Event, facts: Facts) -> bool:
-    """Return whether the event had the installed torch, or the loaded amdgpu driver."""
+    """Return whether the event was recorded with the installed torch or, on ROCm, with the loaded amdgpu driver."""
     same_driver = event.rocm is not None and facts.driver.loaded and event.driver == facts.driver.version
     return same_driver or event.torch == facts.torch.version
 

@@ -1,4 +1,4 @@
-"""Report the size of a named model, and check whether it fits on the GPU and in the host's memory."""
+"""Report the size of a named model, and check whether it fits on the GPUs and in the host's memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def model(facts: Facts) -> Iterator[Finding]:
 
 
 def _needed(facts: Facts, named: ModelFacts) -> int:
-    """Return the size in bytes after a plain from_pretrained, which converts to fp32 in transformers before 5."""
+    """Return the size of the weights in bytes after a plain from_pretrained.
+
+    Before release 5, transformers converts weights that are not quantised to fp32.
+    """
     here = version(facts.transformers.version)
     width = BYTES.get(named.dtype or "", 4)
     if here is not None and here.major < 5 and width < 4 and not named.quantized:

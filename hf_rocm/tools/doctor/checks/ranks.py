@@ -15,7 +15,10 @@ OWN = ("lo", "docker")
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
-    """Yield findings on the variables for network interfaces and, if a launcher set them, on the ranks' variables."""
+    """Yield findings on the variables for network interfaces and, if one of `NEEDED` is set, on the rank's variables.
+
+    The variables for network interfaces are checked only on Linux.
+    """
     there = [name for name in NEEDED if facts.set(name)]
     if facts.system.name == "Linux":
         yield from _interfaces(facts)
@@ -53,7 +56,7 @@ def _mistaken(what: str) -> Finding:
 
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
-    """Check that every rank has a GPU: a rank uses the GPU with its local number."""
+    """Check that there is a GPU for every local rank: a rank uses the GPU whose index is its local rank."""
     count = len(facts.devices)
     if not count:
         return
@@ -83,7 +86,7 @@ def _names(settings: list[str]) -> str:
 
 
 def _interfaces(facts: Facts) -> Iterator[Finding]:
-    """Check for variables that name a missing network interface, which makes gloo and RCCL fail."""
+    """Check for variables that name a missing network interface, which makes gloo or RCCL fail."""
     there = facts.host.interfaces
     if not there:
         return
@@ -103,16 +106,16 @@ def _interfaces(facts: Facts) -> Iterator[Finding]:
 
 
 def _matches(interface: str, wanted: str) -> bool:
-    """Return whether an interface matches a list as in RCCL: by prefix, or by its whole name after `=`."""
+    """Return whether an interface matches a list as in RCCL: by a prefix or, after a leading `=`, by its whole name."""
     if wanted.startswith("="):
         return interface in wanted[1:].split(",")
     return any(part and interface.startswith(part) for part in wanted.split(","))
 
 
 def _elsewhere(facts: Facts) -> Iterator[Finding]:
-    """Check that the host name resolves to an address of this host, if ranks run on several hosts.
+    """If ranks run on several hosts, check that the host name resolves to an address of this host.
 
-    Otherwise gloo uses the loopback address.
+    If it does not resolve, gloo uses the loopback address, unless GLOO_SOCKET_IFNAME is set.
     """
     here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
     several = here.isdecimal() and int(here) < int(everywhere)

@@ -1,4 +1,4 @@
-"""ROCm's user space: its release, and whether the tools that aiter calls are installed."""
+"""ROCm's user space: its release, the GPUs that rocminfo lists, and the tools that aiter needs."""
 
 from __future__ import annotations
 

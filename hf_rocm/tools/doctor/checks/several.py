@@ -78,7 +78,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
 
 
 def _library(facts: Facts) -> Iterator[Finding]:
-    """Warn if the loaded RCCL has another major or minor version than the one that torch was built with."""
+    """Warn if the major or minor version of the loaded RCCL differs from the one that torch was built with."""
     built, loaded = facts.torch_answer.facts.get("collectives"), facts.torch_answer.facts.get("collectives_loaded")
     if not built or not loaded:
         return

@@ -1,4 +1,4 @@
-"""Check whether the installed torch supports this GPU and works on it."""
+"""Check whether the installed torch supports the GPUs of this machine and works on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # ROCm releases of PyTorch's own builds, the preferred one first.
 INDEXES = ("7.2", "7.1")
 OLDEST = "2.6"
-# The newest release that the tests ran with.
+# The newest release of torch with which the tests were run.
 NEWEST_TESTED = "2.13.0"
 FLASH = "https://github.com/unslothai/unsloth/pull/8821"
 
@@ -72,7 +72,7 @@ def _build(facts: Facts) -> Finding:
 
 
 def _notes(facts: Facts) -> Iterator[str]:
-    """Yield what a user may not know about a build that works."""
+    """Yield remarks on a supported build: a release newer than the tested ones, or CUDA without an NVIDIA GPU."""
     here, newest = version(facts.torch.version), version(NEWEST_TESTED)
     if here is not None and newest is not None and here.release > newest.release:
         yield f"newer than {NEWEST_TESTED}, the newest release that hf_rocm was tested with"

@@ -57,7 +57,7 @@ _MOVED = {"mha_fwd": 3, "fmha_v3_fwd": 3, "flash_attn_func": 3, "flash_attn_varl
 
 
 def unknown_names(module: Module) -> Iterator[Place]:
-    """Find aiter.matmul(…), `from aiter import linear`, and os.environ['AITER_CACHE_SIZE']."""
+    """Find aiter.matmul(…), `from aiter import linear`, and os.environ['AITER_CACHE_SIZE'] if aiter is imported."""
     if not any(name.split(".")[0] == "aiter" for name in module.names.values()):
         return
     for node, _ in module.nodes(ast.Attribute, ast.ImportFrom, ast.Constant):

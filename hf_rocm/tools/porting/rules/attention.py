@@ -39,7 +39,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def flash_attention_calls(module: Module) -> Iterator[Place]:
-    """Find calls of flash_attn's functions where neither the call nor the import is guarded."""
+    """Find calls to flash_attn's functions where neither the call nor the import is guarded."""
     careful = _carefully_imported(module)
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)

@@ -144,7 +144,7 @@ def _called(module: Module, node: ast.Call) -> str:
 
 
 def _argument(module: Module, node: ast.Call, context: Context) -> ast.expr | None:
-    """Return the command that is started, even if it is in a variable of the function."""
+    """Return the expression of the command that is started, even if it was assigned to a variable, or None."""
     argument = node.args[0] if node.args else next((word.value for word in node.keywords if word.arg == "args"), None)
     if isinstance(argument, ast.Call) and module.name(argument.func) == "shlex.split" and argument.args:
         argument = argument.args[0]

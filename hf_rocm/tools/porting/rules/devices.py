@@ -63,7 +63,7 @@ def versions(module: Module) -> Iterator[Place]:
 
 
 def nvml(module: Module) -> Iterator[Place]:
-    """Find the first NVML call in a function or at module level, unless its failure is handled."""
+    """Find, in every function and at module level, the first NVML call that is not guarded and not in a `try`."""
     seen: set[ast.AST | None] = set()
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
@@ -105,7 +105,7 @@ def _names_architecture(node: ast.Compare) -> bool:
 
 
 def _uses(module: Module, node: ast.AST) -> bool:
-    """Return whether it matters that the version is None: it is tested, compared, split or stored."""
+    """Return whether it matters that the version is None: it is tested, compared, split, stored or passed on."""
     parent = module.parents.get(node)
     if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) and parent.values[0] is node:
         return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` handles None

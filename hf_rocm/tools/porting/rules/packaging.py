@@ -1,4 +1,4 @@
-"""The packages that setup.py and setup.cfg install."""
+"""The requirements in setup.py and setup.cfg."""
 
 from __future__ import annotations
 

@@ -208,6 +208,6 @@ class _Lines:
                 self._lines.setdefault(part[1] or part[2] or "", deque()).append(number)
 
     def of(self, value: str) -> int:
-        """Return the number (from 1) of the next line with this value in quotes."""
+        """Return the number (from 1) of the next line with this value in quotes; 1 if there is none."""
         lines = self._lines.get(value)
         return lines.popleft() if lines else 1

@@ -35,7 +35,10 @@ def serve(
     config: ConfigName = None,
     clients: Annotated[
         str | None,
-        typer.Option(metavar="NUMBERS", help="Clients, such as 1,8,64: one closed loop per number (default: 8)."),
+        typer.Option(
+            metavar="NUMBERS",
+            help="Clients, such as 1,8,64: one closed loop per number (default: 8; none with --rate alone).",
+        ),
     ] = None,
     rate: Annotated[
         str | None,

@@ -40,9 +40,9 @@ def status(
 ) -> None:
     """Show which overlays are installed, and whether they match this transformers.
 
-    Without MODEL, only files that differ are listed, and the others are counted. Exits with 1 if an installed overlay
-    needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if anything in the
-    package is neither stock nor from this hf-rocm.
+    Without MODEL and --all, only files that differ are listed, and the others are counted. Exits with 1 if an installed
+    overlay needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if anything in
+    the package is neither stock nor from this hf-rocm.
     """
     if record:
         _record(models, diff, transformers_path=transformers_path, as_json=json)

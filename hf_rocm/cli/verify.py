@@ -58,7 +58,7 @@ def verify(
 
     Errors are measured against stock in a wider dtype. hf_rocm may have at most twice the error of stock in the model's
     own dtype. Exits with 1 if an error is larger, and names the first layer and operation. Without ROCm it needs
-    --force. With --save-golden alone and no ROCm, stock's results are recorded and nothing is compared.
+    --force, except with --save-golden alone, which then records stock's results and compares nothing.
     """
     from hf_rocm.tools.verify import record
     from hf_rocm.tools.verify import verify as compare

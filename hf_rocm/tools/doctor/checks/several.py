@@ -71,7 +71,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     if facts.container and facts.shared_memory is not None and facts.shared_memory < GIB:
         yield warning(
             "several",
-            f"/dev/shm of this container has {facts.shared_memory / 2**20:.0f} MiB",
+            f"/dev/shm of this container has {facts.shared_memory / 2**20:.0f} MiB free",
             means="RCCL and data loaders share memory through it, and fail with a bus error when it is full",
             fix="start the container with --ipc=host, or --shm-size 16G",
         )

@@ -142,7 +142,7 @@ def test_a_fault_causes_exit_code_1_and_its_layer_is_named(tiny_checkpoint, gold
         assert verify(tiny_checkpoint, "--force", "--golden", golden) == 1
     out = capsys.readouterr().out
     assert re.search(r"^padded batch +failed", out, re.M) and "golden padded batch" in out
-    assert "model.layers.0: self_attn.rotated query is the first that differs" in " ".join(out.split())
+    assert "model.layers.0: self_attn.rotated query is the first error above its bound" in " ".join(out.split())
 
 
 def test_help_names_every_shape(capsys):

@@ -27,7 +27,7 @@ class Fault:
         size = "not finite" if self.error != self.error else f"off by {self.error:.2e}, allowed {self.allowed:.2e}"
         if not self.layer:
             return f"no single layer is wrong, but the end result is ({size})"
-        text = f"{self.layer}: {self.operation} is the first that differs ({size})"
+        text = f"{self.layer}: {self.operation} is the first error above its bound ({size})"
         if self.others:
             more = ", ".join(self.others[:4]) + (f" and {len(self.others) - 4} more" if len(self.others) > 4 else "")
             text += f"; also wrong: {more}"

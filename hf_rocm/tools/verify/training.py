@@ -47,7 +47,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
     if wrong:
         fault = _where(subject, wrong, errors, limit)
     elif not loss <= bound:
-        fault = Fault("loss", "its value", loss, bound)
+        fault = Fault("loss", "the value", loss, bound)
     worst = max(places, key=lambda name: errors[name].typical if errors[name].finite else math.inf)
     note = f"loss {actual[0]:.6g}, reference {exact[0]:.6g}; {len(places)} gradients; {worst} has the largest error"
     status = PASSED if fault is None else FAILED

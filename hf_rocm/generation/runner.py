@@ -383,6 +383,7 @@ def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
     incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
     state = known(model)  # None if the model was restored in the meantime
     if state is not None and state.disabled is None:
+        state.wrong_replay = _NOT_FINITE
         state.disable(_NOT_FINITE)
     return Rewind(_NOT_FINITE, unproven, ranks)
 

@@ -35,7 +35,9 @@ class State:
         self.required = required
         self.pool = Pool()
         self.disabled: str | None = None  # the reason why recording has stopped
-        self.wrong_replay: str | None = None  # the same reason, if a comparison showed that a replay was wrong
+        self.wrong_replay: str | None = (
+            None  # the same reason, if a comparison or the alarm showed that a replay was wrong
+        )
         self.calls = 0  # the number of generate calls that used a DecodeCache
         self.recorded = 0  # the number of recorded steps
         self.routes: Collection[Route] = ()  # of every operation in the last recorded step

@@ -9,12 +9,12 @@ from hf_rocm.budget import in_bytes
 from hf_rocm.errors import OptionError
 
 
-def flag(environment: Mapping[str, str], name: str, *, default: bool) -> bool:
+def flag(environment: Mapping[str, str], name: str, *, default: bool, allowed: str = "0, 1, or unset") -> bool:
     text = environment.get(name, "").strip()
     if text in ("0", "1"):
         return text == "1"
     if text:
-        raise OptionError(f"{name}={text} is not valid", facts={"allowed": "0, 1, or unset"})
+        raise OptionError(f"{name}={text} is not valid", facts={"allowed": allowed})
     return default
 
 

@@ -299,7 +299,7 @@ def parse(environment: Mapping[str, str]) -> Options:
     return Options(
         tiers,
         aiter,
-        probe=refresh or flag(environment, "HF_ROCM_PROBE", default=True),
+        probe=refresh or flag(environment, "HF_ROCM_PROBE", default=True, allowed="0, 1, refresh, or unset"),
         refresh=refresh,
         probe_timeout=seconds(environment, "HF_ROCM_PROBE_TIMEOUT", default=900.0),
         preshuffle=preshuffle_mode(environment.get("HF_ROCM_PRESHUFFLE", "").strip() or "auto", "HF_ROCM_PRESHUFFLE="),

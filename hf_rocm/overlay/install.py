@@ -56,7 +56,7 @@ def execute(plan: Plan, *, disk: Disk | None = None) -> None:
             raise OverlayError(
                 f"{plan.command} could not write; everything was undone",
                 facts={"file": error.filename or plan.installation.root, "found": error.strerror or error},
-                hint="free space or fix the permissions, then run it again",
+                hint="free space or fix the permissions, then run the command again",
             ) from error
 
 
@@ -100,8 +100,8 @@ def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
             "found": error.strerror or error,
             **{f"left {number}": path for number, path in enumerate(left, 1)},
         },
-        hint="let this user remove files there (lsattr -d shows a folder's attributes; chattr -a FOLDER), then run it "
-        "again: it removes them",
+        hint="let this user remove files there (lsattr -d shows a folder's attributes; chattr -a FOLDER), then run "
+        "the command again, which removes them",
     )
 
 

@@ -251,7 +251,8 @@ def examine(
     delivered = None if known else _as_delivered(overlay, release, recorded_sha256)
     differences = _differences(overlay, state, known=known is not None, find=find, read=read)
     if differences:
-        match, detail = Match.CHANGED, f"{', '.join(difference.name for difference in differences)} differs"
+        names = ", ".join(difference.name for difference in differences)
+        match, detail = Match.CHANGED, f"{names} {'differs' if len(differences) == 1 else 'differ'}"
     elif delivered not in (None, actual):
         match, detail = Match.CHANGED, f"differs from the file in transformers {release}"
     elif known:

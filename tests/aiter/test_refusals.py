@@ -80,7 +80,7 @@ CASES = [
         FLASH,
         ATTENTION,
         {},
-        "without gradients it is faster only with its assembly kernels (bf16, head dim 128, no window)",
+        "without gradients, flash_attn_func is faster only with assembly kernels (bf16, dim 128 or 192, no window)",
     ),
     (
         FLASH,

@@ -57,7 +57,9 @@ def flash_attn_func_refuses(spec: AttentionSpec, device: Device) -> str | None:
         return "for a window of one key, flash_attn_func would choose an assembly kernel that has no windows"
     assembly = may_be_assembly(spec)
     if not spec.grad and (spec.one_query or not assembly):
-        return "without gradients it is faster only with its assembly kernels (bf16, head dim 128, no window)"
+        return (
+            "without gradients, flash_attn_func is faster only with assembly kernels (bf16, dim 128 or 192, no window)"
+        )
     if assembly and device.arch not in ("gfx942", "gfx950") and not detect.release().at_least("0.1.16"):
         return f"flash_attn_func of {detect.release().name} would choose gfx942's assembly kernel on {device.arch}"
     return why_not(_flash_attn_func())

@@ -85,7 +85,7 @@ def look_up_refuses(spec: LookUpDraftsSpec, device: Device) -> str | None:
     if not (spec.contiguous and spec.wide and spec.here):
         return "the kernel that looks up drafts needs contiguous tensors of int64 on one device"
     if not 0 < spec.ngram <= MOST_NGRAM:
-        return f"the kernel that looks up drafts takes n-grams of at most {MOST_NGRAM} tokens, got {spec.ngram}"
+        return f"the kernel that looks up drafts takes n-grams of 1 to {MOST_NGRAM} tokens, got {spec.ngram}"
     return detect.unavailable(device)
 
 

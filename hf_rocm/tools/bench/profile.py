@@ -59,7 +59,7 @@ class Profile(NamedTuple):
             return []
         idle = self.span - self.busy
         report = [
-            f"a step takes {self.span:.0f} µs on the device, of which it is busy for {self.busy:.0f} and idle for "
+            f"a step takes {self.span:.0f} µs on the device, which is busy for {self.busy:.0f} and idle for "
             f"{idle:.0f} ({100 * idle / self.span:.0f} %)"
         ]
         if self.gaps:

@@ -59,7 +59,7 @@ def _tried(facts: Facts, settings: str) -> Iterator[Finding]:
         yield warning(
             "allocator",
             f"{settings}: expandable segments have no effect here",
-            means="this build, or this release, ignores the setting: PyTorch 2.9 does so in PYTORCH_ALLOC_CONF",
+            means="this build, or this release, ignores the setting (PyTorch 2.9 ignores it in PYTORCH_ALLOC_CONF)",
             fix=f"export {PORTABLE}={settings}, or leave it out",
         )
     elif tried["reserved_after_8"] > tried["reserved_after_2"] + 512 * MIB:

@@ -181,6 +181,8 @@ def test_the_number_of_splits_depends_on_the_batch_and_the_keys():
     assert decode.plan(512, 8, 4, 1024, 128, 2, 132, None).splits == 1
     assert decode.plan(512, 8, 4, 65536, 128, 2, 132, None).splits == 2
     assert decode.plan(1, 8, 4, 40, 128, 2, 132, None).splits == 1
+    assert decode.plan(1, 8, 4, 1152, 128, 2, 132, None)[1:4] == (32, 1, 36)
+    assert decode.plan(2, 8, 4, 1152, 128, 2, 132, None)[1:4] == (64, 1, 8)
 
 
 def test_strides_that_triton_specialises_differently_have_different_forms():

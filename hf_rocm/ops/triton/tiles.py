@@ -14,8 +14,8 @@ ROWS = 16  # the smallest number of rows of x in a program with matrix instructi
 NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
 MOST_SPLITS = 128
 LONG = 64  # a piece with at least this many blocks of keys is always split
-# up to this many keys and this many pieces, programs on NVIDIA have one short block, see `plan`
-SHORT, FEW_PIECES = 1536, 8
+# with these numbers of keys and up to this many pieces, programs on NVIDIA have one short block, see `plan`
+SHORT, FEW_PIECES = range(513, 1537), 8
 
 
 class LinearTile(NamedTuple):
@@ -293,8 +293,8 @@ def plan(
     radeon = arch is not None and not arch.startswith("gfx9")
     block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
     room = units if arch is None else 2 * units  # an estimate for AMD: each program has fewer bytes in flight
-    if arch is None and keys <= SHORT and b * kv_heads * pieces <= FEW_PIECES:
-        block, room = min(block, 32), 3 * units  # latency limits the time, so each program has one short block
+    if arch is None and keys in SHORT and b * kv_heads * pieces <= FEW_PIECES:
+        block, room = min(block, 32), 3 * units  # latency limits the time; measured with 1152 keys
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
 

@@ -24,7 +24,7 @@ def _folder(context: typer.Context, model: str | None) -> str | None:
     if model is not None and not context.resilient_parsing:
         require_folder(model)
         if not Path(model).exists():
-            print_notice(f"{model!r} is not a folder here, so it is looked up on the Hugging Face hub")
+            print_notice(f"{model!r} is not a folder here, so it is looked up on the Hugging Face Hub")
     return model
 
 

@@ -24,7 +24,7 @@ from hf_rocm.generation.state import SETTINGS, state_of
 class Rounds:
     """The rounds of one call.
 
-    model: the assistant. assisted: the model that it drafts for. limit: the largest number of tokens that the call can
+    model: the assistant. assisted: the model that it drafts for. limit: the largest sequence length that the call can
     reach. translated: whether the two models have different tokenizers. cache: None before the first round, and in a
     call whose rounds run uncaptured.
     """

@@ -93,7 +93,7 @@ def attention_of(model: nn.Module) -> str | None:
 
 
 def _can_batch(model: Any) -> bool:
-    """Return whether transformers has pages for all layers: it has none for encoder-decoders and linear attention."""
+    """Return whether transformers has pages for all layers: only decoders with full or sliding attention have them."""
     if model.config.is_encoder_decoder:
         return False
     known = sliding_pages.SLIDING, sliding_pages.FULL

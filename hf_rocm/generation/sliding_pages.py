@@ -2,7 +2,7 @@
 
 transformers stores the keys of a sliding layer in a ring: the key at position p is in slot p % window of the request's
 pages. flash-attn writes a new key after the last one, which is wrong in a ring that is full, so transformers uses no
-page tables for a model with a sliding layer: it gathers the keys of every request in every step. hf_rocm's function
+page tables for a model with a sliding layer: it gathers the keys of every request in every step. hf_rocm's attention
 can write the key to any slot. All keys of the ring are in the window of the single query, so their order is irrelevant.
 """
 

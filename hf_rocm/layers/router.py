@@ -1,4 +1,4 @@
-"""Routers of experts: a small GEMM, then one kernel that selects the experts, instead of about ten kernels in stock."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts, instead of stock's ten or so."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TopKRouter:
 
 @dataclass(frozen=True)
 class GroupedRouter:
-    """DeepSeek's router: sigmoid scores, a bias that affects only the choice, groups, and scaled weights.
+    """DeepSeek's router: sigmoid scores, groups, scaled weights, and a bias that affects only which experts are chosen.
 
     It has a `weight` [E, H], multiplied in fp32, and returns what `TopKRouter` returns.
     """
@@ -65,7 +65,7 @@ class GroupedRouter:
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
 
     def terms(self, module: Any) -> dict[str, Any]:
-        """Return the arguments of `ops.choose_experts` for a module that determine the implementation."""
+        """Return those arguments of `ops.choose_experts` that determine which implementation serves a module."""
         return {
             "top": module.top_k,
             "scores": SIGMOID,

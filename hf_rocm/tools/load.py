@@ -31,9 +31,9 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Within the block, convert ValueError, which an unknown config or model raises, to `LoadError`."""
+    """Within the block, convert transformers' ValueError for an unknown config or model to `LoadError`."""
     try:
-        with _one_warning_per_retry():
+        with _without_repeated_warnings():
             yield
     except ValueError as error:
         raise LoadError(
@@ -44,7 +44,7 @@ def loading(model: str) -> Iterator[None]:
 
 
 @contextmanager
-def _one_warning_per_retry() -> Iterator[None]:
+def _without_repeated_warnings() -> Iterator[None]:
     """Within the block, drop repeated log messages of huggingface_hub up to the level WARNING.
 
     The first message from each line of huggingface_hub's code is kept. Without a network, huggingface_hub logs every

@@ -1,8 +1,9 @@
 """Lists of experts, stacked into two blocks without a second copy.
 
 Up to transformers 4.57, most mixture-of-experts layers have an `nn.ModuleList` of gated MLPs. Their weights are moved
-into the blocks that `ops.experts` reads. Every parameter keeps its identity, with its own storage over its part, and
-every call checks all parameters. If a model is changed after stacking, the worst outcome is that stock's loop runs.
+into the blocks that `ops.experts` reads. Every parameter remains the same object, with a storage that covers its part
+of the block, and every call checks all parameters. If a model is changed after stacking, the worst outcome is that
+stock's loop runs.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _experts(module: Module) -> list[Module]:
 def _refusal(module: Module, names: Sequence[str]) -> str | None:
     experts = _experts(module)
     if len(experts) < 2:
-        return "there is no list of experts"
+        return "there is no list of two or more experts"
     gate, up, down, activation = names
     for index, expert in enumerate(experts):
         if type(expert) is not type(experts[0]):

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         say("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
     count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
     say(f"  {checks.passed} of {count} checks passed in {took}")
-    say(f"  .demo contains the environment and the trained model: {gigabytes(size())}")
+    say(f"  .demo contains the environment and the model: {gigabytes(size())}")
     say(f"\n{NEXT}")
     return 1 if checks.failed else 0
 
@@ -122,7 +122,7 @@ class Demo:
             else:
                 say("  left out: the package is not installed")
         finally:
-            heading("8  the overlays are removed again")
+            heading("8  the overlays are removed")
             self.runs.shown("hf-rocm", "uninstall-overlays")
         after = tree.read(package)
         changed = after.differing(before)
@@ -262,7 +262,7 @@ def disturbed(results: dict[str, dict[str, Any]], keys: Iterable[str]) -> str | 
     if max(rounds, rows) < DISTURBED:
         return None
     return (
-        "Other load on the machine disturbs these times: the rounds of a row differ by a factor of up to "
+        "Other load on the machine affects these times: the rounds of a row differ by a factor of up to "
         f"{rounds:.1f}, and stock and “installed, inert”, which run the same code, by a factor of up to {rows:.1f}."
     )
 

@@ -1,7 +1,7 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-The text ignores layout, comments, docstrings and the annotations of functions, as a digest does. A body that consists
-only of a docstring is shown as `pass`.
+The text is without comments, docstrings and the annotations of functions, and in one layout, as for a digest. A body
+that consists only of a docstring is shown as `pass`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition or of a class member, without docstrings and the annotations of functions.
+    """The code of a top-level definition or of a class member, without docstrings and annotations of functions.
 
     `A|B` means the first one that exists. The text is empty if there is no such definition.
     """

@@ -47,7 +47,7 @@ class Side(NamedTuple):
 class Outcome(NamedTuple):
     stock: Side
     prepared: Side
-    same: float  # the fraction of equal tokens; those after a request's first different token do not count
+    same: float  # the fraction of tokens that precede the first different token of their request
     spread: float  # the standard deviation of the logits of the last checked request
 
     @property

@@ -169,7 +169,7 @@ DESCRIPTION = f"""\
 Set up the tests' environments in .envs/ and run the tests. Nothing needs to be installed first.
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
-With --all: also the slow tests, and the tests that depend on the release with transformers {", ".join(RUNNABLE[:-1])}.
+With --all: also the slow tests, and the release-dependent tests with transformers {", ".join(RUNNABLE[:-1])}.
 Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, or with --all a larger
 sample and a few cases for three related architectures.
 With --machine-code: all of these cases, and no other tests.
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--release",
         choices=RUNNABLE,
-        help=f"the tests that depend on transformers, with this release; {NEWEST} also runs most of the other tests",
+        help=f"the tests that depend on transformers, with this release; for {NEWEST}, also most of the other tests",
     )
     parser.add_argument(
         "--machine-code",

@@ -2,7 +2,7 @@
 
     python -m tests.amdgcn.figures [ARCH ...]
 
-The table lists, for every kernel of the operations in `cases`, in the form and with the tile that hf_rocm chooses:
+For every kernel of the operations in `cases`, compiled as hf_rocm launches it, the table lists the
 registers, local memory, waves per SIMD, the ratio of requested to needed bytes, and the bytes in flight per compute
 unit compared with Little's law (bandwidth x latency / units). The latency is an assumption.
 """
@@ -118,7 +118,7 @@ def in_flight(instructions: list[str], arch: str) -> int:
 
 
 def measure(case: Case, arch: str) -> list[Figures]:
-    """Run one case on the GPU that this process presents. Returns the figures of every launch."""
+    """Run one case on the GPU that is emulated in this process. Returns the figures of every launch."""
     from tests.amdgcn import driver
 
     memory, out = MEMORIES[arch], list[Figures]()

@@ -114,7 +114,7 @@ def test_the_hub_is_named_before_a_model_is_looked_up_there(checkpoint, capsys, 
     shown = []
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
     assert main(["explain", "meta-llama/nosuch"]) == 1
-    assert "note: 'meta-llama/nosuch' is not a folder here, so it is looked up on the Hugging Face hub" in shown[0]
+    assert "note: 'meta-llama/nosuch' is not a folder here, so it is looked up on the Hugging Face Hub" in shown[0]
     assert main(["explain", checkpoint]) == 1
     assert "hub" not in shown[1]
 
@@ -122,8 +122,8 @@ def test_the_hub_is_named_before_a_model_is_looked_up_there(checkpoint, capsys, 
 def test_the_filter_is_also_set_if_the_hub_was_not_imported_yet():
     code = """if True:
         import logging
-        from hf_rocm.tools.load import _one_warning_per_retry
-        with _one_warning_per_retry():
+        from hf_rocm.tools.load import _without_repeated_warnings
+        with _without_repeated_warnings():
             import transformers
             transformers.AutoConfig
             handlers = logging.getLogger("huggingface_hub").handlers

@@ -127,7 +127,7 @@ def test_the_table_states_how_its_times_were_taken(lib, capsys, monkeypatch, wor
     text = " ".join(capsys.readouterr().out.split())
     assert ("two processes at once" in text) is (len(workloads) == 2)
     assert ("one process at a time" in text) is (len(workloads) == 1)
-    assert ("Other load on the machine disturbs" in text) is (factor is not None)
+    assert ("Other load on the machine affects" in text) is (factor is not None)
     assert factor is None or f"by a factor of up to {factor}" in text
 
 

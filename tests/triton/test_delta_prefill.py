@@ -51,7 +51,7 @@ def test_wide_heads_are_supported(key_dim):
 
 
 def test_states_may_be_views_of_wider_buffers():
-    """The states are views of wider buffers, and are not modified."""
+    """The states are views of buffers with a larger batch dim, and are not modified."""
     inputs, keywords = drawn(torch.bfloat16, length=34, groups=1, shared=1)
     expected = prefill(*inputs, **keywords)
     for name in ("conv_state", "state"):

@@ -242,7 +242,7 @@ def test_the_experts_of_a_moved_model_are_stacked_again():
 
 
 def test_lists_of_different_experts_are_refused():
-    assert Stacked.form(nn.Module(), NAMES) == "there is no list of experts"
+    assert Stacked.form(nn.Module(), NAMES) == "there is no list of two or more experts"
     other = MoE()
     other.experts[1].act_fn = nn.GELU()
     assert "activation of expert 1" in Stacked.form(other, NAMES)

@@ -201,7 +201,7 @@ def test_norm_and_activation_are_fused_with_the_gemm(kind):
     torch.testing.assert_close(product(module, X, norm=norm, activation="silu"), expected)
 
 
-def test_a_moved_weight_is_refused(kind):
+def test_a_stale_group_is_not_used_after_a_weight_was_replaced(kind):
     example, module = formed(kind)
     assert example.run(module) is not None
     example.move(module)
@@ -212,7 +212,7 @@ def test_a_moved_weight_is_refused(kind):
     assert stale is None or not stale.parts or type(stale) is not kind
 
 
-def test_restoring_returns_objects_values_and_slots(kind):
+def test_restore_brings_back_parameters_values_and_attributes(kind):
     example = example_of(kind)
     module, stock = example.build(), example.build()
     before = state_of(module)

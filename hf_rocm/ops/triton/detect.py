@@ -1,7 +1,7 @@
 """Whether the installed Triton can serve a device, determined once per process.
 
-torch installs its own Triton. It is imported lazily. A process on a CPU never imports it, except to interpret the
-kernels (`TRITON_INTERPRET=1`), which tests them without a GPU.
+torch installs its own Triton. It is imported lazily. A process on a CPU imports it only if the kernels are
+interpreted (`TRITON_INTERPRET=1`), to test them without a GPU.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 
 
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
-    """Map every wrong layer to its first point, in stock's order, whose error exceeds the bound, as a `Fault`.
+    """Map every wrong layer to the `Fault` of its first point, in stock's order, whose error exceeds the bound.
 
     The layers are in stock's order.
 

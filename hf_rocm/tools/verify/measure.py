@@ -66,7 +66,8 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
 
 
 def allowed(eager: Iterable[Difference], dtype: torch.dtype) -> Allowed:
-    """Return the bounds: twice the largest `worst` and the largest `typical` of `eager`, each plus a rounding step.
+    """Return the bounds: twice the largest `worst` and twice the largest `typical` of `eager`, plus a rounding
+    step each.
 
     eager: stock's differences in this dtype.
     """

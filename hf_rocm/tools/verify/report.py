@@ -1,4 +1,4 @@
-"""The result of verify, as text, as an SVG chart, and as builtins.
+"""The result of verify, as text, as an SVG chart, and as a dict of built-in types.
 
 The text has one line per check, the failures, the wrong layers, and the verdict. The details also contain other
 layers, the end results, and the kernels. At most 12 layers are listed.
@@ -23,7 +23,10 @@ _LAYERS = 12  # the maximum number of listed layers: those whose errors are clos
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. `str()` is a short report, `details()` a full one; `to_dict()` returns builtins only."""
+    """The result of `verify`. `str()` is a short report, `details()` a full one.
+
+    `to_dict()` returns only built-in types.
+    """
 
     model: str
     machine: dict[str, str]
@@ -89,7 +92,7 @@ def _verdict(result: Verification) -> str:
 def _next(result: Verification) -> str:
     if result.passed:
         return "hf-rocm bench MODEL; hf-rocm verify --all also shows the layers' errors"
-    return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; report it with `hf-rocm env`"
+    return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; add `hf-rocm env` to a report"
 
 
 def _check_lines(check: Check, width: int, column: int, *, everything: bool) -> Iterator[str]:
@@ -105,7 +108,7 @@ def _check_lines(check: Check, width: int, column: int, *, everything: bool) -> 
 
 
 def _final_lines(result: Verification, width: int) -> Iterator[str]:
-    """Yield lines that compare the end results with the reference, and with stock at porting guides' tolerance."""
+    """Yield lines that compare the end results with the reference and, at the porting guides' tolerance, with stock."""
     rows = [check for check in result.checks if "kl" in check.numbers]
     if not rows:
         return

@@ -25,7 +25,7 @@ Farm = Callable[[str], Site]
 
 @pytest.fixture
 def delivered(tmp_path: Path) -> Path:
-    """hf-rocm's overlays as a wheel installs them into site-packages, with their RECORD."""
+    """hf-rocm's overlays as installed from a wheel into site-packages, with their RECORD."""
     overlays = tmp_path / "site-packages" / "hf_rocm" / "_overlays"
     shutil.copytree(catalogs.load().root, overlays, ignore=shutil.ignore_patterns("__pycache__"))
     metadata = tmp_path / "site-packages" / "hf_rocm-0.1.0.dist-info"

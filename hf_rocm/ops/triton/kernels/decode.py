@@ -250,7 +250,7 @@ def gather_kernel(
     total = tl.load(peaks + parts + place, mask=there, other=0.0)
     its = sums + place[:, None] * VALUE_DIM + column[None, :]
     its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
-    # the other splits have no keys, or only hidden ones, and may have written nothing but this maximum
+    # a split without visible keys has a peak of -inf, and may not have written its sums and total
     used = peak > -float("inf")
     total = tl.where(used, total, 0.0)
     its_sums = tl.where(used[:, None], its_sums, 0.0)

@@ -1,4 +1,4 @@
-"""Routed experts in MXFP4 for few pairs of a token and an expert: the kernels of `experts`, for another encoding.
+"""Routed experts in MXFP4 for few token-expert pairs: the kernels of `experts`, for another encoding.
 
 A word contains 8 consecutive numbers along K. x is stored in the order [8, K / 8], so that the first numbers of
 several words are multiplied by a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of

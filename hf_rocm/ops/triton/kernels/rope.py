@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys in one launch, optionally writing keys and values to a static cache.
+"""Apply rotary embeddings to queries and keys in one launch, and optionally write keys and values to a static cache.
 
 A program rotates some heads of one token, after their norm if there is one. Each product is rounded, as in the unfused
 layers, and the compiler must not fuse it with the following sum, so that the rotations are bitwise equal to those of

@@ -57,7 +57,7 @@ def _flash_attn(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "packages",
             f"flash-attn {here} is a CUDA build",
-            means='importing it fails on libcudart, and so does attn_implementation="flash_attention_2"',
+            means='importing it fails without libcudart, and so does attn_implementation="flash_attention_2"',
             fix="pip uninstall flash-attn; SDPA and hf_rocm's attention don't need it",
         )
 
@@ -84,14 +84,14 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
 
 
 def _leftovers(facts: Facts) -> Iterator[Finding]:
-    """Report the CUDA libraries of another torch, which are harmless but take gigabytes."""
+    """Report the CUDA libraries of another build of torch, which are harmless but take up gigabytes."""
     left = [
         name for name in facts.packages if name.startswith("nvidia-") and name.endswith(("-cu11", "-cu12", "-cu13"))
     ]
     if left and facts.torch.hip:
         yield warning(
             "packages",
-            f"{len(left)} CUDA libraries of another torch are left behind (nvidia-…)",
-            means="they take gigabytes on disk and are not used; a CUDA torch was probably installed here before",
+            f"CUDA libraries of another build of torch are still installed: {len(left)} (nvidia-…)",
+            means="they take up gigabytes and are not used; a CUDA build of torch was probably installed here before",
             fix="pip list | grep -oE '^nvidia-[^ ]+' | xargs pip uninstall -y",
         )

@@ -127,8 +127,8 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         "kernels",
         f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
         means="kernels from the Hub are off: use_kernels=True and flash attention from the Hub fail or do nothing, "
-        "block-wise FP8 checkpoints can't be loaded, MXFP4 and GGUF ones are unpacked to 16 bits; hf_rocm needs "
-        "no Hub kernels",
+        "block-wise FP8 checkpoints can't be loaded, and MXFP4 and GGUF checkpoints are dequantised to 16 bits; "
+        "hf_rocm needs no Hub kernels",
         fix=f"pip install '{wanted}' (or pip uninstall kernels)",
         link=KERNELS,
     )

@@ -91,7 +91,7 @@ def test_whole_answers_have_no_time_to_a_first_token():
     assert [row[0] for row in rows] == ["tokens per second", "time to complete answer, ms", "answers", "errors"]
 
 
-def test_notes_have_errors_by_kind_and_what_was_not_sent():
+def test_notes_list_errors_by_kind_and_unsent_requests():
     lines = notes([of("stock", unsent=7)])
     assert "stock: 1 × HTTP 500, first: no memory" in lines
     assert "stock: 7 requests were not sent within 120 s" in lines

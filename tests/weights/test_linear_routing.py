@@ -9,22 +9,18 @@ import pickle
 import subprocess
 import sys
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import hf_rocm
 from hf_rocm import ops, options
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.aiter import detect
-from hf_rocm.tools.explanation import HEAD
 from hf_rocm.weights import linear_routing
 from hf_rocm.weights.instance_forward import is_attached
-from hf_rocm.weights.linear_hook import BACKEND, FEW_ROWS
 from tests.aiter import recorded
 from tests.aiter.machine import pretend
 from tests.replacing import replaced, scaled
@@ -335,61 +331,6 @@ def test_undoing_a_later_route_of_a_copy_restores_the_earlier_one(net):
         assert len(routes(model, torch.randn(3, 16))[1]) == 3
     hf_rocm.restore(twin)
     assert routes(twin, torch.randn(3, 16))[1] == [] and len(routes(net, torch.randn(3, 16))[1]) == 3
-
-
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def test_prepare_routes_the_output_head_and_restore_undoes_it():
-    model, ids = llama(), torch.arange(5)[None]
-    with torch.no_grad():
-        expected = model(ids).logits
-        hf_rocm.prepare(model, force=True)
-        assert is_attached(model.lm_head) and model.lm_head.__dict__[BACKEND] == FEW_ROWS
-        torch.testing.assert_close(model(ids).logits, expected)
-        assert HEAD in hf_rocm.explain(model).linears
-        copied = copy.deepcopy(model)
-        hf_rocm.restore(model)
-        assert is_attached(copied.lm_head) and not is_attached(model.lm_head)
-        assert not [name for name in model.lm_head.__dict__ if "hf_rocm" in name or name == "forward"]
-        assert torch.equal(model(ids).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda model: model.lm_head.register_forward_hook(lambda *_: None), "has a forward hook"),
-        (lambda model: setattr(model, "lm_head", Quantised(32, 64, bias=False)), "is of type"),
-        (lambda model: setattr(model.lm_head, "forward", lambda x: x), "has its own forward"),
-    ],
-    ids=["hook", "subclass", "forward"],
-)
-def test_a_changed_output_head_stays_stock_with_the_reason(change, reason):
-    model = llama()
-    change(model)
-    forward = model.lm_head.forward
-    hf_rocm.prepare(model, force=True)
-    assert model.lm_head.forward == forward and BACKEND not in model.lm_head.__dict__
-    assert any("the output head stays stock" in line and reason in line for line in hf_rocm.explain(model).linears)
-
-
-def test_a_route_of_the_output_head_takes_precedence_and_undoing_it_restores_the_earlier_one():
-    model = hf_rocm.prepare(llama(), force=True)
-    routed = hf_rocm.route_linear(model, force=True)
-    assert "lm_head" in routed.layers and model.lm_head.__dict__[BACKEND] == "auto"
-    hf_rocm.prepare(model, force=True)
-    assert model.lm_head.__dict__[BACKEND] == "auto"
-    routed.undo()
-    assert model.lm_head.__dict__[BACKEND] == FEW_ROWS
 
 
 def test_the_global_patch_nests_and_restores_the_previous_function(net):

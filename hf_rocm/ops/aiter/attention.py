@@ -173,7 +173,7 @@ def _flash_attn_func() -> contract.Call | str:
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:
-    """(left, right): how many keys a query sees on both sides of its own position. −1 means unlimited.
+    """(left, right): the numbers of visible keys on both sides of the query's own position. −1 means unlimited.
 
     A window of W keys, including the query's own, has W − 1 keys to the left and, if causal, 0 to the right. Without a
     window both are unlimited, even if causal: causality is a separate argument of the kernels.

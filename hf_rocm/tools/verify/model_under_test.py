@@ -80,15 +80,7 @@ class Subject:
             for module, mode in modes.items():
                 bind.set_mode(module, mode)
             if _replaced(report):
-                preshuffle, routed = report["preshuffle"], report["routed"]
-                prepare(
-                    self.model,
-                    force=True if report["forced"] else None,
-                    preshuffle=preshuffle.get("mode"),
-                    budget=preshuffle.get("budget"),
-                    linear_backend=routed and routed["backend"],
-                    graphs=report["graphs"]["requested"],
-                )
+                prepare_again(self.model, report)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -109,6 +101,19 @@ class Subject:
 
     def _bound(self) -> list[nn.Module]:
         return [module for module in self.model.modules() if bind.binding_of(module) is not None]
+
+
+def prepare_again(model: nn.Module, report: dict[str, Any]) -> None:
+    """Prepare a restored model with the settings in the report of the earlier `prepare`."""
+    preshuffle, routed = report["preshuffle"], report["routed"]
+    prepare(
+        model,
+        force=True if report["forced"] else None,
+        preshuffle=preshuffle.get("mode"),
+        budget=preshuffle.get("budget"),
+        linear_backend=routed and routed["backend"],
+        graphs=report["graphs"]["requested"],
+    )
 
 
 def _replaced(report: dict[str, Any]) -> bool:

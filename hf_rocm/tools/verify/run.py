@@ -24,7 +24,7 @@ from hf_rocm.tools.verify.cases import FILLED, PADDED, PROMPT, Case, cases
 from hf_rocm.tools.verify.check import NOT_RUN, Check
 from hf_rocm.tools.verify.fingerprint import fingerprint
 from hf_rocm.tools.verify.generate import greedy_tokens, replay_beside_eager
-from hf_rocm.tools.verify.model_under_test import Subject, device_name
+from hf_rocm.tools.verify.model_under_test import Subject, device_name, prepare_again
 from hf_rocm.tools.verify.padding import padding_changes_nothing
 from hf_rocm.tools.verify.reference import Run
 from hf_rocm.tools.verify.report import Verification
@@ -206,15 +206,7 @@ def _restoring(model: nn.Module, report: dict[str, Any] | None) -> Iterator[None
     finally:
         restore(model)
         if report is not None:
-            preshuffle, routed = report.get("preshuffle") or {}, report.get("routed")
-            prepare(
-                model,
-                force=True if report["forced"] else None,
-                preshuffle=preshuffle.get("mode"),
-                budget=preshuffle.get("budget"),
-                linear_backend=routed and routed["backend"],
-                graphs=report["graphs"]["requested"],
-            )
+            prepare_again(model, report)
         for module in model.modules():
             if bind.binding_of(module) is not None and report is None:
                 bind.set_mode(module, modes.get(module))

@@ -1,6 +1,6 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
-In a recorded step of one token, one kernel can compute all of these. Kernels that write keys and values replace
+In a recorded step of one or a few tokens, one kernel can compute all of these. Kernels that write keys and values replace
 `update` only in caches whose `update` is known to do nothing else: transformers' static layers, checked by the
 digests of their definitions, and the cache of recorded decode steps.
 """
@@ -21,6 +21,7 @@ from hf_rocm.ops.attend_into_cache import one_kernel as one_step_kernel
 from hf_rocm.ops.attention import user_serves
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.rope_into_cache import one_kernel
+from hf_rocm.ops.specs.attention import FEW_QUERIES
 
 
 def attend(
@@ -54,7 +55,8 @@ def attend(
     weights is None, as from SDPA.
     """
     query, key, value = heads
-    if query.shape[2] == 1 and mask is not None and cache is not None and position_embeddings is not None:
+    few = query.shape[2] <= FEW_QUERIES
+    if few and mask is not None and cache is not None and position_embeddings is not None:
         tensors = query, key, value, position_embeddings
         step = _in_one_kernel(module, *tensors, cache, mask, arguments, norms, once, scale, softcap, sinks)
         if step is not None:
@@ -85,7 +87,7 @@ def _in_one_kernel(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """Return the output [B, 1, H, D_v] of a step of one token, or None if a single kernel can't compute this call."""
+    """Return the output [B, S, H, D_v] of a step of S tokens, or None if a single kernel can't compute this call."""
     cos = position_embeddings[0]
     if compiling() or compiler._is_compiling_flag or not cos.dtype == query.dtype == key.dtype == value.dtype:
         return None
@@ -93,7 +95,7 @@ def _in_one_kernel(
     if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
         return None
     rows = slot(cache, module.layer_idx, key, value, arguments)
-    if rows is None or rows.position.ndim == 0 or mask.shape[2:] != (1, rows.keys.shape[2]):
+    if rows is None or rows.position.ndim == 0 or mask.shape[2:] != (query.shape[2], rows.keys.shape[2]):
         return None
     terms = norm_pair(module, norms, query)
     if terms is False or user_serves(

@@ -1,7 +1,7 @@
 """attend_into_cache: the steps between a layer's input projections and its output projection, in one operation.
 
-For one token per row, it does what `rope_into_cache` and `decode_attention` do: norms, rotation, the write to a static
-cache, and attention.
+For one or a few tokens per row, it does what `rope_into_cache` and `decode_attention` do: norms, rotation, the write to
+a static cache, and attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_rocm.ops.registry import (
     refuses_nothing,
 )
 from hf_rocm.ops.rope_into_cache import NO_NORM, alike, norms_of, parts_refuse, then_write
-from hf_rocm.ops.specs.attention import AttendIntoCacheCall, AttendIntoCacheSpec, DecodeTerms
+from hf_rocm.ops.specs.attention import FEW_QUERIES, AttendIntoCacheCall, AttendIntoCacheSpec, DecodeTerms
 from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import attend_into_cache as triton
 from hf_rocm.ops.triton import detect as triton_detect
@@ -50,15 +50,16 @@ def attend_into_cache(
     once: bool = False,
     norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
-    """`rope_into_cache` of one token per row, then `decode_attention` over the cache.
+    """`rope_into_cache` of S tokens per row, then `decode_attention` over the cache. Kernels support S up to 16.
 
-    query: [B, H, 1, D]; key: [B, Hkv, 1, D]; value: [B, Hkv, 1, D_v]; cos, sin: [B | 1, 1, R], or [B | 1, 1, R / 2]
+    query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: [B | 1, S, R], or [B | 1, S, R / 2]
     with `once`; the rotation is not interleaved. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to,
     and their last stride must be 1. lengths: [1] int32 or int64, the number of keys of every row, including the new
-    one. position: [1] int64, the row of the cache for the new key, which must be min(lengths, L) - 1; if it is not, the
-    Triton tier writes nothing and returns NaN. The other arguments are those of the two operations.
+    ones. position: [S] int64, the rows of the cache for the new keys, which must be the last S of min(lengths, L); the
+    Triton tier does not write a key with another row, and then returns NaN. The other arguments are those of the two
+    operations.
 
-    No tensor is read on the host. Returns [B, 1, H, D_v]. Raises `OptionError` if the norms differ in kind.
+    No tensor is read on the host. Returns [B, S, H, D_v]. Raises `OptionError` if the norms differ in kind.
     """
     if norms is not None and not alike(norms):
         raise OptionError(
@@ -108,7 +109,7 @@ def _specification(
     dtype, angle_dtype, device = query.dtype, cos.dtype, query.device
     heads, head_dim = query.shape[1], query.shape[3]
     kv_heads, value_dim = value.shape[1], value.shape[3]
-    shared, rotated = cos.shape[0] == 1, cos.shape[-1]
+    shared, rotated, length = cos.shape[0] == 1, cos.shape[-1], query.shape[2]
     if once:
         rotated *= 2
     return (
@@ -129,6 +130,8 @@ def _specification(
         starts is not None,
         window,
         grad,
+        length == 1,
+        length <= FEW_QUERIES,
     )
 
 
@@ -166,20 +169,21 @@ def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.norm_dtype is not None:
         weights = draw(spec.head_dim).to(spec.norm_dtype), draw(spec.head_dim).to(spec.norm_dtype)
-    for length in (1, LENGTH, LONG - 1):
-        query = draw(2, 1, spec.heads, spec.head_dim).transpose(1, 2)
-        key = draw(2, 1, spec.kv_heads, spec.head_dim).transpose(1, 2)
-        value = draw(2, 1, spec.kv_heads, spec.value_dim).transpose(1, 2)
-        tables = angles(spec, draw, 2, 1)
+    s = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
+    for length in (s, LENGTH, LONG - 1):
+        query = draw(2, s, spec.heads, spec.head_dim).transpose(1, 2)
+        key = draw(2, s, spec.kv_heads, spec.head_dim).transpose(1, 2)
+        value = draw(2, s, spec.kv_heads, spec.value_dim).transpose(1, 2)
+        tables = angles(spec, draw, 2, s)
         if spec.once:
             tables = tables[0][..., : spec.rotated // 2], tables[1][..., : spec.rotated // 2]
         keys = draw(2, spec.kv_heads, LONG, spec.head_dim)
         values = draw(2, spec.kv_heads, LONG, spec.value_dim)
-        values[:, :, length - 1 :] = 30.0
+        values[:, :, length - s :] = 30.0
         starts = None
         if spec.starts:
-            starts = torch.tensor([0, max(0, length - 9)], dtype=torch.int32, device=spec.device)
-            values[1, :, : max(0, length - 9)] = 30.0
+            starts = torch.tensor([0, max(0, length - s - 8)], dtype=torch.int32, device=spec.device)
+            values[1, :, : max(0, length - s - 8)] = 30.0
         yield Case(
             (
                 query,
@@ -189,7 +193,7 @@ def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
                 torch.tensor([length], device=spec.device),
                 keys,
                 values,
-                torch.tensor([length - 1], device=spec.device),
+                torch.arange(length - s, length, device=spec.device),
                 starts,
                 draw(spec.heads) if spec.sinks else None,
                 *weights,
@@ -218,10 +222,10 @@ _operation = Operation(
 _operation.register(
     Implementation(
         "triton",
-        "decode_kernel, new key",
+        "decode_kernel, new keys",
         _triton_refuses,
         triton.attend_into_cache,
-        triton_detect.checked("attend_into_cache", "decode_kernel, new key"),
+        triton_detect.checked("attend_into_cache", "decode_kernel, new keys"),
     )
 )
 _operation.register(

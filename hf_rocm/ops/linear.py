@@ -33,7 +33,7 @@ from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import linear as triton
 
 # The largest M for which a GEMM counts as limited by memory bandwidth.
-FEW = 16
+FEW = 32
 ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # the activations of fused GEMMs
@@ -133,20 +133,28 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def kind(spec: LinearSpec) -> LinearSpec:
-    """The specification without the number of rows: every check includes GEMMs with few and with many rows."""
-    return spec._replace(rows=MANY)
+    """The specification whose check is valid for this one.
+
+    One check includes GEMMs with few and with many rows, except for 17 to 32 rows, which have kernels of their own.
+    """
+    return spec._replace(rows=checked_rows(spec.rows))
+
+
+def checked_rows(rows: int) -> int:
+    """The field `rows` of the specification whose check is valid for this number of rows."""
+    return FEW if rows > FEW // 2 else MANY
 
 
 def _cases(spec: LinearSpec) -> Iterator[Case]:
-    return cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None)
+    return cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None, rows=spec.rows)
 
 
-def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: bool) -> Iterator[Case]:
-    """GEMMs that check an implementation: (x, weight, bias)."""
+def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: bool, rows: int = MANY) -> Iterator[Case]:
+    """GEMMs that check an implementation: (x, weight, bias). rows: see `checked_rows`."""
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None
-    for m in (1, 3, 8, 33):  # different kernels serve them
+    for m in (1, 3, 8, 33) if rows == MANY else (20,):  # different kernels serve them
         yield Case((draw(m, k), weight, added))
 
 
@@ -318,12 +326,14 @@ def _composed_in(tier: str) -> Implementation[FusedLinearSpec]:
 
 def _fused_kind(spec: FusedLinearSpec) -> FusedLinearSpec:
     """Return a smaller specification that leads to the same tiles of hf_rocm's kernels."""
-    return spec._replace(rows=MANY, n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024)
+    return spec._replace(
+        rows=checked_rows(spec.rows), n=smaller(spec.n, 4160), k=spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
+    )
 
 
 def _fused_cases(spec: FusedLinearSpec) -> Iterator[Case]:
     draw = Draw(spec.dtype, spec.device)
-    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None):
+    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None, rows=spec.rows):
         x, weight, bias = case.tensors
         assert x is not None and weight is not None
         n = weight.shape[0] if spec.activation is None else weight.shape[0] // 2

@@ -144,4 +144,4 @@ def test_the_kernel_passes_its_check(norm):
         window=None,
         grad=False,
     )
-    assert probe_cases.check("attend_into_cache", "triton", "decode_kernel, new key", tuple(spec)) is None
+    assert probe_cases.check("attend_into_cache", "triton", "decode_kernel, new keys", tuple(spec)) is None

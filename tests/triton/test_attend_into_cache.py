@@ -1,7 +1,7 @@
-"""A step of one token in one kernel: norms, rotation, the write to the cache and attention.
+"""A step of one or a few tokens in one kernel: norms, rotation, the write to the cache and attention.
 
-The kernel must agree with the two operations that it replaces, and never read the row that it writes: that row, rows
-after it and hidden rows are NaN before the call.
+The kernel must agree with the two operations that it replaces, and never read the rows that it writes: those rows, rows
+after them and hidden rows are NaN before the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]  # on a GPU, fp32 is left to PyTorch
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
-OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new key"
+OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new keys"
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,13 @@ def splits(monkeypatch, units):
     decode._work.cache_clear()
 
 
-def tensors(shape, dtype, *, rotated=None, once=False, tables=1, norm=None):
+def tensors(shape, dtype, *, tokens=1, rotated=None, once=False, tables=1, norm=None):
     """Heads as views of a fused projection, angles, a cache with random rows, and the weights of norms or None."""
     b, h, kv_heads, size, d, value_dim = shape
     widths = h * d, kv_heads * d, kv_heads * value_dim
-    parts = random(b, 1, sum(widths), dtype=dtype).split(widths, -1)
+    parts = random(b, tokens, sum(widths), dtype=dtype).split(widths, -1)
     heads = [part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(parts, (d, d, value_dim), strict=True)]
-    positions = angles(tables, 1, rotated or d, dtype)
+    positions = angles(tables, tokens, rotated or d, dtype)
     if once:
         positions = tuple(angle[..., : (rotated or d) // 2] for angle in positions)
     keys = random(b, kv_heads, size, d, dtype=dtype, seed=1)
@@ -58,6 +58,7 @@ def check(
     length,
     *,
     dtype=SERVED[0],
+    tokens=1,
     rotated=None,
     once=False,
     tables=1,
@@ -69,16 +70,18 @@ def check(
     sinks=False,
 ):
     """Compare with the eager tier in the same dtype and in fp64, whose caches have no NaN. Returns the output."""
-    given, keys, values, weights = tensors(shape, dtype, rotated=rotated, once=once, tables=tables, norm=norm)
+    how = {"rotated": rotated, "once": once, "tables": tables, "norm": norm}
+    given, keys, values, weights = tensors(shape, dtype, tokens=tokens, **how)
     size = shape[3]
-    last = min(length, size) - 1
+    end = min(length, size)
+    written = slice(end - tokens, end)
     before = torch.zeros(shape[0], dtype=torch.int64) if starts is None else torch.tensor(starts)
-    first = (before - (length - last - 1)).clamp(min=max(0, 0 if window is None else last + 1 - window))
+    first = (before - (length - end)).clamp(min=max(0, 0 if window is None else end - tokens + 1 - window))
     places = torch.arange(size)
-    read = (places >= first[:, None]) & (places < last)
+    read = (places >= first[:, None]) & (places < end - tokens)
     how = {
         "lengths": torch.tensor([length]),
-        "position": torch.tensor([last]),
+        "position": places[written],
         "scale": shape[4] ** -0.5,
         "starts": None if starts is None else torch.tensor(starts, dtype=torch.int32),
         "window": window,
@@ -103,9 +106,9 @@ def check(
         sink = convert(random(shape[1], dtype=dtype, seed=3)) if sinks else None
         call = routed if name == "kernel" else eager_tier
         output = call(OPERATION, *(convert(x) for x in given), keys=own, values=its, sinks=sink, norms=norms, **how)
-        results[name] = output, own[:, :, last], its[:, :, last]
+        results[name] = output, own[:, :, written], its[:, :, written]
         if name == "kernel":
-            untouched = places != last
+            untouched = (places < end - tokens) | (places >= end)
             for cache, original in ((own, keys), (its, values)):
                 hidden = (~read)[:, None, :, None].expand(cache.shape)
                 right = original.masked_fill(hidden, torch.nan)[:, :, untouched]
@@ -179,10 +182,41 @@ def test_terms(terms, units, monkeypatch):
     check((2, 4, 2, 210, 32, 32), 200, dtype=BF16, **terms)
 
 
+@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"tokens": 2},
+        {"tokens": 6, "norm": BF16, "tables": 2},
+        {"tokens": 6, "once": True, "softcap": 2.0},
+        {"tokens": 16, "sinks": True},
+        {"tokens": 7, "window": 1},
+        {"tokens": 7, "window": 3, "norm": FP32, "one_plus": True},
+        {"tokens": 5, "window": 63},
+        {"tokens": 5, "window": 64, "starts": [150, 197]},
+        {"tokens": 6, "starts": [194, 199], "sinks": True},
+    ],
+    ids=str,
+)
+def test_several_tokens(terms, units, monkeypatch):
+    """A query sees the new keys up to its own."""
+    splits(monkeypatch, units)
+    check((2, 8, 2, 210, 32, 32), 200, dtype=BF16, **terms)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "shape", [((2, 4, 2, 40, 64, 64), 16), ((1, 12, 1, 90, 80, 128), 66), ((1, 2, 1, 70, 96, 8), 70)]
+)
+def test_several_tokens_of_other_sizes(shape, dtype):
+    check(*shape, dtype=dtype, tokens=16)
+
+
 @pytest.mark.parametrize("length", [64, 65, 300])
-def test_a_rolling_cache_has_the_last_keys(length):
-    """The new key is written to the last row of a full cache, whose rows the caller has moved."""
-    check((2, 4, 2, 64, 32, 32), length, dtype=BF16, starts=[20, length - 10], window=64)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_rolling_cache_has_the_last_keys(tokens, length):
+    """The new keys are written to the last rows of a full cache, whose rows the caller has moved."""
+    check((2, 4, 2, 64, 32, 32), length, dtype=BF16, tokens=tokens, starts=[20, length - 10], window=65 - tokens)
 
 
 def test_a_row_that_is_only_padding_is_zero():
@@ -191,11 +225,12 @@ def test_a_row_that_is_only_padding_is_zero():
 
 
 @each_dtype
+@pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("rotated", [64, 32])
-def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, dtype):
+def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, tokens, dtype):
     """Written keys are bitwise equal. Several keys are needed, so that the output depends on the rotated query."""
-    given, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, rotated=rotated, tables=2)
-    lengths, position = torch.tensor([140]), torch.tensor([139])
+    given, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, tokens=tokens, rotated=rotated, tables=2)
+    lengths, position = torch.tensor([140]), torch.arange(140 - tokens, 140)
     before = {"keys": keys.clone(), "values": values.clone(), "position": position}
     query = routed("rope_into_cache", *given, **before)
     apart = routed("decode_attention", query, before["keys"], before["values"], lengths, scale=0.2)
@@ -233,6 +268,19 @@ def test_nothing_is_written_to_another_row_and_the_result_is_nan(position, lengt
         scale=0.2,
     )
     assert output.isnan().all() and torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
+@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
+def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan(units, monkeypatch):
+    splits(monkeypatch, units)
+    given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
+    before = keys.clone(), values.clone()
+    where = {"keys": keys, "values": values, "position": torch.tensor([26, 27, 40, 29])}
+    output = routed(OPERATION, *given, torch.tensor([30]), **where, scale=0.2)
+    assert output.isnan().all()
+    untouched = torch.ones(64, dtype=torch.bool).index_fill_(0, torch.tensor([26, 27, 29]), False)
+    for cache, original in zip((keys, values), before, strict=True):
+        assert torch.equal(cache[:, :, untouched], original[:, :, untouched])
 
 
 def test_lengths_and_positions_are_read_at_run_time():
@@ -289,6 +337,8 @@ FORMS = {
     "Gemma": PLAIN._replace(norm_dtype=SERVED[0], one_plus=True, window=5, softcap=True),
     "partial": PLAIN._replace(rotated=8, value_dim=12, shared=False),
     "gpt-oss": PLAIN._replace(once=True, sinks=True, window=5),
+    "several tokens": PLAIN._replace(norm_dtype=SERVED[0], one_query=False, starts=True),
+    "several tokens, window": PLAIN._replace(once=True, one_query=False, window=5),
 }
 
 
@@ -313,6 +363,7 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
         ({"rotated": 18}, "within a head"),
         ({"norm_dtype": torch.float64}, "weight of torch.float64"),
         ({"head_dim": 512, "rotated": 512}, "at most 256"),
+        ({"one_query": False, "few_queries": False}, "at most 16 queries"),
     ],
     ids=str,
 )

@@ -43,9 +43,9 @@ def launches_are_recorded(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", call)
 
 
-def steps(routes):
-    """Returns the attention operations that were called with one query."""
-    return {route.operation for route in routes if route.operation in OPERATIONS and route.shapes[0][2] == 1}
+def steps(routes, tokens=1):
+    """Returns the attention operations that were called with this number of queries."""
+    return {route.operation for route in routes if route.operation in OPERATIONS and route.shapes[0][2] == tokens}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -58,6 +58,17 @@ def test_a_step_of_one_token_is_one_operation(kind, pair):  # noqa: F811
     assert counted(prepared)[1] > 5
     assert steps(routes) == {"attend_into_cache"}
     assert {route.tier for route in routes if route.operation == "attend_into_cache"} == {"triton"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_a_step_that_verifies_drafts_is_one_operation(kind, pair):  # noqa: F811
+    prepared, stock = pair(kind)
+    inputs = {name: tensor.repeat(1, 3) for name, tensor in prompt(rows=1).items()}
+    drafts = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    with torch.no_grad(), ops.recording() as routes:
+        actual = generate(prepared, inputs, new=20, **drafts)
+    assert torch.equal(actual, generate(stock, inputs, new=20))
+    assert steps(routes, tokens=4) == {"attend_into_cache"}
 
 
 def test_other_steps_call_the_operations_one_by_one(pair):  # noqa: F811

@@ -41,7 +41,7 @@ def test_linear(shape, n, bias, dtype):
         assert_apart(lambda x, weight, added=added: routed("linear", x, weight, added), whole, weight)
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize("rows", [*range(1, 19), 24, 31, 32])
 def test_every_number_of_rows_is_as_accurate_as_eager(rows):
     for m, n, k in sizes(rows, 21, 48):
         x, weight = random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16, seed=1)
@@ -64,7 +64,7 @@ FORMS: list[dict[str, Any]] = [
 
 @each_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("m", [1, 5, 20])
 def test_norm_activation_and_residual_are_fused(form, m, dtype):
     for rows, n, k in sizes(m, 38, 67):
         arguments, keywords = call(rows, dtype, n=n, k=k, **form)
@@ -79,7 +79,7 @@ def as_good_as_eager(arguments: tuple[torch.Tensor, ...], keywords: dict[str, An
 
 
 @pytest.mark.parametrize("form", [{}, {"residual": True}, {"activation": "silu"}], ids=str)
-@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("m", [1, 5, 20])
 def test_blocks_may_divide_the_sizes(m, form):
     """This is the common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
@@ -167,12 +167,12 @@ def test_it_compiles_into_one_graph():
 
 
 def test_only_few_rows_are_served():
-    x, weight = random(17, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16)
+    x, weight = random(33, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16)
     with ops.recording() as routes:
-        ops.linear(x, weight)
-        ops.linear(x[:1], weight)
-    assert [route.tier for route in routes] == ["torch", "triton"]
-    assert "M > 16" in str(linear.refuses(spec(rows=0), here()))
+        for rows in (33, 32, 17, 1):
+            ops.linear(x[:rows], weight)
+    assert [route.tier for route in routes] == ["torch", "triton", "triton", "triton"]
+    assert "M > 32" in str(linear.refuses(spec(rows=0), here()))
 
 
 def test_an_output_head_runs_here_for_few_rows_and_in_pytorch_for_many():
@@ -186,7 +186,7 @@ def test_an_output_head_runs_here_for_few_rows_and_in_pytorch_for_many():
 
     model = Model()
     assert route_head(model) is None
-    x = random(17, 64, dtype=torch.bfloat16)
+    x = random(33, 64, dtype=torch.bfloat16)
     with ops.recording() as routes:
         with torch.no_grad():
             many, few = model.head(x), model.head(x[:1])

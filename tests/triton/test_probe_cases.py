@@ -41,7 +41,7 @@ NAMES = {
     "append_tokens": "append_kernel",
     "begin_step": "begin_kernel",
     "look_up_drafts": "look_up_kernel",
-    "attend_into_cache": "decode_kernel, new key",
+    "attend_into_cache": "decode_kernel, new keys",
     "finish_step": "logits_kernel",
     "choose_experts": "routing_kernel",
     "gated_delta_prefill": "recurrence_kernel",

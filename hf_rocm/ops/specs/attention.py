@@ -152,6 +152,8 @@ class AttendIntoCacheSpec(NamedTuple):
     starts: bool
     window: int | None
     grad: bool
+    one_query: bool = True  # S == 1
+    few_queries: bool = True  # S ≤ FEW_QUERIES
 
 
 class PagedSpec(NamedTuple):

@@ -1,4 +1,4 @@
-"""A step of one token through hf_rocm's split-KV kernel: norms, rotation, the write to the cache, and attention."""
+"""A step of one or a few tokens through hf_rocm's split-KV kernel: norms, rotation, the write to the cache, and attention."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
     """Why the kernel can't serve this call of `attend_into_cache`, or None."""
+    if not spec.few_queries:
+        return decode.MANY_QUERIES
     return rope.refuses(spec, device) or decode.limits(spec, device)
 
 
@@ -29,13 +31,13 @@ def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor
 def _forward(*arguments: Any) -> Tensor:
     call = AttendIntoCacheCall(*arguments)
     norms = rope.Norms(call.query_norm, call.key_norm, call.query_eps, call.key_eps, call.one_plus)
-    new = decode.NewKey(call.key, call.value, call.cos, call.sin, call.position, norms, call.once)
+    new = decode.NewKeys(call.key, call.value, call.cos, call.sin, call.position, norms, call.once)
     tensors = call.query, call.keys, call.values, call.lengths, call.starts, None, call.sinks, None
     return decode.forward(*tensors, call.scale, call.softcap, call.window, True, new)
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty((query.shape[0], 1, query.shape[1], value.shape[3]))
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 _traced = opaque(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
 
 LARGEST_HEAD = 256
+MANY_QUERIES = "the decode kernel takes at most 16 queries for each row"
 
 
 def refuses(spec: DecodeSpec, device: Device) -> str | None:
@@ -43,7 +44,7 @@ def refuses(spec: DecodeSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return "the decode kernel takes at most 16 queries for each row"
+        return MANY_QUERIES
     return limits(spec, device)
 
 
@@ -79,7 +80,7 @@ def paged_refuses(spec: PagedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return "the decode kernel takes at most 16 queries for each row"
+        return MANY_QUERIES
     return limits(spec, device)
 
 
@@ -150,13 +151,14 @@ def forward(
     softcap: float | None,
     window: int | None,
     causal: bool,
-    new: NewKey | None = None,
+    new: NewKeys | None = None,
 ) -> Tensor:
     """Launch the kernels. Returns [B, S_q, H, D_v].
 
     mask: see `attention`. table: see `paged_attention`. new: for `attend_into_cache`.
     """
-    from hf_rocm.ops.triton.kernels.decode import decode_kernel, gather_kernel
+    from hf_rocm.ops.triton.kernels.decode import decode_kernel
+    from hf_rocm.ops.triton.kernels.gather import gather_kernel
 
     b, heads, queries, dim = query.shape
     _, kv_heads, keys, value_dim = value.shape
@@ -219,8 +221,8 @@ def forward(
     return output
 
 
-class NewKey(NamedTuple):
-    """The key and value of a new token, which the kernel writes to the cache, with its angles, row and norms."""
+class NewKeys(NamedTuple):
+    """The keys and values of new tokens, which the kernel writes to the cache, with their angles, rows and norms."""
 
     key: Tensor
     value: Tensor
@@ -240,12 +242,12 @@ class NewKey(NamedTuple):
         """The tensors, the epsilons and the strides that the kernel takes."""
         key, value, cos, sin = dense(self.key), dense(self.value), self.cos.contiguous(), self.sin.contiguous()
         weights = tuple(None if weight is None else weight.contiguous() for weight in self.norms[:2])
-        strides = (*key.stride()[:2], *value.stride()[:2], 0 if cos.shape[0] == 1 else cos.stride(0))
+        strides = (*key.stride()[:3], *value.stride()[:3], 0 if cos.shape[0] == 1 else cos.stride(0))
         return (key, value, cos, sin, self.place, *weights), (self.norms.query_eps, self.norms.key_eps), strides
 
 
 _NO_ROTATION = None, False, False
-_ABSENT = (None,) * 7, (None,) * 2, (None,) * 5
+_ABSENT = (None,) * 7, (None,) * 2, (None,) * 7
 
 
 class _Work(NamedTuple):
@@ -276,7 +278,7 @@ def _work(
 ) -> _Work:
     """The launch arguments for these sizes.
 
-    sizes: B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window. rotation: `NewKey.rotation`, or None,
+    sizes: B, H, Hkv, S_q, S, D and D_v. endless: whether there is no window. rotation: `NewKeys.rotation`, or None,
     False and False.
     """
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes

@@ -15,7 +15,7 @@ from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect, norm
 from hf_rocm.ops.triton.launch import launch, warps
-from hf_rocm.ops.triton.tiles import ROWS, LinearTile, linear_tile
+from hf_rocm.ops.triton.tiles import LinearTile, linear_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -29,7 +29,7 @@ FEWEST = 16  # the smallest N and K; smaller GEMMs don't matter for performance
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:
-    """Why the kernels are not used for this GEMM, or None. M > 16 needs an explicit request for the triton tier."""
+    """Why the kernels are not used for this GEMM, or None. M > 32 needs an explicit request for the triton tier."""
     return detect.unavailable(device) or _limits(spec) or _gain(spec.rows)
 
 
@@ -72,7 +72,7 @@ def _gain(rows: int) -> str | None:
     """Why the vendor's BLAS library is preferred. None if it is not, or if the triton tier was requested."""
     if rows or options.current().tier("linear") == "triton":
         return None
-    return "M > 16 is left to the vendor's BLAS library"
+    return "M > 32 is left to the vendor's BLAS library"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,7 +109,7 @@ def _forward(
     before, further = norm_arguments(tile, norm_weight, eps, one_plus)
     launch(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
-        (-(-n // tile.n), -(-m // ROWS)),
+        (-(-n // tile.n), -(-m // tile.m)),
         (x.contiguous(), weight, None, bias, residual, out, m, n, k, *before),
         {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, "GROUP": 0, **further, **tile.constants()},
         num_warps=warps(tile.threads, x.device),

@@ -50,15 +50,22 @@ def linear_tile(
 ) -> LinearTile:
     """The tile for x [rows, k] and n columns of the result. normed: whether there is a norm before the GEMM.
 
-    Measured on one NVIDIA H200 in bf16, in recorded graphs: for one row with the matrices of seven models (1B to 30B),
-    and for more rows with those of Llama-3.1-8B, for which it is at least as fast as the vendor's library up to 16
-    rows. Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
+    Measured on NVIDIA H100s and H200s in bf16, in recorded graphs: for one row with the matrices of seven models (1B to
+    30B), for 6 to 8 rows with those of Llama-3.2-1B and Llama-3.1-8B, and for 32 rows with those of the latter. Nothing
+    was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
     `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
-        if n <= _NARROW_UP_TO.get(arch or "", NARROW) and not gated:
-            return LinearTile(True, 16, 128, 4, 128, 2 if rocm else 3)
-        return LinearTile(True, 32 if rocm and gated else 64, 128, 1, 128, 2 if rocm else 4 + (not gated))
+        m = 2 * ROWS if ROWS < rows <= 2 * ROWS else ROWS
+        if n > _NARROW_UP_TO.get(arch or "", NARROW) or gated:
+            # on RDNA 3, the compiler would spill registers with 64 columns and 32 rows
+            fewer = rocm and (gated or (m > ROWS and (arch or "").startswith("gfx11")))
+            return LinearTile(True, 32 if fewer else 64, 128, 1, 128, 2 if rocm else 4 + (not gated), m)
+        if rocm:
+            return LinearTile(True, 16, 128, 4, 128, 2, m)
+        if m > ROWS:
+            return LinearTile(True, 16, 128, 2, 64, 4, m)
+        return LinearTile(True, 16, 128, 4, 128, 5 if n < NARROW else 3, m)
     if not rocm:
         return _row_tile(n, k, gated, normed)
     if arch == "gfx950" and n <= NARROW and not gated:

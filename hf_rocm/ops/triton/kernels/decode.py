@@ -1,9 +1,9 @@
-"""Decode attention, split over the keys: partial softmaxes in fp32, then one sum over them.
+"""Decode attention, split over the keys: partial softmaxes in fp32, which `gather_kernel` combines.
 
 A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of a piece
 are split into blocks, which are distributed over several programs. A program reads `lengths` to compute its blocks, and
 returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the
-query and the new key, and writes the key and the value to the cache.
+queries and the new keys, and writes the keys and the values to the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hf_rocm.ops.triton.kernels.rotation import rotated_rows
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NEW = tl.constexpr(16)  # the largest number of new keys, and the fewest columns of tl.dot
 
 
 @triton.jit(do_not_specialize=["keys"])  # the length of a dynamic cache grows with every token
@@ -32,11 +33,11 @@ def decode_kernel(
     mask,  # [B | 1, H | 1, S_q | 1, 1 | ≥ S] or None
     sinks,  # [H] or None; used here only if ALONE
     table,  # [B, S / PAGE], the pages of each row; or None
-    new_key,  # [B, Hkv, 1, D], the last key before its norm and rotation, with S_q = 1; None if it is in the cache
-    new_value,  # [B, Hkv, 1, D_v]
-    cos,  # [B | 1, 1, R], or [B | 1, 1, R / 2] if ONCE
+    new_key,  # [B, Hkv, S_q, D], the last keys before their norm and rotation; None if they are in the cache
+    new_value,  # [B, Hkv, S_q, D_v]
+    cos,  # [B | 1, S_q, R], or [B | 1, S_q, R / 2] if ONCE
     sin,
-    place,  # [1], the row to which the new key is written; if it is not `end - 1`, the result is NaN
+    place,  # [S_q], the rows to which the new keys are written; if they are not the last ones, the result is NaN
     query_weight,  # [D], the weight of the norm of queries, or None
     key_weight,
     scale,
@@ -63,15 +64,17 @@ def decode_kernel(
     table_b,  # None without a table
     new_key_b,  # None without a new key
     new_key_h,
+    new_key_s,
     new_value_b,
     new_value_h,
+    new_value_s,
     angle_b,  # 0: one row of angles for all
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ALONE: tl.constexpr,  # one split
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr,  # there are several queries, and the last one sees all keys
     PAGE: tl.constexpr,  # keys of a page, or None
     HIDDEN: tl.constexpr,  # values up to this one in an additive mask hide a key; None: the mask is bool or absent
     PRECISION: tl.constexpr,
@@ -108,11 +111,11 @@ def decode_kernel(
     if window is not None:
         first = tl.maximum(first, end - queries - window + 1)
     own = first + split * BLOCK
-    cached = end if new_key is None else end - 1  # a new key is not read from the cache
+    cached = end if new_key is None else end - queries  # new keys are not read from the cache
     if not ALONE:
         idle = own >= cached
         if new_key is not None:
-            idle = idle & (split < splits - 1)  # the last split has the new key
+            idle = idle & (split < splits - 1)  # the last split has the new keys
         if idle:
             tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
             return
@@ -125,9 +128,23 @@ def decode_kernel(
     if new_key is None:
         q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     else:
+        angles: tl.constexpr = ROTATED // 2 if ONCE else ROTATED
         cos += b * angle_b
         sin += b * angle_b
-        q = rotated_rows(query, real[:, None], cos, sin, query_weight, query_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D)
+        turn = i[:, None] * angles if CAUSAL else 0
+        q = rotated_rows(
+            query,
+            real[:, None],
+            cos + turn,
+            sin + turn,
+            query_weight,
+            query_eps,
+            DIM,
+            ROTATED,
+            ONE_PLUS,
+            ONCE,
+            BLOCK_D,
+        )
     key += kv_head.to(tl.int64) * key_h
     value += kv_head.to(tl.int64) * value_h
     if table is None:
@@ -140,31 +157,54 @@ def decode_kernel(
     sums = tl.zeros([ROWS, BLOCK_V], tl.float32)
     if new_key is not None:
         if ALONE or split == splits - 1:
-            row = tl.load(place).to(tl.int64)
-            right = (row >= 0) & (row == end - 1)
-            writes = right & (tl.program_id(1) % pieces == 0)
-            at_key = new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + tl.zeros([1, 1], tl.int32)
-            always = tl.full([1, 1], True, tl.int1)
-            last_key = rotated_rows(
-                at_key, always, cos, sin, key_weight, key_eps, DIM, ROTATED, ONE_PLUS, ONCE, BLOCK_D
+            j = tl.arange(0, NEW if CAUSAL else 1)
+            there = j < queries
+            row = tl.load(place + j, mask=there, other=0).to(tl.int64)
+            right = ~there | ((row >= 0) & (row == end - queries + j))
+            writes = (there & right & (tl.program_id(1) % pieces == 0))[:, None]
+            new_turn = tl.minimum(j, queries - 1)[:, None] * angles if CAUSAL else 0
+            last_keys = rotated_rows(
+                new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + j[:, None] * new_key_s,
+                there[:, None],
+                cos + new_turn,
+                sin + new_turn,
+                key_weight,
+                key_eps,
+                DIM,
+                ROTATED,
+                ONE_PLUS,
+                ONCE,
+                BLOCK_D,
             )
-            tl.store(key + row * key_s + column[None, :], last_key, mask=inside[None, :] & writes)
-            at_value = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h
-            last_value = tl.load(at_value + value_column, mask=value_inside, other=0.0)
-            tl.store(value + row * value_s + value_column, last_value, mask=value_inside & writes)
-            # tl.dot, as for all other keys: a sum of products would keep all of its terms in registers
-            same = tl.broadcast_to(tl.trans(last_key), (BLOCK_D, 16))
-            score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
-            counts = (first < end) | ~right  # padding does not count, but a wrong row must be visible
-            shown = tl.where(right, last_value.to(tl.float32), float("nan"))
-            peak = tl.where(counts, score, -float("inf"))
-            total = tl.where(counts, total + 1.0, total)
-            sums = tl.where(counts, sums + shown[None, :], sums)
+            tl.store(key + row[:, None] * key_s + column[None, :], last_keys, mask=inside[None, :] & writes)
+            at_values = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h + j[:, None] * new_value_s
+            real_values = there[:, None] & value_inside[None, :]
+            last_values = tl.load(at_values + value_column[None, :], mask=real_values, other=0.0)
+            its_values = value + row[:, None] * value_s + value_column[None, :]
+            tl.store(its_values, last_values, mask=value_inside[None, :] & writes)
+            # padding does not count, but a wrong row must be visible
+            counts = there & ((end - queries + j >= first) | ~right)
+            if CAUSAL:
+                known = counts[None, :] & (j[None, :] <= i[:, None])
+                if window is not None:
+                    known = known & (j[None, :] > i[:, None] - window)
+                last_scores = _scaled(tl.dot(q, tl.trans(last_keys), input_precision=PRECISION), scale, softcap)
+                last_shares, _, peak, total = _softmax(tl.where(known, last_scores, -float("inf")), peak, total)
+                shown = tl.where(right[:, None], last_values, float("nan")).to(last_values.dtype)
+                sums = tl.dot(last_shares.to(shown.dtype), shown, input_precision=PRECISION)
+            else:
+                # tl.dot, as for all other keys: a sum of products would keep all of its terms in registers
+                same = tl.broadcast_to(tl.trans(last_keys), (BLOCK_D, NEW))
+                score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
+                shown = tl.where(right[:, None], last_values.to(tl.float32), float("nan"))
+                peak = tl.where(counts, score, -float("inf"))
+                total = tl.where(counts, total + 1.0, total)
+                sums = tl.where(counts[:, None], sums + shown, sums)
     for block in tl.range(own, cached, splits * BLOCK):
         at = block + n
         wanted = at < cached
-        seen = at[None, :] <= position[:, None] if CAUSAL else wanted[None, :]
-        if window is not None and new_key is None:  # for one query, `first` is exact
+        seen = at[None, :] <= position[:, None] if CAUSAL and new_key is None else wanted[None, :]
+        if window is not None and (new_key is None or CAUSAL):  # for one query, `first` is exact
             seen = seen & (at[None, :] > position[:, None] - window)
         if mask is not None:
             its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
@@ -185,14 +225,7 @@ def decode_kernel(
         scores = _scaled(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
         if mask is not None and HIDDEN is not None:
             scores += bias * LOG2E
-        scores = tl.where(seen, scores, -float("inf"))
-
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
-        shares = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(peak - level)
-        total = total * fade + tl.sum(shares, 1)
-        peak = higher
+        shares, fade, peak, total = _softmax(tl.where(seen, scores, -float("inf")), peak, total)
         down = wanted[:, None] if VALUE_DIM == BLOCK_V else wanted[:, None] & value_inside[None, :]
         if table is None:
             its = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
@@ -218,53 +251,25 @@ def decode_kernel(
 
 
 @triton.jit
+def _softmax(scores, peak, total):
+    """Add a block of scores, [ROWS, keys], to a softmax of which the largest score and the sum are known.
+
+    Returns the exponentials, the factor of the sums so far, and the new largest score and sum.
+    """
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
+    shares = tl.exp2(scores - level[:, None])
+    fade = tl.exp2(peak - level)
+    return shares, fade, higher, total * fade + tl.sum(shares, 1)
+
+
+@triton.jit
 def _scaled(scores, scale, softcap):
     """Apply the scale and the softcap, and multiply by log₂(e) for exp2."""
     if softcap is not None:
         # tanh in terms of exp2, which every backend has; exactly ±1 for large scores
         return softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * (2.0 * LOG2E)))))
     return scores * (scale * LOG2E)
-
-
-@triton.jit
-def gather_kernel(
-    sums,  # [R, splits, D_v] fp32, followed by the largest scores and the sums of exponentials, both [R, splits]
-    sinks,  # [H] or None
-    output,  # [R, D_v]
-    heads,  # row r belongs to head r % H
-    splits,
-    VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Combine the partial results of one row; a program computes BLOCK_V of its columns."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    place = row * splits + split
-    parts = tl.num_programs(0).to(tl.int64) * splits
-    peaks = sums + parts * VALUE_DIM
-    there = split < splits
-    inside = column < VALUE_DIM
-    peak = tl.load(peaks + place, mask=there, other=-float("inf"))
-    total = tl.load(peaks + parts + place, mask=there, other=0.0)
-    its = sums + place[:, None] * VALUE_DIM + column[None, :]
-    its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
-    # a split without visible keys has a peak of -inf, and may not have written its sums and total
-    used = peak > -float("inf")
-    total = tl.where(used, total, 0.0)
-    its_sums = tl.where(used[:, None], its_sums, 0.0)
-    highest = tl.max(peak, 0)
-    if sinks is not None:
-        sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
-        highest = tl.maximum(highest, sink)
-    level = tl.where(highest == -float("inf"), 0.0, highest)
-    weight = tl.exp2(peak - level)
-    whole = tl.sum(weight * total, 0)
-    if sinks is not None:
-        whole += tl.exp2(sink - level)
-    result = tl.sum(its_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
 
 
 CDNA = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx9"))
@@ -292,13 +297,13 @@ def _attend(
 ) -> Iterator[Build]:
     """Builds for CDNA and RDNA, whose blocks differ.
 
-    rotated: the number of rotated dims of a new key; None: no new key. besides: architectures to omit, on which these
+    rotated: the number of rotated dims of new keys; None: no new keys. besides: architectures to omit, on which these
     calls are refused.
     """
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")
-    of_new = ("new_key_b", "new_key_h", "new_value_b", "new_value_h", "angle_b")
+    of_new = tuple(f"new_{name}_{dim}" for name in ("key", "value") for dim in "bhs") + ("angle_b",)
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks", *tensors_of_new, *weights)}
     types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}
@@ -353,14 +358,6 @@ def _attend(
         )
 
 
-def _gather(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
-    return Build(
-        gather_kernel,
-        {"sums": "*fp32", "sinks": f"*{dtype}", "output": f"*{dtype}", "heads": "i32", "splits": "i32"},
-        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": 64},
-    )
-
-
 BUILDS = (
     *_attend(128, 4),  # Llama, Mistral, Qwen
     *_attend(128, 4, queries=5),
@@ -374,12 +371,12 @@ BUILDS = (
     *_attend(128, 4, dtype="fp32"),
     *_attend(128, 4, page=256, starts=False),
     *_attend(64, 8, page=256, starts=False, alone=True),
-    *_attend(128, 4, rotated=128),  # steps of one token, with the rotation and the cache
+    *_attend(128, 4, rotated=128),  # steps with the rotation and the cache
+    *_attend(128, 4, queries=6, rotated=128, norms=True),  # of several tokens, with drafts
+    *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),
     *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3
     *_attend(128, 4, rotated=128, alone=True, starts=False, norms=True),
     *_attend(256, 2, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),  # Gemma 3
     *_attend(64, 8, rotated=64, window=True, once=True, dtype="fp16"),  # gpt-oss
     *_attend(80, 1, rotated=32),  # Phi
-    _gather(128, 64),
-    _gather(256, 128, "fp16"),
 )

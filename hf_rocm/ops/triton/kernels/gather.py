@@ -1,0 +1,61 @@
+"""Combine the partial results of decode attention, which is split over the keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.decode import LOG2E
+
+
+@triton.jit
+def gather_kernel(
+    sums,  # [R, splits, D_v] fp32, followed by the largest scores and the sums of exponentials, both [R, splits]
+    sinks,  # [H] or None
+    output,  # [R, D_v]
+    heads,  # row r belongs to head r % H
+    splits,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Combine the partial results of one row; a program computes BLOCK_V of its columns."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = row * splits + split
+    parts = tl.num_programs(0).to(tl.int64) * splits
+    peaks = sums + parts * VALUE_DIM
+    there = split < splits
+    inside = column < VALUE_DIM
+    peak = tl.load(peaks + place, mask=there, other=-float("inf"))
+    total = tl.load(peaks + parts + place, mask=there, other=0.0)
+    its = sums + place[:, None] * VALUE_DIM + column[None, :]
+    its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
+    # a split without visible keys has a peak of -inf, and may not have written its sums and total
+    used = peak > -float("inf")
+    total = tl.where(used, total, 0.0)
+    its_sums = tl.where(used[:, None], its_sums, 0.0)
+    highest = tl.max(peak, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    level = tl.where(highest == -float("inf"), 0.0, highest)
+    weight = tl.exp2(peak - level)
+    whole = tl.sum(weight * total, 0)
+    if sinks is not None:
+        whole += tl.exp2(sink - level)
+    result = tl.sum(its_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
+
+
+def _build(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
+    return Build(
+        gather_kernel,
+        {"sums": "*fp32", "sinks": f"*{dtype}", "output": f"*{dtype}", "heads": "i32", "splits": "i32"},
+        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": 64},
+    )
+
+
+BUILDS = (_build(128, 64), _build(256, 128, "fp16"))

@@ -26,7 +26,7 @@ class Device:
 
     kind: `cpu`, `cuda` (NVIDIA or ROCm) or another torch device type. rocm: True for a GPU of a ROCm build of torch.
     arch: the gfx name without feature flags (`gfx942`) on ROCm, else None. units: number of compute units on ROCm.
-    integrated: whether it is a GPU on ROCm that shares the host's memory.
+    integrated: whether it is an AMD GPU that shares the host's memory.
     """
 
     kind: str
@@ -132,7 +132,7 @@ _simulated: dict[str, Device] = {}
 
 @contextmanager
 def simulated(kind: str, device: Device) -> Iterator[None]:
-    """Describe torch devices of one type (`cpu`) as another device, for tests that execute AMD GPU code on the CPU."""
+    """Describe torch devices of type `kind` as `device`, for tests that execute AMD GPU code on the CPU."""
     _simulated[kind] = device
     describe.cache_clear()
     try:

@@ -26,7 +26,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# the same examples in every run and no deadline: a red test must mean a bug, not a busy machine
+# the same examples in every run and no deadline, so that a test fails because of a bug, not because of a busy machine
 settings.register_profile("hf_rocm", deadline=None, derandomize=True, database=None)
 settings.load_profile("hf_rocm")
 
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests whose hardware is missing. The skip reasons begin with "not run".
 
     Tests that compare all loaded objects run first, before other tests prepare models in the process. Tests that
-    measure the allocator's memory also run first, because the recordings of other tests keep some of it.
+    measure allocated memory also run first, because graphs that other tests recorded keep some memory allocated.
     """
     items.sort(key=lambda item: item.path.name != "test_reversal.py" and item.get_closest_marker("first") is None)
     for marker, present, reason in (
@@ -79,7 +79,7 @@ def scratch_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_network() -> Iterator[None]:
-    """Allow only connections to this machine in the test process; subprocesses have HF_HUB_OFFLINE."""
+    """Allow only connections to this machine in the test process. Subprocesses inherit HF_HUB_OFFLINE."""
     connect = socket.socket.connect
 
     def local_only(self: socket.socket, address: Any) -> None:
@@ -94,8 +94,8 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove variables that change how commands print. If scripts/test tests the wheel, also change to a folder
-    outside the checkout.
+    """Remove environment variables that change how commands print. If scripts/test tests the wheel, also change to a
+    folder outside the checkout.
 
     Child processes that start in the checkout could import it instead of the wheel.
     """

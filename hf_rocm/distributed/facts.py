@@ -73,7 +73,7 @@ def facts(here: Place, arguments: Mapping[str, Any], config: Any) -> dict[str, s
 
 
 def architecture(here: Place) -> str:
-    """Return the architecture of this rank's device: `gfx942`, `sm_90` or `none (CPU)`."""
+    """Return the architecture of this rank's GPU, such as `gfx942` or `sm_90`; `none (CPU)` without a GPU."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.device_count():
@@ -86,7 +86,7 @@ def architecture(here: Place) -> str:
 
 
 def _overlays() -> dict[str, str]:
-    """Return digests of the shipped overlays and of the modeling files, by model."""
+    """Return digests of the shipped overlays and of the installed modeling files that they belong to, by name."""
     shipped: dict[str, list[bytes]] = {}
     for file in sorted(_shipped().glob("transformers-*/models/*/modeling_*.py")):
         shipped.setdefault(file.parent.name, []).append(file.read_bytes())
@@ -117,7 +117,7 @@ def _options() -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return the value as text that is equal in every process: without addresses, and with sorted sets.
+    """Return text that is the same in every process for equal values: without addresses, and with sorted sets.
 
     Text of more than 80 characters is replaced by its beginning and a digest.
     """

@@ -1,9 +1,10 @@
 """Page tables for sliding layers in continuous batching, so that their decode steps read the pages in place.
 
-transformers stores the keys of a sliding layer in a ring: the key at position p is in slot p % window of the request's
-pages. flash-attn writes a new key after the last one, which is wrong in a ring that is full, so transformers uses no
-page tables for a model with a sliding layer: it gathers the keys of every request in every step. hf_rocm's attention
-can write the key to any slot. All keys of the ring are in the window of the single query, so their order is irrelevant.
+transformers stores the keys of a sliding layer in a ring buffer: the key at position p is in slot p % window of the
+request's pages. flash-attn writes a new key after the last one, which is wrong in a full ring buffer, so transformers
+uses no page tables for a model with a sliding layer: it gathers the keys of every request at every step. hf_rocm's
+attention can write the key to any slot. All keys in the ring buffer are in the window of the single query, so their
+order is irrelevant.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def concerns(config: Any) -> bool:
 
 
 def provide(user: Any, served: Served, *, key: Hashable) -> None:
-    """Give page tables to the sliding layers of all batches with a served config.
+    """Provide page tables for the sliding layers of all batches for whose config `served` returns True.
 
-    served: returns whether hf_rocm computes the attention implementation that is selected in a config.
+    served: returns whether hf_rocm provides the attention implementation that is selected in a config. user, key: the
+    user and the key of the changes, see `patches`.
     """
     if refused() is not None:
         return
@@ -73,7 +75,7 @@ def _one_group(served: Served, change: Change) -> Callable[[Any], dict[str, list
 
 
 def _allocator(served: Served, change: Change) -> type:
-    """Return a class that manages the pages of sliding layers, with page tables."""
+    """Return a subclass of transformers' class for the pages of sliding layers that provides page tables."""
     stock: Any = change.current()
 
     class RingAllocator(stock):
@@ -100,7 +102,10 @@ def _allocator(served: Served, change: Change) -> type:
 
 
 def _active(change: Change, served: Served, config: Any) -> bool:
-    """Return whether a batch that begins now gets page tables. transformers may have been patched since `provide`."""
+    """Return whether a batch that begins now uses page tables.
+
+    `refused` is called again, because other code may have patched transformers since `provide`.
+    """
     return change.live and served(config) and refused() is None
 
 
@@ -116,7 +121,7 @@ def _longest(change: Change) -> Callable[[Any], int]:
             columns = self.max_blocks_per_request - (kind == SLIDING)  # the last column contains the slot
             if kind != SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
-        return min(limits, default=sys.maxsize)  # no limit, because a ring does not grow with the request
+        return min(limits, default=sys.maxsize)  # no limit, because a ring buffer does not grow with the request
 
     return _infer_max_decode_fast_path_length
 

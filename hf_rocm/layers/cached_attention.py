@@ -1,7 +1,7 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
-In a recorded step of one or a few tokens, one kernel can compute all of these. Kernels that write keys and values replace
-`update` only in caches whose `update` is known to do nothing else: transformers' static layers, checked by the
+In a recorded step of one or a few tokens, one kernel can compute all of these. Kernels that write keys and values
+replace `update` only in caches whose `update` is known to do nothing else: transformers' static layers, checked by the
 digests of their definitions, and the cache of recorded decode steps.
 """
 

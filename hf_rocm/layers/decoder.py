@@ -28,8 +28,9 @@ _call = nn.Module.__call__
 class PreNormLayer:
     """A pre-norm layer: attention (`self_attn`) and an MLP, each with a norm before it and a residual sum after it.
 
-    norms: the norms before attention and MLP. post_norms: the norms of their outputs, before the sums, if the model
-    has them. mlp: the child's name; if it returns a tuple, as routed experts may, only the first item is used.
+    norms: the names of the norms before attention and the MLP. post_norms: the names of the norms of their outputs,
+    before the sums, or None. mlp: the name of the MLP; if it returns a tuple, as routed experts may, only the first
+    item is used.
     """
 
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -86,7 +87,10 @@ class PreNormLayer:
         return x + (output if self.post_norms is None else children[self.post_norms[1]](output))
 
     def _fused(self, children: dict[str, Any], x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Run a layer with few rows: norms and sums are part of the GEMMs if only hf_rocm's functions would run."""
+        """Run a layer with few rows, with norms and sums fused into the GEMMs.
+
+        A norm or sum is computed separately if a module must be called, for example because of its hooks.
+        """
         after = (None, None) if self.post_norms is None else self.post_norms
         normed: Tensor | None = None  # the normalised x, if the previous operation has computed it
         for norm, name, post_norm in zip(self.norms, ("self_attn", self.mlp), after, strict=True):
@@ -103,9 +107,9 @@ class PreNormLayer:
 
 
 def _norm_add(norm: Any, output: Tensor, x: Tensor, following: Any) -> tuple[Tensor | None, Tensor]:
-    """Return (the `following` norm of the sum, or None if it is still to be computed; the sum x + norm(output)).
+    """Return (normed, sum), where sum is x + norm(output), and normed is `following` applied to it.
 
-    following: the norm of the next branch, or None.
+    normed is None if it has not been computed. following: the norm of the next branch, or None.
     """
     terms = norm_terms(norm, output) if output.dtype == x.dtype else None
     then = None if following is None else norm_terms(following, x)

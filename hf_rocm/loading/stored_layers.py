@@ -1,7 +1,7 @@
-"""Find a checkpoint's quantised layers, check their tensors, and replace the model's layers that they belong to.
+"""Find a checkpoint's quantised layers, check their tensors, and replace the corresponding layers of the model.
 
-Shapes and dtypes are read from the files' headers, and only the tensors whose values a format checks are read from the
-files. So errors are raised before memory is allocated for the weights.
+Shapes and dtypes are read from the files' headers, and tensors are read only if their values must be checked. So errors
+are raised before memory is allocated for the weights.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[Attenti
     scores = _scores(query, key, terms)
     wide = scores.dtype
 
-    # exp and sum instead of softmax: a query that sees no key gets zeros, not NaN, and a sink only adds to the sum
+    # exp and sum instead of softmax: a query whose keys are all masked gets zeros, not NaN, and a sink only adds to the
+    # sum
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, h, 1, 1)
@@ -47,7 +48,7 @@ def log_sum_exp(query: Tensor, key: Tensor, **terms: Unpack[AttentionTerms]) -> 
 
 
 def _scores(query: Tensor, key: Tensor, terms: AttentionTerms) -> Tensor:
-    """[B, H, S_q, S_k] in fp32 (fp64 for fp64): the scores without sinks, −inf where a key is hidden."""
+    """[B, H, S_q, S_k] in fp32 (fp64 for fp64): the masked scores without sinks."""
     mask, softcap = terms["mask"], terms["softcap"]
     b, h, s_q, _ = query.shape
     kv_heads, s_k = key.shape[1], key.shape[2]
@@ -70,7 +71,7 @@ def _scores(query: Tensor, key: Tensor, terms: AttentionTerms) -> Tensor:
 
 
 def visible(s_q: int, s_k: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """[S_q, S_k] bool, True where query i may see key j; None if every query sees every key."""
+    """[S_q, S_k] bool, True where query i may attend to key j; None if every query may attend to every key."""
     if not causal and window is None:
         return None
     position = torch.arange(s_k - s_q, s_k, device=device)[:, None]

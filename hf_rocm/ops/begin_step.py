@@ -1,7 +1,7 @@
-"""begin_step: write what a decode step reads besides weights, keys and values, in one operation.
+"""begin_step: write the inputs of a decode step other than weights, keys and values, in one operation.
 
 These inputs are the positions and lengths of the step's tokens, the attention masks, the rows of the cache that the
-step writes to, and its token ids. Separate operations take four to ten kernels between two recorded steps.
+step writes to, and its token ids. Separate operations would launch four to ten kernels between two recorded steps.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _specification(call: BeginStepCall) -> tuple[object, ...]:
 
 
 def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Returns the tensors that were written to. Waits for the device if there is a header."""
+    """Write the tensors with PyTorch's operations. Returns them. Synchronises with the device if there is a header."""
     if call.header is not None:
         position, drafts = call.header.tolist()
         call = call._replace(
@@ -149,7 +149,10 @@ def _two(tensors: list[Tensor] | list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _kind(spec: BeginStepSpec) -> BeginStepSpec:
-    """Round sizes up to powers of two, with at most 8 tokens, and reduce windows so that they hide keys in `_cases`."""
+    """Round the batch size and the number of tokens (at most 8) up to powers of two, and set every window to 5.
+
+    A window of 5 keys hides keys in `_cases`.
+    """
     tokens = min(8, power_of_two(spec.tokens))
     windows = [None if window is None else 5 for window in (spec.window, spec.window_2)]
     return spec._replace(

@@ -1,6 +1,6 @@
 """decode_attention: attention of the last few queries over caches whose lengths are known only on the device.
 
-A static cache has unwritten keys after the written ones. Its length changes with every step, but only on the device,
+The last slots of a static cache may not be written yet. Its length changes with every step, but only on the device,
 so that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
 """
 
@@ -51,9 +51,9 @@ def decode_attention(
     own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
     which only aiter's kernel needs; if None, it is computed for that kernel.
 
-    Query i of S_q is at key length − S_q + i. A query that sees no key (left padding) gets the same output as in
-    `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No tensor is read on
-    the host. Returns [B, S_q, H, D_v].
+    Query i of S_q has the same position as key length − S_q + i. A query that sees no key (left padding) gets the same
+    output as in `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No
+    tensor is read on the host. Returns [B, S_q, H, D_v].
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     dtype, device = query.dtype, query.device
@@ -101,7 +101,7 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, softcap: bool = 
 
 
 def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
-    """[B | 1, 1, S_q, S] bool: which keys each query sees, computed on the device."""
+    """Return a mask of the keys that each query sees, computed on the device: [B | 1, 1, S_q, S] bool."""
     places = torch.arange(s_k, device=lengths.device)
     written = lengths.clamp(max=s_k)
     positions = (written[:, None] - s_q + torch.arange(s_q, device=lengths.device))[:, :, None]
@@ -141,7 +141,7 @@ def _kind(spec: DecodeSpec) -> DecodeSpec:
 
 
 def _cases(spec: DecodeSpec) -> Iterator[Case]:
-    """Rows of several lengths. Values outside of a row are large, so that one key too many changes the result."""
+    """Rows of several lengths. Values of unused keys are large, so that attention to one of them changes the result."""
     draw = Draw(spec.dtype, spec.device)
     s_q = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
     lengths, starts = (s_q, LENGTH, LONG - 1), (0, 3, LONG - 1 - s_q)

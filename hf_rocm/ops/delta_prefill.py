@@ -1,7 +1,7 @@
-"""gated_delta_prefill: the tokens of a prompt through linear attention with the gated delta rule.
+"""gated_delta_prefill: linear attention with the gated delta rule, for the tokens of a prompt.
 
-Token by token, a prompt would be a chain of small products. In chunks, most of the work is matrix products, and only
-the states at the ends of the chunks depend on each other.
+Token by token, a prompt requires a long sequence of small operations, each of which depends on the previous one. In
+chunks, most of the work is large matrix products, and only the states at the ends of the chunks depend on each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gated_delta_prefill(
     changed. The other arguments are those of `gated_delta_step`, and each token is computed as by `gated_delta_step`.
 
     Returns the output [B, S, H, D_v], and both states after the last token. If no state is given, the returned
-    recurrent state is in at least fp32.
+    recurrent state is in fp32 (fp64 for fp64).
     """
     call = PrefillCall(
         query, key, value, gate, beta, decay, conv_weight, conv_state, state, log_rate, bias, norm_weight, eps
@@ -69,7 +69,7 @@ def specification(call: PrefillCall) -> tuple[object, ...]:
 
 
 def eager(call: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition: one step after another."""
+    """The definition: `gated_delta_step` for one token after another."""
     conv_state, state = (known.clone() for known in _states(call))
     terms = call.conv_weight, conv_state, state, call.log_rate, call.bias, call.norm_weight, call.eps
     outputs = [
@@ -110,7 +110,8 @@ def chunked(call: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
     gates = in_chunks(gates.unflatten(-1, (groups, shared))).permute(1, 0, 3, 4, 2)  # [N, B, G, R, CHUNK]
     strength = in_chunks(call.beta.sigmoid().to(wide)).permute(1, 0, 3, 4, 2)
 
-    # the decay from token j to token i: sums of the gates between them, because differences of sums lose digits
+    # the decay from token j to token i: sums of the gates between them, because differences of cumulative sums are less
+    # accurate
     between = gates.unsqueeze(-1).expand(*gates.shape, CHUNK).tril(-1).cumsum(-2)
     decay = between.exp().tril()
     start, end = gates.cumsum(-1).exp().unsqueeze(-1), between[..., -1, :].exp().unsqueeze(-1)
@@ -121,7 +122,7 @@ def chunked(call: PrefillCall) -> tuple[Tensor, Tensor, Tensor]:
     memory = state.to(wide).unflatten(1, (groups, shared))  # [B, G, R, D_k, D_v]
     outputs = []
     for chunk in range(chunks):
-        # the value heads of a group share its key head, so their states are columns of one matrix
+        # the value heads of a group share its key head, so their states can be concatenated into one matrix
         joined = memory.transpose(2, 3).flatten(3)
         both = torch.cat((query[chunk], key[chunk]), -2) @ joined
         read = both.unflatten(-1, (shared, value_dim)).transpose(2, 3) * start[chunk].repeat(1, 1, 1, 2, 1)
@@ -151,7 +152,7 @@ def _wide(call: PrefillCall) -> torch.dtype:
 
 
 def _cases(spec: DeltaSpec) -> Iterator[Case]:
-    """Prompts of two new sequences, then of one that continues; three key heads, in views of wider tensors."""
+    """Prompts of two new sequences, then of one that has states; three key heads, in views of wider tensors."""
     draw = Draw(spec.dtype, spec.device)
     heads, width = 3 * spec.group, spec.group * spec.value_dim
     channels = 6 * spec.key_dim + heads * spec.value_dim

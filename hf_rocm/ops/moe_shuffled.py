@@ -15,7 +15,7 @@ from hf_rocm.ops.aiter.layout import COLUMNS, ROWS
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.moe import cases, kind, specification
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
-from hf_rocm.ops.shuffled import Shuffled, shuffle, unshuffle
+from hf_rocm.ops.shuffled import ROWS, Shuffled, shuffle, unshuffle
 from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 
 PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, limit=7.0, alpha=1.702)
@@ -27,11 +27,12 @@ def shuffle_experts(weight: Tensor) -> Shuffled:
     Raises `OptionError` unless the weights have three dims and a 16-bit dtype, N is a multiple of 16, and K is a
     multiple of 32.
     """
-    if weight.dim() != 3:
+    if weight.dim() != 3 or weight.shape[1] % ROWS:
         raise OptionError(
-            "the experts' weights must be stacked", facts={"expected": "[E, N, K]", "found": f"{list(weight.shape)}"}
+            "the experts' weights can't be shuffled",
+            facts={"expected": f"[E, N, K], N a multiple of {ROWS}", "found": f"{list(weight.shape)}"},
         )
-    # no tile spans two experts, so E · N rows are shuffled as one matrix
+    # no tile spans two experts, so the E · N rows are shuffled as one matrix
     return Shuffled(shuffle(weight.reshape(-1, weight.shape[2])).data.view(weight.shape))
 
 

@@ -1,8 +1,8 @@
 """Routed experts in PyTorch: grouped GEMMs, batched GEMMs for few tokens, and two loops.
 
 `gathered` and `grouped` don't synchronise with the host, so they can be recorded in a graph. There are two exceptions:
-`grouped` synchronises if PyTorch has no kernel for the dtype on this GPU (recent GPUs have one for bf16), and if not
-all dequantised experts fit into the temporary memory. Both loops synchronise.
+`grouped` synchronises if PyTorch has no kernel for the dtype on this GPU (recent GPUs have one for bf16), and if the
+dequantised weights of all experts exceed the limit on temporary memory. Both loops synchronise.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -
     """Multiply rows [S, K], sorted by expert, by the weights of their experts. Returns [S, N].
 
     ends: [E], the end of each expert's rows. Weights that are dequantised when they are indexed have `at_once`, the
-    number of experts that fit into the temporary memory. With more experts than that, the host needs the ends, so it
-    waits for the device.
+    number of experts whose dequantised weights are within the limit on temporary memory. If there are more experts, the
+    host reads `ends`, so it waits for the device.
     """
     assert _grouped_mm is not None
     at_once = getattr(weight, "at_once", None)
@@ -85,8 +85,8 @@ def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -
 def _chosen(bias: Tensor, ids: Tensor) -> Tensor:
     """The rows `ids` [S] of the bias [E, N]: [S, N].
 
-    The gradient of an expert's bias is a sum over rows, which PyTorch rounds to the dtype after every row. So it is
-    computed in a wider dtype.
+    The gradient of an expert's bias is a sum over rows, which PyTorch would round to the dtype after every row. So it
+    is computed in a wider dtype.
     """
     if not (bias.requires_grad and torch.is_grad_enabled()):
         return bias[ids]
@@ -132,7 +132,7 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 
 
 def gathered(call: ExpertsCall) -> Tensor:
-    """For few tokens: copy the weights of every pair and multiply in one batch."""
+    """Copy the expert's weights for every token-expert pair, and run batched GEMMs on the copies. For few tokens."""
     x, ids, form = call.x, call.ids, call.form
     (tokens, top), chosen = ids.shape, ids.flatten()
     rows = x[:, None].expand(tokens, top, x.shape[1]).reshape(tokens * top, 1, x.shape[1])
@@ -153,7 +153,7 @@ def gathered(call: ExpertsCall) -> Tensor:
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
-    """Use the order of `grouped`, with two GEMMs for each chosen expert. Synchronises with the host."""
+    """Sort the pairs as `grouped` does, and run two GEMMs for each chosen expert. Synchronises with the host."""
     order = _Order(call)
     if not call.ids.numel():
         return call.x * 1

@@ -52,7 +52,7 @@ def start(device: torch.device | None = None) -> None:
 
 
 def ask(question: Request, timeout: float) -> str | None:
-    """Run a check in the child. Returns the problem, in a sentence, or None.
+    """Run a check in the child. Returns the problem, as a sentence, or None.
 
     A crash or a time-out also counts as a failed check. timeout: in seconds.
     """
@@ -75,8 +75,9 @@ def ask(question: Request, timeout: float) -> str | None:
                 raise
             except _Ended as ended:
                 _worker = None
+                # the child exited before it read the request, most likely because it was idle
                 if not ended.began and attempt == 1:
-                    continue  # the child had just exited because it was idle
+                    continue
                 return ended.reason
             reason: str | None = answer["reason"]
             return reason
@@ -84,7 +85,7 @@ def ask(question: Request, timeout: float) -> str | None:
 
 
 def stop() -> None:
-    """End the child, if there is one."""
+    """Kill the child, if there is one."""
     global _worker
     with _lock:
         if _worker is not None:
@@ -128,7 +129,7 @@ class _Ended(Exception):
         self.reason, self.began = reason, began
 
 
-# the child imports the same modules as this process
+# the child gets this process's sys.path, so that it imports the same versions of all modules
 _START = "import sys; sys.path[:] = {path!r}; from hf_rocm.ops.probe_child import serve; serve(warm={warm})"
 
 
@@ -147,7 +148,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if self.errors is None else self.errors,
                 start_new_session=True,
-                bufsize=0,  # poll doesn't see data in a buffer
+                bufsize=0,  # poll does not report data in Python's buffer
             )
         except BaseException:
             if self.errors is not None:
@@ -158,10 +159,10 @@ class _Worker:
         return self.parent == os.getpid() and self.process.poll() is None
 
     def wake(self, device: torch.device) -> None:
-        """Make the child initialise this GPU, once and without waiting for it."""
+        """Request that the child initialise this GPU, at most once, without waiting for it."""
         if device not in self.awake:
             self.awake.add(device)
-            with contextlib.suppress(BrokenPipeError):  # the next check finds that the child has exited
+            with contextlib.suppress(BrokenPipeError):  # the next check detects that the child has exited
                 self._send({"wake": str(device)})
 
     def _send(self, question: Request) -> None:

@@ -59,7 +59,7 @@ def quantized_linear(
     for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
     W too; ignored unless W has one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
-    nested: the zero points of the groups, the table of the 4-bit numbers, and how uint8 scales are decoded; see
+    nested: the zero points of the groups, the name of the 4-bit format, and how uint8 scales are decoded; see
     `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
     Raises `OptionError` if gradients are enabled and x requires them, and for activations that `fused_linear` lacks.
@@ -131,7 +131,7 @@ def quantized_linear(
 
 
 def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
-    """Return whether x should not be rounded, because a Triton kernel reads the 8-bit weight as stored.
+    """Return whether x should be used without rounding, because a Triton kernel reads the 8-bit weight as stored.
 
     False if x has no rows, or while torch.compile or torch.export traces.
     """

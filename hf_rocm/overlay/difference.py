@@ -18,8 +18,8 @@ from hf_rocm.overlay.state import FileState, Installed, Match, render
 def explain_difference(state: FileState) -> str:
     """Return the block as a diff (installed or edited), and a description of every changed definition.
 
-    Without either, return the file's name and the detail of its state.
-    hf-rocm has no stock sources, so a changed definition is described by its digest and the recorded digests.
+    If there is neither, return the file's name and the detail of its state. hf-rocm does not contain transformers'
+    sources, so a changed definition is described by its digest and the recorded digests.
     """
     parts = [part for part in (_block_diff(state), _definitions(state)) if part]
     return "\n\n".join(parts) or f"{state.file}: {state.detail}"
@@ -64,7 +64,7 @@ def _member(reference: Path, path: str) -> bytes:
 
 
 def _definition(source: bytes, name: str) -> list[str]:
-    """The lines of all top-level statements that bind the name."""
+    """Return the lines of all top-level statements that bind the name."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):

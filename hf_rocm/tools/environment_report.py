@@ -1,4 +1,4 @@
-"""The block of text that `hf-rocm env` prints: facts about a machine for an issue, without private data."""
+"""The block of text that `hf-rocm env` prints: facts about the machine for a GitHub issue, without private data."""
 
 from __future__ import annotations
 

@@ -42,14 +42,14 @@ REPORTED = (
 SECRET = re.compile(
     r"TOKEN|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL|AUTH|COOKIE|SIGNATURE|(^|_)KEY|KEY(_|$)", re.IGNORECASE
 )
-# The formats of keys in any variable: JWTs, and keys of hubs, clouds, forges, registries and chat services.
+# The formats of known secrets: JWTs, and API keys of model hubs, clouds, Git hosts, registries and chat services.
 KEYS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}|npm_[A-Za-z0-9]{16,}"
     r"|pypi-[\w-]{16,}|AIza[\w-]{16,}|ya29\.[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|sk-[\w-]{16,}|[srp]k_(live|test)_\w{10,}"
     r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|dop_v1_\w{16,}|SG\.[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.[\w-]+\.[\w-]+|(?i:bearer|basic)\s+[\w.~+/=-]{6,}"
 )
-# Random sequences of digits and letters of both cases, unlike words and digests.
+# Long sequences that mix digits and letters of both cases: unlike words and hexadecimal digests, probably secrets.
 RANDOM = re.compile(r"(?<![\w/+-])(?=[\w+-]*[A-Z])(?=[\w+-]*[a-z])(?=(?:[\w+-]*?[0-9]){3})[\w+-]{32,}={0,2}")
 # A name that denotes a secret, followed by its value: password=…, "api-key": "…", --token ….
 _NAMES = (
@@ -82,7 +82,8 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
     """Return the text without secrets, logins in URLs, the names of the user and the host, and private paths.
 
     Only the last part of a private path is kept: `~/…/model` in the home folder, `…/model` elsewhere. Queries and
-    fragments of URLs are removed too. paths: known paths in the text, which are needed if no pattern matches their end.
+    fragments of URLs are removed too. paths: known paths in the text, because no pattern can detect where a path with
+    spaces ends.
     """
     text = LOGIN.sub("***@", QUERY.sub(r"\g<address>?***", KEYS.sub("***", text)))
     text = RANDOM.sub("***", BARE_LOGIN.sub("***@", text))
@@ -109,12 +110,12 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
 def value(text: str, *, home: str = "") -> str:
     """Return the value of a variable with private paths shortened, including relative paths and paths with spaces."""
     if "/" not in text or "://" in text:
-        return text  # `clean` shortens URLs
+        return text  # `clean` redacts URLs
     pieces = re.split(r"([:;,]|\s+(?=-))", text)
     return "".join(_piece(piece, home) for piece in pieces)
 
 
-# What may precede a path: a name, an option, or a compiler's option without a space.
+# What may precede a path: a name with `=`, an option, or a compiler option without a space before the path.
 _START = re.compile(r"\s*(?:[\w.-]+=)?(?:--?[A-Za-z][\w-]*[ =]|-(?:isystem|idirafter|iquote|include|[A-Za-z]))?")
 
 

@@ -75,7 +75,7 @@ class EightBitWeight(QuantizedWeight):
             self.shuffled = True
 
     def _is_better_shuffled(self, dtype: torch.dtype) -> bool:
-        """Return whether aiter's GEMM on shuffled weights serves the calls. It rounds x, so it requires `rounds`."""
+        """Return whether aiter's GEMM on shuffled weights would be selected. It rounds x, so it requires `rounds`."""
         if not self.rounds:
             return False
         device = describe(self.data.device)

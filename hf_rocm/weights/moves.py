@@ -1,4 +1,4 @@
-"""Form a module's weight group again after `.to()`, `.half()` and similar methods."""
+"""Rebuild a module's weight group after `.to()`, `.half()` and similar methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.__dict__.get(SLOT), WeightGroup) and _changes_nothing(fn, self):
             return super(cls, self)._apply(fn, *args, **kwargs)
-        suspended = _suspend(self)  # no reference to the group, so that its memory is freed as the parameters leave it
+        # Keep no reference to the group, so that its memory is freed while the parameters are moved.
+        suspended = _suspend(self)
         result = super(cls, self)._apply(fn, *args, **kwargs)
         if suspended is not None:
             kind, names = suspended

@@ -1,8 +1,8 @@
 """The known gains from shuffled weights, on which `preshuffle="auto"` is based.
 
 None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
-same kernels. It applies only to its GPU, dtype and sizes, and only from its release of aiter on. The threshold, not
-the entry, determines from how many rows on shuffled weights are used.
+same kernels. It applies only to its GPU, dtype and sizes, and requires its release of aiter or a later one. The
+minimum number of rows for which shuffled weights are used is the option `preshuffle_threshold`, not part of the entry.
 """
 
 from __future__ import annotations

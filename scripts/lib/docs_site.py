@@ -1,4 +1,7 @@
-"""Write the generated pages and build the site. scripts/build-docs runs this module in an environment with mkdocs."""
+"""Write or check the generated pages, and build the site.
+
+scripts/build-docs runs this module in an environment with mkdocs.
+"""
 
 from __future__ import annotations
 

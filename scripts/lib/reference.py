@@ -18,7 +18,7 @@ _WRITTEN = "<!-- written by scripts/build-docs -->\n\n"
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page and its text, from the imported hf_rocm."""
+    """Every generated page and its text. The reference pages describe the hf_rocm that is imported."""
     return {
         REFERENCE / "commands.md": _WRITTEN + "# Commands\n\n" + "\n".join(_commands()),
         REFERENCE / "python.md": _WRITTEN + "# Python\n\n" + "\n".join(_public()),
@@ -93,8 +93,8 @@ def prose(docstring: str, parameters: Collection[str] = ()) -> Iterator[str]:
     """Yield the paragraphs of a docstring in Markdown, with the names of parameters as code.
 
     A line of the docstring begins a paragraph if the previous line ends a sentence and either the line begins with the
-    name of a parameter, or its first word would have fit into the previous line. A block with an indented line
-    becomes a code block, without other changes.
+    name of a parameter, or its first word would have fit on the previous line. A block with an indented line becomes a
+    code block, without other changes.
     """
     limit = LINE_LENGTH - 4
     for block in docstring.split("\n\n"):
@@ -131,7 +131,7 @@ def _markdown(text: str, parameters: Collection[str]) -> str:
 
 
 def _parameters(value: Any) -> Collection[str]:
-    """The names of the parameters of a function, or of a class's attributes and the parameters of its constructor."""
+    """The parameters of a function, or the annotated attributes and constructor parameters of a class."""
     try:
         names = set(inspect.signature(value).parameters)
     except (TypeError, ValueError):
@@ -145,7 +145,8 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "(…)"
     text = re.sub(r"<(?:object object|function \S+) at 0x[0-9a-f]+>", "…", text)
-    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are strings here
+    # `from __future__ import annotations` makes annotations strings, which are printed in quotes
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
     if len(text) < 100:
         return text
     return re.sub(r", (?=\*?\*?\w+(?::|=|\)))|, (?=\*,)", ",\n    ", text)

@@ -1,8 +1,9 @@
-"""Compare continuous batching of a prepared model with stock: `generate_batch` for requests of mixed lengths.
+"""Compare continuous batching of a prepared model with stock, in `generate_batch` for requests of mixed lengths.
+
 Both sides use the same weights and calls: a warm-up batch, which also records graphs, and then the measured batch with
-the same manager. The tokens of some requests are checked with stock's forward. The gap of a side is the largest
-distance of a token's logit from the largest logit at its position. The result is wrong if hf_rocm's gap is more than
-twice stock's gap and more than a twentieth of the standard deviation of the logits.
+the same manager. The tokens of some requests are checked with stock's forward pass. The gap of a side is the largest
+difference between the largest logit at a position and the logit of the generated token. The result is wrong if
+hf_rocm's gap is more than twice stock's gap and more than a twentieth of the standard deviation of the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ CHECKED = 4  # requests whose tokens are checked
 
 @dataclass(frozen=True)
 class Load:
-    """The load. requests: number of requests; shortest, longest: tokens in a prompt; new: tokens in an answer."""
+    """A model and its requests.
+
+    shape: the name of the model's shape. shortest, longest: tokens in a prompt. new: tokens to generate per request.
+    batching: arguments of `ContinuousBatchingConfig`.
+    """
 
     shape: str
     requests: int
@@ -31,7 +36,11 @@ SMALL = Load("small", 5, 3, 20, 8, (("num_blocks", 16), ("max_batch_tokens", 64)
 
 
 class Side(NamedTuple):
-    """seconds: the time of the measured batch. gap: the largest distance of a token's logit from the largest logit."""
+    """The result of one side.
+
+    seconds: the time of the measured batch. tokens: the number of generated tokens. gap: as defined in the module
+    docstring. how: stock's attention implementation, or the line about batching in hf_rocm's explanation.
+    """
 
     name: str
     seconds: float
@@ -52,7 +61,7 @@ class Outcome(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether the gap of hf_rocm is larger than stock's by more than rounding."""
+        """Whether hf_rocm's gap exceeds stock's by more than the allowed rounding error."""
         return self.prepared.gap > max(2 * self.stock.gap, self.spread / 20)
 
 
@@ -141,7 +150,7 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
 
 
 def _gaps(model: Any, prompts: list[list[int]], sides: Any) -> tuple[float, list[float]]:
-    """The spread of the logits, and for both sides the largest distance of a token's logit from the largest one."""
+    """Return the standard deviation of the logits of the last checked request, and the gap of every side."""
     import torch
 
     gaps, spread = [], 0.0

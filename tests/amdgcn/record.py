@@ -14,8 +14,9 @@ from tests.amdgcn.unreached import Share, shares, source_lines
 @dataclass
 class Executed:
     """One compiled variant. lines: the source line of every instruction. entry: the index of the instruction at which a
-    launch with preloaded arguments starts, or 0. executed: the number of executed wave instructions. requested, needed:
-    bytes of global memory."""
+    launch with preloaded arguments starts, or 0. Summed over all launches: executed, the number of executed wave
+    instructions; requested, the number of bytes that lanes load and store in global memory; needed, the number of
+    distinct bytes in each launch."""
 
     kernel: str
     instructions: list[str]

@@ -10,7 +10,7 @@ from .one import program
 MATRIX = "v_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], 0"
 OLD_MATRIX = "v_mfma_f32_16x16x16f16 v[0:3], v[4:5], v[6:7], 0"
 
-# architecture, producer, consumer, wait states between them
+# architecture, first and second instruction, wait states that are required between them
 CASES = [
     ("gfx942", MATRIX, "v_mov_b32_e32 v8, v3", 7),
     ("gfx942", MATRIX, "v_mov_b32_e32 v3, 0", 7),

@@ -1,7 +1,8 @@
-"""Run by test_failures.py in two ranks: they differ, their load is refused, the second fails, or one is missing.
+"""Load a checkpoint on two ranks with a fault: the ranks differ, the load is refused, or a rank fails or is missing.
 
-Arguments: the fault, a checkpoint, and a folder that only one rank adds to its import path, for the faults `overlays`
-and `aiter`. Each rank prints the time at which it begins to load, and `loaded` afterwards.
+test_failures.py runs this script. Arguments: the fault, a checkpoint, and a folder that only one rank adds to its
+import path, for the faults `overlays` and `aiter`. Each rank prints the time at which it begins to load, and `loaded`
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SECOND = RANK == 1
 if (WHAT == "overlays" and SECOND) or (WHAT == "aiter" and not SECOND):
     sys.path.insert(0, EXTRA)
 
-import torch  # noqa: E402 - the path decides what is imported
+import torch  # noqa: E402 - sys.path must be changed before these imports
 import transformers  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
@@ -31,7 +32,7 @@ transformers.logging.set_verbosity_error()
 
 
 def report(kind, error, trace):
-    """Write the error at once, because the ranks share stderr and Python writes a traceback in pieces."""
+    """Write the error in one call, because the ranks share stderr and Python writes a traceback in pieces."""
     os.write(2, "".join(traceback.format_exception(kind, error, trace)).encode())
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 LIBRARIES = ("torch", "transformers", "triton", "accelerate")
 
-# Names of this package: the prefix of attributes on modules, a folder, a module, and a suffix.
+# Names of this package: the prefix of the attributes that it sets on modules, a folder, a module, and a suffix.
 MARK = "_hf_rocm"
 PREPARED = {"_overlays", "_active", "_bias"}
 
@@ -139,8 +139,8 @@ def _docstrings(tree: ast.Module) -> set[ast.AST]:
 
 
 def _pieces(tree: ast.Module) -> Iterator[ast.AST]:
-    """Parts of f-strings at which no name starts: `_bias` after a variable, but not `_sample` after the constant
-    `Mixin.`.
+    """Parts of f-strings that are not complete names, such as `_bias` in `{name}_bias`. A part is a complete name if
+    it follows a module-level constant whose value ends with `.` or `:`.
     """
     constants = {
         node.targets[0].id: node.value.value

@@ -268,6 +268,12 @@ def test_shuffled_weights_give_the_same_results():
     assert_as_good_as_eager(output, eager((x, gate_up, down, ids, weights), {}), expected)
 
 
+@pytest.mark.parametrize("shape", [(4, 24, 32), (16, 32)], ids=str)
+def test_experts_between_which_a_tile_would_be_divided_are_not_shuffled(shape):
+    with pytest.raises(OptionError, match="can't be shuffled"):
+        ops.shuffle_experts(torch.zeros(shape, dtype=torch.bfloat16))
+
+
 def test_the_probe_finds_a_wrong_implementation(monkeypatch):
     spec = probe_cases.kind("experts", ExpertsSpec(*key_of("odd")))
     assert probe_cases.check("experts", "torch", "sorted tokens, loop", spec) is None

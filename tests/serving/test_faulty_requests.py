@@ -57,7 +57,7 @@ def collect(manager, count):
 
 
 def answered(model, prompt=None, **arguments):
-    """Send a request, wait for its answer, and send a second one if the manager still runs. Returns the answers."""
+    """Send a request, wait for its answer, and send another if the manager is still running. Returns the answers."""
     manager = begin(model)
     try:
         manager.add_request(prompt or prompts()[2], request_id="first", eos_token_id=-1, **arguments)

@@ -33,10 +33,10 @@ KINDS = {
 }
 LONGEST = 12  # maximum number of new tokens
 WAIT = 60.0  # maximum number of seconds for all answers on a busy machine
-# Pages for three or four of the requests below, so that some wait and some are interrupted while they run.
+# Enough pages for only three or four of the requests below, so that some wait and some are preempted.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
 # Stock's batch fails if a request is forked while a single token of its prompt remains to be processed. This happens
-# with a prompt of one token, with shared pages, and with prompts that are processed in parts.
+# with a prompt of one token, with shared pages, and with chunked prefill.
 FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
 
 

@@ -42,7 +42,7 @@ def test_heads_of_qwen3_next_are_as_accurate_as_the_eager_tier():
 
 
 def test_states_may_be_views_of_wider_buffers():
-    """The states are views of wider buffers, and the rest of the buffers does not change."""
+    """The states are views of larger buffers, and the rest of the buffers does not change."""
     inputs, keywords = drawn(torch.bfloat16)
     expected = converted(keywords)
     right = step(*inputs, **expected)

@@ -1,4 +1,4 @@
-"""Models' routers in the Triton kernel: they return stock's results, or stay stock."""
+"""Models' routers with the Triton kernel: results equal stock's, and unsupported calls run the stock forward."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     agree(module, dtype)
     alike = torch.arange(16)
-    alike[8:12] = alike[4:8]  # two groups have equal scores, so the experts of either may be selected
+    alike[8:12] = alike[4:8]  # experts 8–11 equal experts 4–7, so either may be selected
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data[alike]
     agree(module, dtype, alike)

@@ -1,4 +1,4 @@
-"""quantize: kernels, numbers, unquantised layers, refusals, `dequantize`, `restore`, and 4-bit weights."""
+"""quantize: kernels, rounding errors, unquantised layers, refusals, `dequantize`, `restore`, and 4-bit weights."""
 
 from __future__ import annotations
 
@@ -355,7 +355,7 @@ class TestFourBits:
         for path, layer in quantizing.layers(model):
             weight = stock.get_submodule(path).weight
             scale = layer.quantized.scale[layer.start : layer.start + layer.out_features]
-            # half a step, and the rounding error of the scale at the largest number
+            # half a step, and the rounding error of the bf16 scale at the largest magnitude, which is 7.5 steps
             bound = scale.double().repeat_interleave(group, 1) * (0.5 + 7.5 * 2**-8)
             assert ((layer.weight.double() - weight.double()).abs() <= bound).all()
             data = layer.quantized.data

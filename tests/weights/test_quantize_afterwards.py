@@ -29,7 +29,7 @@ def checked():
 
 
 class TestAfterwards:
-    """Changes to a quantised model, and its uses."""
+    """Changes to a quantised model, and its use."""
 
     def still_one_product(self, model, expected):
         actual, shapes, others = products(model)

@@ -100,7 +100,7 @@ def groups(model):
 
 
 def test_references_to_the_parameters_do_not_prevent_fusing():
-    """Optimizers, gradients, hooks on parameters and retained graphs refer to the parameter objects, not to memory."""
+    """Optimizers, autograd graphs and lists refer to the parameter objects, not to their memory."""
     model = models.build()
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(models.IDS, labels=models.IDS).loss

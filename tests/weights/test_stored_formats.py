@@ -73,7 +73,7 @@ def test_products_are_as_accurate_as_eager(case, n, k):
     for m, (x, _, eager, wide) in results.items():
         rounded = new.quantized.rounds
         actual = new.quantized(x)
-        if rounded:  # one scale per row of x
+        if rounded:  # x is rounded with one scale per row
             step = x.abs().amax(1, keepdim=True) / (127 if new.quantized.data.dtype == torch.int8 else 16)
             bound = 0.51 * step.double() * exact.abs().sum(1)
             assert ((actual.double() - wide).abs() <= bound + 1e-4).all(), m
@@ -100,7 +100,7 @@ def test_any_bits_are_restored(case):
 
 
 ROW_SCALES = [case for case in checkpoints.CASES if " tensor " not in case.name and " block " not in case.name]
-# numbers are at most 1 in bitsandbytes, and MXFP4 has no zero among its scales (tests/triton/test_four_bit_codes.py)
+# bitsandbytes has no scales per row, and MXFP4's scales can't be zero (see tests/triton/test_four_bit_codes.py)
 ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBYTES, checkpoints.MXFP4)]
 
 
@@ -166,7 +166,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_block():
 
 
 def test_layers_are_joined_at_block_boundaries():
-    """Layers are fused only if their rows fill whole blocks. A part of a fused weight is read from its blocks."""
+    """Layers are fused only if their rows fill whole blocks. The rows of the fused weight equal those of the layers."""
     case = checkpoints.FINEGRAINED[0]
     one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
     assert one.format.joins(one.tensors(), other.tensors())
@@ -182,7 +182,7 @@ def test_layers_are_joined_at_block_boundaries():
 
 @pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
 def test_only_weights_whose_gemms_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
-    """aiter's GEMM rounds x. hf_rocm's kernels for few rows read the plain order."""
+    """aiter's GEMM, which rounds x, reads shuffled weights. hf_rocm's kernels for few rows read unshuffled weights."""
     monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
     monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)
     monkeypatch.setattr(eight_bit, "choose", lambda spec: ("aiter", "gemm_a8w8_bpreshuffle"))

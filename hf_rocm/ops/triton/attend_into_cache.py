@@ -1,4 +1,4 @@
-"""A step of one or a few tokens through hf_rocm's split-KV kernel: norms, rotation, the write to the cache, and attention."""
+"""A step of a few tokens through hf_rocm's split-KV kernel: norms, rotation, the write to the cache, and attention."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def linear_tile(
             return LinearTile(True, 16, 128, 4, 128, 2, m)
         if m > ROWS:
             return LinearTile(True, 16, 128, 2, 64, 4, m)
-        return LinearTile(True, 16, 128, 4, 128, 5 if n < NARROW else 3, m)
+        # five stages leave room for one program per compute unit
+        return LinearTile(True, 16, 128, 4, 128, 5 if n <= 2048 else 3, m)
     if not rocm:
         return _row_tile(n, k, gated, normed)
     if arch == "gfx950" and n <= NARROW and not gated:

@@ -1,4 +1,4 @@
-"""The installed aiter: its cache of compiled modules, its table of tuned GEMMs, and whether it can be imported."""
+"""The installed aiter: its cache of compiled modules, its tables of tuned GEMMs, and whether it can be imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def collect(machine: Machine) -> Aiter:
         return Aiter(package)
     cache = _cache(machine, package.path)
     built = any(name.startswith(CORE) for name in cache.modules)
-    # aiter is imported only if its core module is already compiled: a killed build would leave locks behind.
+    # aiter is imported only if its core module is already compiled: a build that is killed at the time-out would leave
+    # locks behind.
     answer = machine.ask("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(
         package,
@@ -71,7 +72,7 @@ def _creatable(machine: Machine, folder: str) -> bool:
 
 
 def _rows(machine: Machine, package: str) -> dict[str, int]:
-    """Return the number of tuned GEMMs per architecture in aiter's own table."""
+    """Return the number of tuned GEMMs per architecture in aiter's own tables."""
     counted: Counter[str] = Counter()
     for name in TABLES:
         text = machine.text(f"{package}/configs/{name}")

@@ -1,4 +1,7 @@
-"""Doctor's findings. Every finding has one of three levels. Warnings and problems have a consequence and a fix."""
+"""The findings of `hf-rocm doctor`.
+
+Every finding has one of three levels. Warnings and problems have a consequence and a fix.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """The severity of a finding: ok, lower speed or unexpected behaviour, or a problem that must be fixed."""
+    """The severity of a finding. WARNING: lower speed or unexpected behaviour. PROBLEM: must be fixed."""
 
     OK = "ok"
     WARNING = "warning"
@@ -22,7 +25,8 @@ class Finding:
 
     check: the name of the check, as in docs/troubleshooting.md. what: the fact, as a sentence without a full stop.
     means: the consequence, for warnings and problems. fix: a command, or instructions if no command helps. link: the
-    report of the fault. shown: False for a known fault that this machine does not have, which only `--all` lists.
+    URL of a report on the fault. shown: False for a known fault that this machine does not have, which only `--all`
+    lists.
     """
 
     check: str
@@ -97,7 +101,7 @@ class Report:
         return f"{'ready' if self.ready else 'not ready'}: {', '.join(parts)}"
 
     def to_dict(self, *, everything: bool = False) -> dict[str, object]:
-        """Convert the report to builtins. everything: include known faults that this machine does not have."""
+        """Convert the report to built-in types. everything: include known faults that this machine does not have."""
         findings = self.findings + (self.others if everything else ())
         return {
             "ready": self.ready,

@@ -3,9 +3,8 @@
 The guards of a statement are the words in the conditions that decide whether it runs. These conditions are in the
 `if`s, `while`s and conditional expressions that contain it, even in their `else`; in an earlier `if` of its block that
 ends with `return`, `raise`, `continue` or `break`; in an earlier `assert`; in earlier operands of `and` and `or`; or in
-a decorator. A rule decides which words count: `hip` guards against everything, `flash` only against a missing
-flash-attn.
-`torch.cuda.is_available()` is not a guard, because it is true on ROCm.
+a decorator. Each rule defines which words count: a condition with `hip` guards against every finding, one with `flash`
+only against a missing flash-attn. `torch.cuda.is_available()` is not a guard, because it is true on ROCm.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters; longer imported names are ignored, because every use would repeat them
+LONGEST_NAME = 300  # characters; longer imported names are ignored, because every use would be resolved to one
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
@@ -224,7 +223,7 @@ class Module:
                 context = _with(context, words=context.words | self._words_of(statement.test))
 
     def _words_of(self, test: ast.AST) -> frozenset[str]:
-        """Return the words of VOCABULARY in a condition. Every node is read once, even in nested conditions."""
+        """Return the words of VOCABULARY in a condition. Every node is visited once, even in nested conditions."""
         words = self._words.get(test)
         if words is None:
             words = _own_words(test).union(*(self._words_of(child) for child in ast.iter_child_nodes(test)))
@@ -248,7 +247,7 @@ def _own_words(node: ast.AST) -> frozenset[str]:
 
 
 def kinds(handler: ast.ExceptHandler) -> list[ast.expr | None]:
-    """Return the exceptions that a handler names; [None] for a bare `except`."""
+    """Return the exceptions that a handler lists; [None] for a bare `except`."""
     return [*handler.type.elts] if isinstance(handler.type, ast.Tuple) else [handler.type]
 
 

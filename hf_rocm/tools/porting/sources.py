@@ -1,4 +1,7 @@
-"""Select the files of a tree to read, with their readers. List what is left out and why, and count other files."""
+"""Select the files of a folder to check, and a reader for each.
+
+Files and folders that are left out are listed with the reason, and files without rules are counted.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ def collect(top: Path) -> Sources:
 
 
 def reader_of(file: Path) -> Reader | None:
-    """Return the reader for a file, or None. The name and folder select it; without a suffix, the first line does."""
+    """Return the reader for a file, or None if there are no rules for it.
+
+    The reader depends on the name and the folder of the file, and if the name has no suffix, on the first line.
+    """
     name = file.name
     for pattern, reader in _READERS:
         if pattern.fullmatch(name):

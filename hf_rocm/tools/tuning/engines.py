@@ -1,4 +1,4 @@
-"""Tuning with aiter: write an untuned table, run aiter's tuner, and save the results.
+"""Tuning with aiter: write a table of untuned shapes, run aiter's tuner, and save the results.
 
 The tuner runs for minutes or hours. If it is interrupted, the rows that it has already written are saved.
 """
@@ -29,7 +29,8 @@ from hf_rocm.tools.tuning.shapes import Gemm
 
 Progress = Callable[[int, int], None]
 
-# The tuner is stopped after this many failed attempts without a new row. Up to aiter 0.1.15, it would make 30 attempts.
+# The tuner is stopped after this many failed attempts without a new row. Without this limit, the tuner of aiter 0.1.15
+# and earlier releases would make 30 attempts.
 PATIENCE = 3
 # Seconds that the tuner is given to exit after an interrupt, and the longest wait for the lock on the results.
 _GRACE = 30.0
@@ -159,7 +160,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
     """Save the new rows together with those of earlier runs, over which the new rows take precedence.
 
-    Returns the keys, with the architecture, of the new rows that have a time and are for this number of compute units.
+    Returns the keys, with the architecture, of the new rows that have a time and the GPU's number of compute units.
     """
     if not tuned.is_file():
         return set()

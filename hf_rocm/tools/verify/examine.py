@@ -75,7 +75,7 @@ def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
     hidden = int(getattr(config, "hidden_size", 1024))
     sizes = getattr(config, "intermediate_size", None) or 4 * hidden
     wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one size per layer
-    # estimated per layer of a 16-bit model, for three runs: 2, 2 and 4 bytes
+    # an estimate per layer of a 16-bit model: three runs record every value, two in 2 bytes and one in 4 bytes
     nbytes = rows * (12 * hidden + 4 * wide) * 8
     size, names = max(1, ROOM // max(1, nbytes)), list(subject.blocks)
     for start in range(0, max(1, len(names)), size):

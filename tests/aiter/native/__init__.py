@@ -2,7 +2,7 @@
 
 They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
 lose a gradient, so that a wrong call fails. The environment variable `STANDIN_BROKEN` contains the path of a file. If
-this file contains `name:how`, the kernel of that name fails in this way, such as `nan` or `crash`.
+this file contains `name:how`, the kernel `name` fails in the way `how`, for example `nan` or `crash`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ __all__ = [
 ]
 
 
+# aiter skips its check of signatures if a docstring starts with "Members:", like that of a pybind11 enum.
 class ActivationType(enum.IntEnum):
     """Members:"""
 
@@ -98,7 +99,7 @@ class QuantType(enum.IntEnum):
 def of_module(compiled: str) -> dict[str, Any]:
     """The functions of one compiled module, or the enums if it is not in MODULES.
 
-    aiter builds attention once per variant, under separate names.
+    Names are compared by prefix, because aiter builds attention once per variant and appends the variant to the name.
     """
     for prefix, names in MODULES.items():
         if compiled.startswith(prefix):

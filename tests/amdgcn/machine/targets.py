@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class Target:
     """One architecture. Equal targets execute the same instructions in the same way.
 
-    lanes: the number of lanes of a wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: the
-    counter that every kind of memory operation ("load", "store", "lds", "scalar") increments. most: the maximum of
-    every counter, at which a wave waits. fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942.
+    lanes: the number of lanes of a wave. generation: 9 (CDNA), 11 (RDNA 3 and 3.5) or 12 (RDNA 4). counters: for each
+    kind of memory operation ("load", "store", "lds", "scalar"), the counter that it increments. most: the maximum of
+    each counter, at which a wave waits. fnuz: 8-bit floats have no negative zero and no infinity, as on gfx942.
     flushes_matrix: MFMA of 16-bit floats flushes subnormal numbers, as on gfx90a. eight_bit: has conversions and
     products of 8-bit floats. scalar_float: has scalar floating-point instructions.
     """

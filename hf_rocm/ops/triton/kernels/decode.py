@@ -303,7 +303,7 @@ def _attend(
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
     tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")
-    of_new = tuple(f"new_{name}_{dim}" for name in ("key", "value") for dim in "bhs") + ("angle_b",)
+    of_new = (*(f"new_{name}_{axis}" for name in ("key", "value") for axis in "bhs"), "angle_b")
     value_dim = value_dim or dim
     types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks", *tensors_of_new, *weights)}
     types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}

@@ -1,4 +1,4 @@
-"""Convert 8- or 4-bit weights to another dtype in one pass: a program writes a piece of a row."""
+"""Convert 8- or 4-bit weights to another dtype in one pass: each program writes a part of one row."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def dequantize_four(
             upper = of_run(words, byte_2, byte_2_end, byte_3, byte_3_end, run, SIGNED, SELECT).to(tl.int32) << 16
             numbers = (upper | lower).to(tl.float32, bitcast=True)
         else:
-            # 2²³ + q, whose last bits are q: additions are faster than conversions of integers
+            # The last bits of the float 2²³ + q are q, and a subtraction is faster than a conversion from an integer.
             numbers = (((words >> (4 * run)) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
             if zeros is None:
                 numbers -= 8388616.0

@@ -1,4 +1,4 @@
-"""The GPUs' architectures, their tiers, overrides of the architecture, and the memory that integrated GPUs share."""
+"""The GPUs: their architectures and tiers, overrides of the architecture, and the memory of integrated GPUs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 
 def split_size(module: Module) -> Iterator[Place]:
-    """Find settings in os.environ, setdefault, putenv, setenv, a dict, or …_set_allocator_settings(…)."""
+    """Yield findings for settings in os.environ, setdefault, putenv, setenv, a dict, or …_set_allocator_settings(…)."""
     for node, context in module.nodes(ast.Assign, ast.Call, ast.Dict):
         for value in _settings(module, node):
             if isinstance(value, ast.Constant) and isinstance(value.value, str) and not module.guarded(context):

@@ -1,4 +1,4 @@
-"""A server, in a thread or a process, that answers completion requests immediately or fails as requested."""
+"""A server, in a thread or a process, that answers completion requests immediately or simulates a fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# The faults that a server can have.
+# The faults that the server can simulate.
 FAULTS = (
     "status",  # HTTP status 500
     "garbage",  # a line that is not JSON

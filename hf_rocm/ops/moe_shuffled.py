@@ -15,7 +15,7 @@ from hf_rocm.ops.aiter.layout import COLUMNS, ROWS
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.moe import cases, kind, specification
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
-from hf_rocm.ops.shuffled import ROWS, Shuffled, shuffle, unshuffle
+from hf_rocm.ops.shuffled import Shuffled, shuffle, unshuffle
 from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 
 PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, limit=7.0, alpha=1.702)

@@ -110,6 +110,7 @@ def _specification(
     heads, head_dim = query.shape[1], query.shape[3]
     kv_heads, value_dim = value.shape[1], value.shape[3]
     shared, rotated, length = cos.shape[0] == 1, cos.shape[-1], query.shape[2]
+    one_query, few_queries = length == 1, length <= FEW_QUERIES
     if once:
         rotated *= 2
     return (
@@ -130,8 +131,8 @@ def _specification(
         starts is not None,
         window,
         grad,
-        length == 1,
-        length <= FEW_QUERIES,
+        one_query,
+        few_queries,
     )
 
 

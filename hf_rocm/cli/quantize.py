@@ -149,7 +149,9 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
 def _check_folder(folder: Path, kinds: Sequence[str]) -> None:
     """Raise `OptionError` before any work if several kinds are selected, or the folder is not empty or not writable."""
     if len(kinds) > 1:
-        raise OptionError("--out writes one kind", facts={"kinds": ", ".join(kinds)}, hint="select one with --kind")
+        raise OptionError(
+            "--out requires a single kind", facts={"kinds": ", ".join(kinds)}, hint="select one with --kind"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OptionError(f"{folder} exists and is not an empty folder", hint="specify a new folder with --out")
     check_output(folder / "config.json", parents=True)

@@ -46,8 +46,9 @@ _LOCAL_OPTIONS = frozenset(("probe_timeout", "refresh", "ranks_timeout"))
 _SHOWN = 12  # the number of hexadecimal digits to which a digest is shortened
 
 HINT = (
-    "install the same hf-rocm, transformers, torch and aiter on every node, run `hf-rocm install-overlays` on all or "
-    "none of them, and start every rank with the same arguments and environment; compare `hf-rocm env` of the nodes"
+    "install the same versions of hf-rocm, transformers, torch and aiter on every node, run `hf-rocm install-overlays` "
+    "on all or none of them, and start every rank with the same arguments and environment; compare `hf-rocm env` of "
+    "the nodes"
 )
 
 

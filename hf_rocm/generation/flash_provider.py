@@ -78,7 +78,7 @@ def unavailable() -> str | None:
     if _installed():
         return "the flash-attn package is installed, and transformers uses it"
     if not hasattr(sys.modules.get(_UTILS) or importlib.import_module(_UTILS), "_flash_with_kvcache_fn"):
-        return "this release of transformers has no flash attention over pages (5.9 and later have it)"
+        return "this release of transformers has no paged flash attention (5.9 and later have it)"
     if find_spec(_BATCHING) is None:
         return "continuous batching in this release of transformers has no path for it (5.9 and later have it)"
     return features.refuses(_FEATURE)
@@ -221,10 +221,10 @@ def _paged_faults(model: Any) -> str | None:
     """Return why paged flash attention of transformers 5.18 and earlier is wrong for this model, or None."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
-        return "flash attention over pages in this release of transformers ignores the softcap"
+        return "paged flash attention in this release of transformers ignores the softcap"
     layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
     if getattr(config, "sliding_window", None) and not all(hasattr(layer, "sliding_window") for layer in layers):
-        return "flash attention over pages in this release of transformers ignores this model's sliding window"
+        return "paged flash attention in this release of transformers ignores this model's sliding window"
     return None
 
 

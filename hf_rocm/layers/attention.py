@@ -1,7 +1,7 @@
 """Building blocks of attention forwards: projections, heads, rotary positions, the cache, and the translation of
 transformers' attention arguments to those of `ops.attention`.
 
-`sdpa`, the default of transformers, and flash attention over pages (see `pages`) are served. Any other implementation
+`sdpa`, the default of transformers, and paged flash attention (see `pages`) are served. Any other implementation
 that a user selects (eager, flash_attention_2, flex_attention) runs the stock forward. For models whose attention has
 terms that SDPA lacks (softcap, sinks), transformers' default is `eager` (before 5.21, only for some of them). This
 default can't be distinguished from a user's choice, so `eager` is served for these models too.
@@ -73,7 +73,7 @@ def fallback_reason(
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
     probability that would be applied in training, or the module that stock calls. extra_reason: a reason from the
     overlay. beyond_sdpa: the model's attention has terms that SDPA lacks, so that transformers' default for it is
-    `eager`. pages: the overlay serves flash attention over pages: it passes `arguments` and the layer's terms to
+    `eager`. pages: the overlay serves paged flash attention: it passes `arguments` and the layer's terms to
     `visible_keys`.
     The reason is stored on the module for `explain`, except while torch.compile or torch.export traces.
     """

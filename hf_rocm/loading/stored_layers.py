@@ -105,7 +105,9 @@ def _match(stored: Mapping[str, Any], modules: Mapping[str, Any], model: Any) ->
         matches = [name for name in names if name in modules][:1] or tails.get(_tail(prefix), [])
         path = matches[0] if len(matches) == 1 else ""
         if not path or path in matched:
-            raise Unsupported(f"its quantised tensors {prefix} belong to no layer of {type(model).__name__}")
+            raise Unsupported(
+                f"its quantised tensors {prefix} do not match exactly one layer of {type(model).__name__}"
+            )
         matched[path] = prefix
     return matched
 
@@ -138,7 +140,7 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
 
 def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
     return LoadError(
-        "a quantised layer of the checkpoint is damaged",
+        "a quantised layer of the checkpoint is invalid",
         facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": found},
         hint="download the checkpoint again; config.json and the weights must be from the same revision",
     )

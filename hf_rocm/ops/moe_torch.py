@@ -30,7 +30,8 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if _grouped_mm is None:
         return f"PyTorch {torch.__version__} has no grouped_mm"
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) or spec.weight_dtype != spec.dtype:
-        return f"grouped_mm takes fp32, bf16 or fp16 in one dtype, got {spec.dtype} and {spec.weight_dtype}"
+        found = f"{spec.dtype} and {spec.weight_dtype}"
+        return f"grouped_mm needs x and the weights in one dtype (fp32, bf16 or fp16), got {found}"
     if spec.traced and spec.dtype != torch.bfloat16:
         return f"the compiler lowers grouped_mm only for bf16, not for {spec.dtype}"
     for name, size in (("hidden", spec.hidden), ("intermediate", spec.intermediate)):
@@ -125,9 +126,9 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if not 0 < spec.pairs <= FEW:
         return f"there are more than {FEW} token-expert pairs: copying their experts' weights is too slow"
     if spec.grad:
-        return "gradients would go through copies of the weights"
+        return "the backward pass would keep copies of the weights"
     if spec.weight_dtype != spec.dtype:
-        return f"gathered weights need one dtype, got {spec.dtype} and {spec.weight_dtype}"
+        return f"x and the gathered weights need one dtype, got {spec.dtype} and {spec.weight_dtype}"
     return None
 
 

@@ -66,7 +66,7 @@ def quantized_linear(
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(
-            "quantised layers have no gradient, and their input requires one",
+            "quantised layers don't support gradients, but their input requires them",
             hint="call the model under torch.no_grad(); to train, load it without quantize=",
         )
     if activation is not None and activation not in ACTIVATIONS:

@@ -33,7 +33,8 @@ def _commands() -> Iterator[str]:
     from hf_rocm.cli.app import build
 
     yield "Results go to stdout, everything else to stderr. Exit codes: 0 done or nothing to do, 1 refused (the"
-    yield "message has the next step), 2 usage, 3 a bug in hf-rocm. `python -m hf_rocm` is the same as `hf-rocm`.\n"
+    yield "message has the next step), 2 a usage error, 3 a bug in hf-rocm. `python -m hf_rocm` is the same as"
+    yield "`hf-rocm`.\n"
     yield from _command("hf-rocm", typer.main.get_command(build()))
 
 

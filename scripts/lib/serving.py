@@ -145,7 +145,7 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
         model.destroy_cached_continuous_batching_manager()
     tokens = [list(result.generated_tokens) for result in results.values()]
     if len(tokens) != len(prompts) or any(len(token) != load.new for token in tokens):
-        raise RuntimeError(f"{len(tokens)} of {len(prompts)} requests were returned, or some have too few tokens")
+        raise RuntimeError(f"expected {len(prompts)} requests of {load.new} tokens, got {[len(row) for row in tokens]}")
     return seconds, tokens
 
 

@@ -29,7 +29,7 @@ Without --source, the shared mixins of the release's source distribution are app
 EPILOG = """\
 Exit codes: 0 no test passes with stock and fails with overlays, except those that tests/upstream/differences.toml lists
 with a reason; 1 a test does, a listed difference no longer occurs, an overlay never ran, or the tests could not be
-run; 2 usage.
+run; 2 a usage error.
 """
 
 OUTCOMES = ("passed", "failed", "skipped", "network", "timeout", "crashed")

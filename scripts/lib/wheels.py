@@ -67,7 +67,9 @@ def wheels_in(folder: Path) -> Wheels:
 def _published() -> list[str]:
     listing = re.search(r"^Available versions: (.+)$", _pip("index", "versions", "transformers"), re.MULTILINE)
     if listing is None:
-        raise OverlayError("pip does not list the releases of transformers", hint="pass a folder: --wheels DIR")
+        raise OverlayError(
+            "pip does not list the releases of transformers", hint="check the network, or pass local wheels (--help)"
+        )
     return [release.strip() for release in listing[1].split(",")]
 
 

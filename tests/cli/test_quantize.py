@@ -97,7 +97,7 @@ def test_kind_all_compares_every_kind(tiny_checkpoint, capsys):
         (["--kind", "fp8,fp4", "--force"], "quantize has no kind 'fp4'"),
         (["--kind", "int-4", "--force"], "hint: did you mean int4?"),
         ([], "quantize is part of the ROCm path, which is disabled"),
-        (["--force", "--kind", "all", "--out", "new"], "--out writes one kind"),
+        (["--force", "--kind", "all", "--out", "new"], "--out requires a single kind"),
         (["--force", "--text", "nowhere"], "nowhere can't be read as text"),
         (["--force"], "there is no tokenizer in"),
     ],

@@ -112,7 +112,7 @@ def test_a_recorded_graph_reads_the_current_page_table(terms, page):
         table.copy_(table.roll(1, 0))
 
 
-@pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages")
+@pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no paged flash attention")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_batches_run_on_pages_and_return_most_tokens_of_single_runs(kind):
     from transformers.generation import ContinuousBatchingConfig

@@ -14,9 +14,7 @@ from tests.serving.batching import RELEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(
-    RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages"
-)
+pytestmark = pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no paged flash attention")
 
 
 @pytest.fixture

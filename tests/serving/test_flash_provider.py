@@ -28,7 +28,7 @@ pytestmark = [
     needs_batching,
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
-served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no flash attention over pages")
+served = pytest.mark.skipif(not HAS_INTERFACE, reason="not run: this release has no paged flash attention")
 
 newer = pytest.mark.skipif(
     RELEASE.release < (5, 19), reason="not run: continuous batching in this release lacks these settings"

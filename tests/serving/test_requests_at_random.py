@@ -21,7 +21,7 @@ from tests.generation.conftest import make
 from tests.serving.batching import RELEASE, one_by_one
 
 pytestmark = [
-    pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no flash attention over pages"),
+    pytest.mark.skipif(RELEASE.release < (5, 9), reason="not run: this release has no paged flash attention"),
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
 

@@ -154,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
             return process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
             continue
-    raise AssertionError("a killed process ends")
+    raise AssertionError("unreachable: the wait for a killed process has no timeout")
 
 
 def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:

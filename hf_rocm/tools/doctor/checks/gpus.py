@@ -51,7 +51,8 @@ def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
         why = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
         hide = f"export HIP_VISIBLE_DEVICES={keep} (use one architecture per process)"
     if facts.set("HIP_VISIBLE_DEVICES") or facts.set("ROCR_VISIBLE_DEVICES"):
-        return ok("mixed", f"{' and '.join(different)} are in this machine; the variables above select among them")
+        found = f"{' and '.join(different)} are in this machine"
+        return ok("mixed", f"{found}; HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES selects among them")
     return warning("mixed", f"{' and '.join(different)} are in one machine", means=why, fix=hide)
 
 

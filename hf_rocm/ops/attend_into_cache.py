@@ -170,8 +170,8 @@ def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.norm_dtype is not None:
         weights = draw(spec.head_dim).to(spec.norm_dtype), draw(spec.head_dim).to(spec.norm_dtype)
-    s = 1 if spec.one_query else 5 if spec.few_queries else LENGTH
-    for length in (s, LENGTH, LONG - 1):
+    some, most = (1, 1) if spec.one_query else (5, FEW_QUERIES) if spec.few_queries else (LENGTH, LENGTH)
+    for s, length in ((some, some), (some, LENGTH), (most, LONG - 1)):
         query = draw(2, s, spec.heads, spec.head_dim).transpose(1, 2)
         key = draw(2, s, spec.kv_heads, spec.head_dim).transpose(1, 2)
         value = draw(2, s, spec.kv_heads, spec.value_dim).transpose(1, 2)

@@ -135,7 +135,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def kind(spec: LinearSpec) -> LinearSpec:
     """The specification whose check is valid for this one.
 
-    One check includes GEMMs with few and with many rows, except for 17 to 32 rows, which have kernels of their own.
+    One check includes GEMMs with few and with many rows, except for 17 to 32 rows, for which the Triton kernel has
+    other tiles.
     """
     return spec._replace(rows=checked_rows(spec.rows))
 

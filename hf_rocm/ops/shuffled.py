@@ -91,7 +91,7 @@ def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
 
 
 def _cases(spec: LinearSpec) -> Iterator[Case]:
-    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None):
+    for case in cases(spec.dtype, spec.device, spec.n, spec.k, bias=spec.bias_dtype is not None, rows=spec.rows):
         x, weight, bias = case.tensors
         assert weight is not None
         yield Case((x, shuffle(weight).data, bias))

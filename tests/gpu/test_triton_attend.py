@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("triton") is None, r
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def tensors(shape, dtype, *, rotated=None, once=False):
+def tensors(shape, dtype, *, tokens=1, rotated=None, once=False):
     b, h, kv_heads, size, d = shape
     widths = h * d, kv_heads * d, kv_heads * d
-    parts = random(b, 1, sum(widths), dtype=dtype).split(widths, -1)
-    tables = angles(1, 1, rotated or d, dtype)
+    parts = random(b, tokens, sum(widths), dtype=dtype).split(widths, -1)
+    tables = angles(1, tokens, rotated or d, dtype)
     if once:
         tables = tuple(table[..., : (rotated or d) // 2] for table in tables)
     heads = [part.unflatten(-1, (-1, d)).transpose(1, 2) for part in parts]
@@ -52,10 +52,15 @@ CASES = {  # B, H, Hkv, L, D; the length; other arguments
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_results_are_correct_and_only_one_row_is_written(case, dtype):
+@pytest.mark.parametrize("tokens", [1, 6, 16])
+def test_results_are_correct_and_only_the_new_rows_are_written(case, tokens, dtype):
     shape, length, terms = case
-    given, keys, values = tensors(shape, dtype, rotated=terms.get("rotated"), once=terms.get("once", False))
-    how = {"lengths": torch.tensor([length], device="cuda"), "position": torch.tensor([length - 1], device="cuda")}
+    length = max(length, tokens)
+    first = length - tokens
+    how = {"rotated": terms.get("rotated"), "once": terms.get("once", False)}
+    given, keys, values = tensors(shape, dtype, tokens=tokens, **how)
+    positions = torch.arange(first, length, device="cuda")
+    how = {"lengths": torch.tensor([length], device="cuda"), "position": positions}
     how |= {"scale": shape[4] ** -0.5, "window": terms.get("window"), "softcap": terms.get("softcap")}
     how |= {"starts": torch.tensor(terms["starts"], device="cuda") if "starts" in terms else None}
     how |= {"once": terms.get("once", False)}
@@ -69,14 +74,14 @@ def test_results_are_correct_and_only_one_row_is_written(case, dtype):
         caches = convert(keys), convert(values)
         if tier == "triton":
             for cache in caches:
-                cache[:, :, length - 1 :] = torch.nan
+                cache[:, :, first:] = torch.nan
         sink = None if sinks is None else convert(sinks)
         where = {"keys": caches[0], "values": caches[1], "norms": norms, "sinks": sink}
         output = by(tier, *map(convert, given), **where, **how)
-        results.append((output, *(cache[:, :, length - 1] for cache in caches)))
+        results.append((output, *(cache[:, :, first:length] for cache in caches)))
         if tier == "triton":
             assert all(
-                torch.equal(new[:, :, : length - 1], old[:, :, : length - 1])
+                torch.equal(new[:, :, :first], old[:, :, :first])
                 for new, old in zip(caches, (keys, values), strict=True)
             )
             assert all(cache[:, :, length:].isnan().all() for cache in caches)
@@ -122,8 +127,9 @@ def test_a_recorded_graph_reads_the_current_position():
     assert output.isnan().all() and torch.equal(keys, before)
 
 
+@pytest.mark.parametrize("one_query", [True, False])
 @pytest.mark.parametrize("norm", [None, BF16], ids=str)
-def test_the_kernel_passes_its_check(norm):
+def test_the_kernel_passes_its_check(norm, one_query):
     device = torch.device("cuda", torch.cuda.current_device())
     spec = AttendIntoCacheSpec(
         dtype=BF16,
@@ -143,5 +149,6 @@ def test_the_kernel_passes_its_check(norm):
         starts=True,
         window=None,
         grad=False,
+        one_query=one_query,
     )
     assert probe_cases.check("attend_into_cache", "triton", "decode_kernel, new keys", tuple(spec)) is None

@@ -28,7 +28,7 @@ def unprobed():
 
 @each_dtype
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 1024), (1000, 777), (96, 14336)])
-@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 19])
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 17, 19, 32])
 def test_linear(m, n, k, dtype):
     x, weight, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5, random(n, dtype=dtype)
     with ops.recording() as routes:
@@ -40,7 +40,7 @@ def test_linear(m, n, k, dtype):
 
 @each_dtype
 @pytest.mark.parametrize("k", [4096, 520])
-@pytest.mark.parametrize("m", [1, 2, 8])
+@pytest.mark.parametrize("m", [1, 2, 8, 32])
 @pytest.mark.parametrize("form", ["norm", "1 + w", "gate", "all"])
 def test_norm_activation_and_residual_are_fused(form, m, k, dtype):
     n = 2048
@@ -59,7 +59,7 @@ def test_norm_activation_and_residual_are_fused(form, m, k, dtype):
     assert_as_good_as_eager(output, eager_fused_linear(*tensors, 1e-5, one_plus, activation), expected)
 
 
-@pytest.mark.parametrize("m", [1, 8])
+@pytest.mark.parametrize("m", [1, 8, 20])
 def test_a_replay_uses_the_current_inputs(m):
     """Nothing is read on the host, so a replay uses the current values of its tensors."""
     dtype = torch.bfloat16

@@ -283,6 +283,17 @@ def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan(units, mo
         assert torch.equal(cache[:, :, untouched], original[:, :, untouched])
 
 
+@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
+def test_padding_among_several_new_tokens_may_be_nan(units, monkeypatch):
+    splits(monkeypatch, units)
+    given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
+    given[2][1, :, :2] = torch.nan
+    places = torch.arange(26, 30).repeat_interleave(2)[::2]  # not contiguous
+    where = {"keys": keys, "values": values, "position": places, "starts": torch.tensor([0, 28], dtype=torch.int32)}
+    output = routed(OPERATION, *given, torch.tensor([30]), **where, scale=0.2)
+    assert output[1, 2:].isfinite().all() and torch.equal(output[1, :2], torch.zeros_like(output[1, :2]))
+
+
 def test_lengths_and_positions_are_read_at_run_time():
     """Several steps over one cache, as in a recorded graph, agree with the eager tier."""
     shape = (2, 4, 2, 200, 32, 32)

@@ -243,7 +243,11 @@ class NewKeys(NamedTuple):
         key, value, cos, sin = dense(self.key), dense(self.value), self.cos.contiguous(), self.sin.contiguous()
         weights = tuple(None if weight is None else weight.contiguous() for weight in self.norms[:2])
         strides = (*key.stride()[:3], *value.stride()[:3], 0 if cos.shape[0] == 1 else cos.stride(0))
-        return (key, value, cos, sin, self.place, *weights), (self.norms.query_eps, self.norms.key_eps), strides
+        return (
+            (key, value, cos, sin, self.place.contiguous(), *weights),
+            (self.norms.query_eps, self.norms.key_eps),
+            strides,
+        )
 
 
 _NO_ROTATION = None, False, False

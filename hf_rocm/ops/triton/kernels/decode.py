@@ -190,7 +190,8 @@ def decode_kernel(
                     known = known & (j[None, :] > i[:, None] - window)
                 last_scores = _scaled(tl.dot(q, tl.trans(last_keys), input_precision=PRECISION), scale, softcap)
                 last_shares, _, peak, total = _softmax(tl.where(known, last_scores, -float("inf")), peak, total)
-                shown = tl.where(right[:, None], last_values, float("nan")).to(last_values.dtype)
+                shown = tl.where(counts[:, None], last_values, 0.0)
+                shown = tl.where(right[:, None], shown, float("nan")).to(last_values.dtype)
                 sums = tl.dot(last_shares.to(shown.dtype), shown, input_precision=PRECISION)
             else:
                 # tl.dot, as for all other keys: a sum of products would keep all of its terms in registers

@@ -126,7 +126,7 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if not 0 < spec.pairs <= FEW:
         return f"there are more than {FEW} token-expert pairs: copying their experts' weights is too slow"
     if spec.grad:
-        return "the backward pass would keep copies of the weights"
+        return "gradients would require the copies of the weights to be kept"
     if spec.weight_dtype != spec.dtype:
         return f"x and the gathered weights need one dtype, got {spec.dtype} and {spec.weight_dtype}"
     return None

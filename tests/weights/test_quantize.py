@@ -269,7 +269,7 @@ class TestRefusals:
         output = model(IDS, use_cache=False).logits  # outside no_grad: no remaining parameter requires gradients
         assert not output.requires_grad and not any(parameter.requires_grad for parameter in model.parameters())
         embedded = model.get_input_embeddings()(IDS).requires_grad_()
-        with pytest.raises(OptionError, match="quantised layers have no gradient"):
+        with pytest.raises(OptionError, match="quantised layers don't support gradients"):
             model(inputs_embeds=embedded, use_cache=False)
 
 

@@ -166,7 +166,7 @@ _operation.register(
     Implementation(
         "triton",
         "decode_kernel, pages",
-        triton.paged_refuses,
+        triton.refuses,
         triton.paged_attention,
         checked_triton("paged_attention", "decode_kernel, pages"),
     )

@@ -163,6 +163,6 @@ def test_first_use_checks_pass_and_detect_a_missing_key(spec, monkeypatch):
 
 
 def test_unsupported_calls_are_refused():
-    assert "16 queries" in decode.paged_refuses(SPEC._replace(few_queries=False), here())
-    assert "at most 256" in decode.paged_refuses(SPEC._replace(head_dim=320), here())
-    assert decode.paged_refuses(SPEC, here()) is None
+    assert "16 queries" in decode.refuses(SPEC._replace(few_queries=False), here())
+    assert "at most 256" in decode.refuses(SPEC._replace(head_dim=320), here())
+    assert decode.refuses(SPEC, here()) is None

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
     """Why the kernel can't serve this call of `attend_into_cache`, or None."""
-    if not spec.few_queries:
-        return decode.MANY_QUERIES
-    return rope.refuses(spec, device) or decode.limits(spec, device)
+    return rope.refuses(spec, device) or decode.refuses(spec, device)
 
 
 def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,16 +35,15 @@ if TYPE_CHECKING:
     )
 
 LARGEST_HEAD = 256
-MANY_QUERIES = "the decode kernel takes at most 16 queries for each row"
 
 
-def refuses(spec: DecodeSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `decode_attention`, or None."""
+def refuses(spec: DecodeSpec | PagedSpec | AttendIntoCacheSpec, device: Device) -> str | None:
+    """Why the kernel can't serve this call, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
     if not spec.few_queries:
-        return MANY_QUERIES
+        return "the decode kernel takes at most 16 queries for each row"
     return limits(spec, device)
 
 
@@ -72,16 +71,6 @@ def decode_attention(
     window = terms["window"]
     result: Tensor = _traced(query, key, value, lengths, starts, None, sinks, None, scale, softcap, window, True)
     return result
-
-
-def paged_refuses(spec: PagedSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `paged_attention`, or None."""
-    reason = detect.unavailable(device)
-    if reason is not None:
-        return reason
-    if not spec.few_queries:
-        return MANY_QUERIES
-    return limits(spec, device)
 
 
 def paged_attention(

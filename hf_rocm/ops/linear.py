@@ -31,6 +31,7 @@ from hf_rocm.ops.specs.linear import MANY, FusedLinearSpec, LinearSpec
 from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import detect as triton_detect
 from hf_rocm.ops.triton import linear as triton
+from hf_rocm.ops.triton.tiles import ROWS
 
 # The largest M for which a GEMM counts as limited by memory bandwidth.
 FEW = 32
@@ -143,7 +144,7 @@ def kind(spec: LinearSpec) -> LinearSpec:
 
 def checked_rows(rows: int) -> int:
     """The field `rows` of the specification whose check is valid for this number of rows."""
-    return FEW if rows > FEW // 2 else MANY
+    return FEW if rows > ROWS else MANY
 
 
 def _cases(spec: LinearSpec) -> Iterator[Case]:

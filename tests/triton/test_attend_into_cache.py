@@ -165,30 +165,21 @@ def test_sixteen_tokens(shape):
         {"norm": BF16},
         {"norm": BF16, "one_plus": True},
         {"norm": FP32, "one_plus": True},
+        {"once": True},
         {"rotated": 16},
         {"rotated": 24, "norm": BF16, "once": True},
         {"rotated": 6, "tables": 2},
         {"window": 1},
         {"window": 63},
         {"window": 64, "norm": BF16},
+        {"window": 500},
         {"softcap": 2.0},
         {"sinks": True},
         {"softcap": 3.0, "sinks": True, "window": 50, "once": True},
         {"starts": [0, 5]},
         {"starts": [60, 199], "norm": BF16},
         {"starts": [198, 199], "window": 100, "sinks": True},
-    ],
-    ids=str,
-)
-def test_terms(terms, units, monkeypatch):
-    splits(monkeypatch, units)
-    check((2, 4, 2, 210, 32, 32), 200, dtype=BF16, **terms)
-
-
-@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
-@pytest.mark.parametrize(
-    "terms",
-    [
+        {"tokens": 2},
         {"tokens": 6, "norm": BF16, "tables": 2},
         {"tokens": 6, "once": True, "softcap": 2.0},
         {"tokens": 16, "sinks": True},
@@ -200,8 +191,8 @@ def test_terms(terms, units, monkeypatch):
     ],
     ids=str,
 )
-def test_several_tokens(terms, units, monkeypatch):
-    """A query sees the new keys up to its own."""
+def test_terms(terms, units, monkeypatch):
+    """With several tokens, a query attends to the new keys up to its own."""
     splits(monkeypatch, units)
     check((2, 8, 2, 210, 32, 32), 200, dtype=BF16, **terms)
 
@@ -264,7 +255,9 @@ def test_nothing_is_written_to_another_row_and_the_result_is_nan(position, lengt
     assert output.isnan().all() and torch.equal(keys, before[0]) and torch.equal(values, before[1])
 
 
-def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan():
+@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
+def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan(units, monkeypatch):
+    splits(monkeypatch, units)
     given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
     before = keys.clone(), values.clone()
     where = {"keys": keys, "values": values, "position": torch.tensor([26, 27, 40, 29])}
@@ -275,7 +268,9 @@ def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan():
         assert torch.equal(cache[:, :, untouched], original[:, :, untouched])
 
 
-def test_padding_among_several_new_tokens_may_be_nan():
+@pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
+def test_padding_among_several_new_tokens_may_be_nan(units, monkeypatch):
+    splits(monkeypatch, units)
     given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
     given[2][1, :, :2] = torch.nan
     places = torch.arange(26, 30).repeat_interleave(2)[::2]  # not contiguous

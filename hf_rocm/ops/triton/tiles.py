@@ -50,9 +50,10 @@ def linear_tile(
 ) -> LinearTile:
     """The tile for x [rows, k] and n columns of the result. normed: whether there is a norm before the GEMM.
 
-    Measured on NVIDIA H100s and H200s in bf16, in recorded graphs: for one row with the matrices of seven models (1B to
-    30B), for 6 to 8 rows with those of Llama-3.2-1B and Llama-3.1-8B, and for 32 rows with those of the latter. Nothing
-    was measured on AMD GPUs: they use similar tiles that need less local memory and fewer registers.
+    Measured in bf16, in recorded graphs: on an NVIDIA H200 for one row with the matrices of seven models (1B to 30B),
+    and for 2 to 16 rows with those of Llama-3.1-8B; on an H100 for 6 rows with those of Llama-3.2-1B, and for 32 rows
+    with those of Llama-3.1-8B. Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and
+    fewer registers.
     `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
@@ -65,7 +66,7 @@ def linear_tile(
             return LinearTile(True, 16, 128, 4, 128, 2, m)
         if m > ROWS:
             return LinearTile(True, 16, 128, 2, 64, 4, m)
-        # a fifth stage would be faster on an H200, but needs more shared memory than smaller GPUs have
+        # a fifth stage would be faster on an H100, but needs more shared memory than smaller GPUs have
         return LinearTile(True, 16, 128, 4, 128, 4 if n <= 2048 else 3, m)
     if not rocm:
         return _row_tile(n, k, gated, normed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import ops
+from hf_rocm.ops.linear import FEW
 from hf_rocm.tools.bench.known_shapes import SHAPES, Shape
 
 OPERATIONS = (
@@ -26,7 +27,6 @@ OPERATIONS = (
 )
 TOKENS = (1, 4, 8)  # the numbers of tokens per decode step for which experts are measured
 MOE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has no `moe_intermediate_size`
-FEW = 32  # the largest number of rows that fused linear kernels support
 ROUTING = "routing"  # selects a measurement of the overhead of routing calls to implementations, not an operation
 
 

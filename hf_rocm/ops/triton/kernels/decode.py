@@ -14,12 +14,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from hf_rocm.ops.specs.attention import FEW_QUERIES
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.rotation import rotated_rows
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NEW = tl.constexpr(16)  # the largest number of new keys, and the fewest columns of tl.dot
+NEW = tl.constexpr(FEW_QUERIES)  # the largest number of new keys; not below 16, the fewest columns of tl.dot
 
 
 @triton.jit(do_not_specialize=["keys"])  # the length of a dynamic cache grows with every token

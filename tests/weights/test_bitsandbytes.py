@@ -121,7 +121,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
     ],
     ids=str,
 )
-def test_damaged_layers_are_named(tmp_path, name, change, found):
+def test_invalid_layers_are_named(tmp_path, name, change, found):
     checkpoints.write(tmp_path, DOUBLE)
 
     def damage(state):
@@ -130,16 +130,16 @@ def test_damaged_layers_are_named(tmp_path, name, change, found):
             state[LAYER + name] = tensor
 
     checkpoints.edit_tensors(tmp_path, damage)
-    with pytest.raises(LoadError, match="damaged") as raised:
+    with pytest.raises(LoadError, match="invalid") as raised:
         hf_rocm.from_pretrained(tmp_path, force=True)
     assert raised.value.facts["tensor"] == LAYER + name and found in raised.value.facts["found"]
 
 
-def test_a_state_of_the_wrong_dtype_is_damaged_and_may_have_any_shape(tmp_path):
+def test_a_state_of_the_wrong_dtype_is_invalid_and_may_have_any_shape(tmp_path):
     name = LAYER + ".quant_state.bitsandbytes__nf4"
     checkpoints.write(tmp_path, DOUBLE)
     checkpoints.edit_tensors(tmp_path, lambda state: state.update({name: state[name].float()}))
-    with pytest.raises(LoadError, match="damaged") as raised:
+    with pytest.raises(LoadError, match="invalid") as raised:
         hf_rocm.from_pretrained(tmp_path, force=True)
     assert raised.value.facts["expected"] == "uint8 of any shape"
 

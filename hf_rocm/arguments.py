@@ -21,7 +21,8 @@ def require_module(model: object, function: str) -> None:
     elif isinstance(model, type):
         found = f"the class {model.__qualname__}"
         hint = f"create a model first, for example with {model.__qualname__}.from_pretrained(…)"
-    elif isinstance(getattr(model, "model", None), nn.Module):  # a pipeline or a trainer, for example
+    elif isinstance(getattr(model, "model", None), nn.Module):
+        # A pipeline or a trainer, for example.
         hint = f"pass the `.model` of this {found}"
     raise OptionError(f"{function} takes a model", facts={"expected": "a torch.nn.Module", "found": found}, hint=hint)
 

@@ -22,7 +22,8 @@ from hf_rocm.overlay.newer_release import Outlook, outlook
 from hf_rocm.overlay.scan import left_out, survey
 from hf_rocm.overlay.state import GOOD, LISTED, FileState, Installed, LeftOut, Match, pip
 
-_NAMED = 12  # the largest number of models that a hint lists
+# The largest number of models that a hint lists.
+_NAMED = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

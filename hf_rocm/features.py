@@ -22,7 +22,8 @@ from hf_rocm.overlay.manifest import Manifest, Record, parse
 from hf_rocm.overlay.replacements import Watch
 
 FILE = "features.toml"
-ABSENT = "absent"  # recorded instead of a digest for releases that lack the name
+# Recorded instead of a digest for releases that lack the name.
+ABSENT = "absent"
 
 _GENERATION = "transformers.generation.utils:GenerationMixin."
 _CACHES = "transformers.cache_utils:"

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_PAUSE = 0.05  # seconds between two attempts
+# Seconds between two attempts.
+_PAUSE = 0.05
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # follow no symbolic link, and do not wait for the other end of a FIFO
 _SAFE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -77,7 +78,8 @@ def output(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     old = _status(target)
     with replacement(target) as temporary:
-        if old is not None:  # the old file may be private, so other users must not read the new one
+        # The old file may be private, so other users must not read the new one.
+        if old is not None:
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         yield temporary
         if old is not None:
@@ -215,7 +217,8 @@ def _append(file: Path, stream: Path) -> None:
     descriptor = os.open(stream, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     with os.fdopen(descriptor, "wb", buffering=0) as target, file.open("rb") as content:
         while part := content.read(1 << 20):
-            while part:  # a pipe may accept only a part
+            # A pipe may accept only a part.
+            while part:
                 part = part[target.write(part) :]
 
 

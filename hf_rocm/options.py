@@ -180,7 +180,8 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
         return Path(named).expanduser() if named else Path(base or "~/.cache").expanduser() / "hf_rocm"
-    except RuntimeError as error:  # no HOME, and no entry for this user in the system's user database
+    except RuntimeError as error:
+        # No HOME, and no entry for this user in the system's user database.
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
 
 
@@ -193,7 +194,8 @@ def tuned_tables() -> list[tuple[str, int]]:
 def _written(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except (OSError, ValueError):  # the error is reported when the table is read
+    except (OSError, ValueError):
+        # The error is reported when the table is read.
         return 0
 
 
@@ -245,7 +247,8 @@ def refresh() -> None:
 
 def check_names() -> None:
     """Log one warning for every environment variable that looks like an option but is not one."""
-    from hf_rocm.variables import warn_of_unknown  # an inert overlay block does not need it
+    # An inert overlay block does not need it.
+    from hf_rocm.variables import warn_of_unknown
 
     warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))
 
@@ -326,12 +329,14 @@ def preshuffle_mode(value: Any, source: str = "preshuffle=") -> str:
 
 
 _overrides: list[Options] = []
-_users_tables: str | None = None  # AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table
+# AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table.
+_users_tables: str | None = None
 
 
 # Read at every use and not part of `Options`.
 _READ_AT_USE = ("HF_ROCM_FORCE", "HF_ROCM_AUTO", "HF_ROCM_CACHE", "AITER_CONFIG_GEMM_BF16")
-_read: tuple[list[str | None], Options] | None = None  # the values that were read, and the options parsed from them
+# The values that were read, and the options parsed from them.
+_read: tuple[list[str | None], Options] | None = None
 
 
 def _from_environment() -> Options:

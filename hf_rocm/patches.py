@@ -94,7 +94,8 @@ class Entry(Change):
             self.owner[self.name] = value
 
 
-_gone: deque[_User] = deque()  # collected users: the next operation undoes their changes
+# Collected users: the next operation undoes their changes.
+_gone: deque[_User] = deque()
 
 
 class _User:
@@ -112,8 +113,10 @@ class _User:
 
 _lock = threading.RLock()
 _users: dict[int, _User] = {}
-_live: dict[tuple[int, Hashable], list[Change]] = {}  # changes by place, in the order in which they were applied
-_undone: WeakSet[Change] = WeakSet()  # undone changes that something still references, such as their replacements
+# Changes by place, in the order in which they were applied.
+_live: dict[tuple[int, Hashable], list[Change]] = {}
+# Undone changes that something still references, such as their replacements.
+_undone: WeakSet[Change] = WeakSet()
 
 
 def apply(*changes: Change, user: Any) -> None:
@@ -133,7 +136,8 @@ def apply(*changes: Change, user: Any) -> None:
                 if not change.live:
                     _put(change)
                     applied.append(change)
-                elif change.current() is change.original:  # other code removed the replacement
+                elif change.current() is change.original:
+                    # Other code removed the replacement.
                     change.write(change.replacement)
         except BaseException:
             for change in reversed(applied):

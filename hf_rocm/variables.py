@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable
 
 _PREFIX = "HF_ROCM_"
-_SHARED = ("USE_",)  # prefixes of options that other programs use too
+# Prefixes of options that other programs use too.
+_SHARED = ("USE_",)
 _warned: set[str] = set()
 
 _log = logging.getLogger("hf_rocm")
@@ -22,7 +23,8 @@ def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]
     strange = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))
     if not strange:
         return {}
-    from difflib import get_close_matches  # imported here to keep check_version cheap
+    # Imported here to keep check_version cheap.
+    from difflib import get_close_matches
 
     found: dict[str, str | None] = {}
     for name in strange:

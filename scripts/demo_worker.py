@@ -184,7 +184,8 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
     if how == "loader":
         import hf_rocm
 
-        with torch.no_grad():  # as in generate; with gradients enabled, trainable weights are not fused
+        # As in generate; with gradients enabled, trainable weights are not fused.
+        with torch.no_grad():
             explanation = hf_rocm.explain(model)
         facts |= {"explain": str(explanation), "explanation": explanation.to_dict()}
     return facts
@@ -192,7 +193,8 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
 
 def save(out: Path, result: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    unit = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss in bytes
+    # The unit of ru_maxrss in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
     result["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     torch.save(tensors, out / "tensors.pt")
     (out / "result.json").write_text(json.dumps(result, indent=1))

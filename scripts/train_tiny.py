@@ -27,10 +27,12 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 VOCABULARY = 1024
-PEAK = 6e-3  # learning rate
+# Learning rate.
+PEAK = 6e-3
 END = "<|end|>"
 
-Progress = Callable[[int, int, float], None]  # step, steps, loss
+# Step, steps, loss.
+Progress = Callable[[int, int, float], None]
 
 
 def train(

@@ -100,7 +100,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     Child processes that start in the checkout could import it instead of the wheel.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):  # commands print as they do to a pipe
+        # Commands print as they do to a pipe.
+        for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
             patch.delenv(name, raising=False)
         if sys.flags.isolated:
             patch.chdir(tmp_path_factory.mktemp("elsewhere"))

@@ -52,7 +52,8 @@ def _multiplies(name: str, format: torch.dtype) -> bool:
         rows, weight = _numbers(format, m, k), _numbers(format, n, k)
         try:
             actual = _call(name, rows, weight.t())
-        except RuntimeError:  # this release of PyTorch or its library does not support the format on this CPU
+        except RuntimeError:
+            # This release of PyTorch or its library does not support the format on this CPU.
             return False
         exact = rows.double() @ weight.double().t()
         rounding = 0 if format == INT8 else torch.finfo(actual.dtype).eps + k * torch.finfo(torch.float32).eps

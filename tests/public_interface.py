@@ -108,7 +108,8 @@ def _add_commands(path: str, command: Any, result: Record) -> None:
     result[path] = "command"
     hints = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
-        if parameter.name in hints:  # typer's type objects depend on its release
+        # typer's type objects depend on its release.
+        if parameter.name in hints:
             spelling = " ".join([*parameter.opts, *parameter.secondary_opts])
             result[f"{path} {spelling}"] = {
                 "argument": parameter.param_type_name == "argument",

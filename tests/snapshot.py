@@ -15,7 +15,8 @@ from typing import Any
 ROOTS = ("transformers", "torch", "accelerate")
 ABSENT = object()
 CACHES = ("torch._dynamo", "torch._guards", "torch.fx", "torch._higher_order_ops", "torch._opaque_base")
-_DEPTH = 3  # maximum nesting of containers and objects in an entry of a module or class
+# Maximum nesting of containers and objects in an entry of a module or class.
+_DEPTH = 3
 
 # Attributes that Python itself sets or replaces, such as the caches of `abc` and `warnings`.
 _WRITTEN_BY_PYTHON = {"__warningregistry__", "__abstractmethods__", "_abc_impl", "__weakref__", "__annotations__"}
@@ -66,7 +67,8 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
-                continue  # the compiler adds modules under these names to the globals of compiled code
+                # The compiler adds modules under these names to the globals of compiled code.
+                continue
             if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
             wrong[".".join((*path, str(name)))] = old, new
@@ -135,7 +137,8 @@ def _has_attributes(value: Any) -> bool:
 
 def _is_namespace(value: Any) -> bool:
     if _is(value, types.ModuleType):
-        return False  # modules are reached through sys.modules
+        # Modules are reached through sys.modules.
+        return False
     if _is(value, dict, list):
         return True
     if _is(value, type):

@@ -39,10 +39,14 @@ def test_an_invalid_budget_is_refused_with_the_valid_forms(budget):
 @pytest.mark.parametrize(
     ("gpu", "host", "carved_out", "expected"),
     [
-        (94, 120, 0.5, 94),  # limited by the pages that the driver may map
-        (94, 40, 0.5, 40.5),  # limited by the host's memory and the carve-out
-        (48, 48, 48, 48),  # the driver reports only the carve-out
-        (135, 32, 96, 128),  # the carve-out and all of the host's memory
+        # Limited by the pages that the driver may map.
+        (94, 120, 0.5, 94),
+        # Limited by the host's memory and the carve-out.
+        (94, 40, 0.5, 40.5),
+        # The driver reports only the carve-out.
+        (48, 48, 48, 48),
+        # The carve-out and all of the host's memory.
+        (135, 32, 96, 128),
     ],
 )
 def test_memory_shared_by_host_and_gpu_is_limited_by_both(gpu, host, carved_out, expected):

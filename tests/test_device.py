@@ -49,7 +49,8 @@ def test_the_architecture_has_no_flags_and_is_that_of_the_current_device(rocm: l
     ) * 3
     assert hf_rocm.gpu_arch() == hf_rocm.gpu_arch("cuda") == hf_rocm.gpu_arch(1) == "gfx1100"
     assert hf_rocm.gpu_arch("cpu") is None
-    assert rocm == [0, 1]  # every device is queried only once
+    # Every device is queried only once.
+    assert rocm == [0, 1]
 
 
 def test_a_rocm_build_without_a_gpu_has_no_architecture(rocm: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

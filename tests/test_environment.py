@@ -23,7 +23,8 @@ def settings(monkeypatch: pytest.MonkeyPatch):
     The function returns (result, effective settings). Its argument `hip` is None for a build without ROCm.
     """
     for name in environment.ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
+        # So that monkeypatch restores the variable after the test.
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
     def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):

@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_rocm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "accelerate", "aiter", "triton"}
-KERNELS = "hf_rocm.ops.triton.kernels"  # the only package that imports triton at module level
+# The only package that imports triton at module level.
+KERNELS = "hf_rocm.ops.triton.kernels"
 # modules with subclasses of transformers' classes, which need their bases at import time
 SUBCLASSES = (
     "hf_rocm.generation.cache",
@@ -22,7 +23,8 @@ SUBCLASSES = (
     "hf_rocm.generation.token_choice",
     "hf_rocm.loading.stored_quantizer",
 )
-CEILING = 400  # maximum number of lines of a module
+# Maximum number of lines of a module.
+CEILING = 400
 
 # modules that run without a model: `import hf_rocm`, the command line, options, and installed blocks
 CHEAP = ("hf_rocm", "hf_rocm.__main__", "hf_rocm.check_version", "hf_rocm.cli", "hf_rocm.options", "hf_rocm.overlay")
@@ -46,7 +48,8 @@ ORDER = (
     ("arguments", "budget", "files", "option_values", "options", "tolerance"),
     ("variables",),
     ("errors",),
-    ("hf_rocm",),  # every module may import the version from it
+    # Every module may import the version from it.
+    ("hf_rocm",),
 )
 
 
@@ -85,7 +88,8 @@ def test_packages_import_downwards_only() -> None:
     upward = {
         (_short(importer), _short(imported))
         for importer, targets in graph.items()
-        if importer != "hf_rocm"  # hf_rocm itself imports every public name lazily
+        # hf_rocm itself imports every public name lazily.
+        if importer != "hf_rocm"
         for imported in targets
         if rows[_package(imported)] < rows[_package(importer)]
     }
@@ -203,7 +207,8 @@ def test_only_the_command_line_prints_or_exits() -> None:
         }
         for node in ast.walk(tree):
             if id(node) in caught:
-                continue  # a failed build of aiter raises SystemExit, which must not end the user's program
+                # A failed build of aiter raises SystemExit, which must not end the user's program.
+                continue
             if isinstance(node, ast.Name) and node.id in ("print", "exit", "quit", "SystemExit"):
                 wrong.append(f"{name}:{node.lineno} {node.id}")
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit", "sys.stdout"):

@@ -37,11 +37,13 @@ def test_faults_depend_on_the_gpu_and_the_release(gfx: str | None, rocm: str | N
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),  # the third number is HIP's build number
+        # The third number is HIP's build number.
+        ({"torch": "2.9.0", "hip": "7.2.26015-4179531dcd"}, "7.2"),
         ({"rocm": "7.2.3", "torch": "2.10.0+rocm7.2", "hip": "7.2.26015"}, "7.2.3"),
         ({"torch": "2.10.0+rocm7.2.4.git1a2b3c4d", "hip": "7.2.53211-e1a6bc5663"}, "7.2.4"),
         ({"torch": "2.11.0+rocm7.2", "hip": "7.2.26015-4179531dcd"}, "7.2"),
-        ({"rocm": "10.1.0", "torch": "2.14.0+rocm10.1", "hip": "7.16.0"}, "10.1.0"),  # HIP has its own version numbers
+        # HIP has its own version numbers.
+        ({"rocm": "10.1.0", "torch": "2.14.0+rocm10.1", "hip": "7.16.0"}, "10.1.0"),
         ({"rocm": "10.1", "torch": "2.14.0", "hip": "7.16.2"}, "10.1"),
         ({"torch": "2.9.0a0+git1a2b3c4"}, None),
         ({"torch": "2.9.0+cu128"}, None),

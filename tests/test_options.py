@@ -136,7 +136,8 @@ def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
     monkeypatch.setenv("HF_ROCM_WEATHER", "1")
     monkeypatch.setenv("USE_AITER_ATENTION", "1")
-    monkeypatch.setenv("USE_TORCH", "1")  # an option of transformers
+    # An option of transformers.
+    monkeypatch.setenv("USE_TORCH", "1")
     monkeypatch.setattr(variables, "_warned", set())
     for _ in range(2):
         options.refresh()

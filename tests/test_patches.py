@@ -62,7 +62,8 @@ def test_a_change_is_undone_with_its_last_user(owner):
     stock, first, second = vars(owner)["own"], User(), User()
     change = Change(owner, "own", labelled("a"), key="k")
     patches.apply(change, user=first)
-    patches.apply(change, user=first)  # applying twice has no further effect
+    # Applying twice has no further effect.
+    patches.apply(change, user=first)
     patches.apply(Change(owner, "own", labelled("b"), key="k"), user=second)
     assert owner().own() == ["a", "stock"] and patches.of(second) == [change] and patches.on(owner) == [change]
     assert patches.release(first) == [] and owner().own() == ["a", "stock"]
@@ -186,7 +187,8 @@ def test_the_same_change_under_a_wrapper_is_reactivated_in_place(owner):
     assert vars(owner)["own"] is stock
     patches.apply(change, user=first)
     assert owner().own() == ["a", "stock"]
-    owner.own = stock  # another library restores stock's function
+    # Another library restores stock's function.
+    owner.own = stock
     patches.apply(change, user=second)
     assert owner().own() == ["a", "stock"]
     patches.release(first)
@@ -297,7 +299,8 @@ class Stack(RuleBasedStateMachine):
         self.owner, self.stock = Owner, vars(Owner).get("method", ABSENT)
         self.users = [User() for _ in range(3)]
         self.needs = [set() for _ in self.users]
-        self.theirs = []  # (label, wrapper, previous attribute) in the order of installation
+        # (label, wrapper, previous attribute) in the order of installation.
+        self.theirs = []
         self.orderly, self.count = True, 0
 
     @rule(user=st.integers(0, 2), keys=st.sets(st.sampled_from("abc"), min_size=1))

@@ -202,7 +202,8 @@ class Reversal(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def generate(self, index):
         kind, model, exact = self.some(index)
-        if not getattr(model, "_compiled_call_impl", None):  # compiling takes seconds and has a separate test
+        # Compiling takes seconds and has a separate test.
+        if not getattr(model, "_compiled_call_impl", None):
             made = tokens_of(model)
             assert not exact or torch.equal(made, World.expected[kind])
 
@@ -213,7 +214,8 @@ class Reversal(RuleBasedStateMachine):
         try:
             hf_rocm.quantize(entry[1], "int8", keep="cpu", force=True)
         except HfRocmError:
-            return  # the model is already quantised
+            # The model is already quantised.
+            return
         entry[2] = False
 
     @precondition(lambda self: self.models)
@@ -325,7 +327,8 @@ class Reversal(RuleBasedStateMachine):
         while self.wrappers:
             remaining = len(self.wrappers)
             self.unwrap()
-            hf_rocm.deactivate()  # the next operation undoes a change that was below another wrapper
+            # The next operation undoes a change that was below another wrapper.
+            hf_rocm.deactivate()
             assert len(self.wrappers) < remaining, "a change of hf_rocm is still above another wrapper"
         for kind, model, _ in self.models:
             assert torch.equal(tokens_of(model), World.expected[kind])
@@ -369,7 +372,8 @@ def test_a_compiled_forward_leaves_no_changes():
     del stock
     torch._dynamo.reset()
     gc.collect()
-    before = snapshot.take()  # the compiler changes nn.Module once, at its first compilation
+    # The compiler changes nn.Module once, at its first compilation.
+    before = snapshot.take()
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True)
     hf_rocm.compile(model, force=True, backend="eager")
     with torch.no_grad():

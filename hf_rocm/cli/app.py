@@ -74,9 +74,11 @@ def build() -> typer.Typer:
     app = typer.Typer(
         cls=StartPage,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: nothing is truncated, and rich is not imported for it
+        # Plain help: nothing is truncated, and rich is not imported for it.
+        rich_markup_mode=None,
         subcommand_metavar="COMMAND [ARGUMENTS]",
-        context_settings={"help_option_names": ["-h", "--help"]},  # for every command: contexts inherit them
+        # For every command: contexts inherit them.
+        context_settings={"help_option_names": ["-h", "--help"]},
         help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays "
         "unchanged, and every change can be undone.",
     )
@@ -100,9 +102,11 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "doctor":  # doctor lists unknown variables and invalid values in its report
+    # doctor lists unknown variables and invalid values in its report.
+    if context.invoked_subcommand != "doctor":
         options.check_names()
     if context.invoked_subcommand in ("status", "install-overlays", "uninstall-overlays"):
-        wrong = options.invalid(options.environment())  # other commands raise this error if they use the option
+        # Other commands raise this error if they use the option.
+        wrong = options.invalid(options.environment())
         if wrong is not None:
             print_notice(f"{wrong.message}; `hf-rocm doctor` lists the allowed values")

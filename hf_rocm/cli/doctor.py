@@ -15,7 +15,8 @@ from hf_rocm.tools.doctor.report import Finding, Level, Report
 from hf_rocm.tools.wrapping import width, wrapped
 
 _STYLES = {Level.OK: "good", Level.WARNING: "attention", Level.PROBLEM: "error"}
-_NARROW = 40  # if fewer columns are left next to the check's name, the text starts below it
+# If fewer columns are left next to the check's name, the text starts below it.
+_NARROW = 40
 
 
 def doctor(

@@ -21,7 +21,8 @@ from hf_rocm.overlay.plan import Plan, Verb
 
 _DONE = {Verb.INSTALL: "installed", Verb.UPDATE: "updated", Verb.REMOVE: "removed"}
 _PLANNED = {Verb.INSTALL: "would install", Verb.UPDATE: "would update", Verb.REMOVE: "would remove"}
-_NAMED = 12  # the largest number of models that are listed without --all
+# The largest number of models that are listed without --all.
+_NAMED = 12
 
 
 def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, everything: bool = False) -> None:
@@ -78,7 +79,8 @@ def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
 def _forced() -> bool:
     try:
         return options.force_requested()
-    except OptionError:  # then models with installed overlays stay stock
+    except OptionError:
+        # Then models with installed overlays stay stock.
         return False
 
 

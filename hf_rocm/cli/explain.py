@@ -25,7 +25,8 @@ def explain(
     from hf_rocm.tools.explain import explain as account
     from hf_rocm.tools.load import load
 
-    with torch.no_grad():  # `generate` also disables gradients
+    # `generate` also disables gradients.
+    with torch.no_grad():
         explanation = account(load(model, device=device, force=force))
     if json:
         print_json(explanation.to_dict())

@@ -15,8 +15,10 @@ import typer
 
 from hf_rocm.tools.wrapping import width, wrapped
 
-_WIDEST = 120  # the largest width of a help page, in columns
-_COLUMN = 30  # the largest width of the first column; after a longer name, the text starts on the next line
+# The largest width of a help page, in columns.
+_WIDEST = 120
+# The largest width of the first column; after a longer name, the text starts on the next line.
+_COLUMN = 30
 
 
 class HelpText:

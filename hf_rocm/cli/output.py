@@ -21,7 +21,8 @@ from hf_rocm.tools.wrapping import width, wrapped
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHORT = 20  # cells of at most this many characters are not wrapped, except in the header
+# Cells of at most this many characters are not wrapped, except in the header.
+_SHORT = 20
 
 THEME = {
     "good": "green", "attention": "yellow", "wrong": "red", "error": "bold red",
@@ -101,7 +102,8 @@ def print_states(
     """
     single = [state for state in states if named or not _usual(state)]
     if not named and not everything and len(single) > LISTED:
-        single = [state for state in single if not state.good]  # the other files need no attention: they stay stock
+        # The other files need no attention: they stay stock.
+        single = [state for state in single if not state.good]
     if single:
         rows = [
             (state.model, state.overlay.id if state.overlay else "-", *_axes(state), state.detail) for state in single

@@ -18,9 +18,12 @@ from hf_rocm.tools.porting import Finding, Report, Severity, check
 from hf_rocm.tools.porting.sources import COUNTERPART
 from hf_rocm.tools.wrapping import width, wrapped
 
-_LINES = 25  # the largest number of lines without --all; a longer report is summarised
-_SHOWN = 12  # the largest number of places per rule, skipped paths per reason, and unread suffixes, without --all
-_SUMMARISED = 4  # the largest number of reasons and of unread suffixes in a summary
+# The largest number of lines without --all; a longer report is summarised.
+_LINES = 25
+# The largest number of places per rule, skipped paths per reason, and unread suffixes, without --all.
+_SHOWN = 12
+# The largest number of reasons and of unread suffixes in a summary.
+_SUMMARISED = 4
 
 
 def port_check(

@@ -18,9 +18,12 @@ from hf_rocm.errors import HfRocmError, RankError
 
 Facts = Mapping[str, str]
 
-_PAUSE = 0.002  # seconds between the first two polls of the store; the pause doubles, up to 16 times this value
-_GRACE = 5.0  # seconds for the other ranks to read an error before this rank, and perhaps the store, ends
-_SHOWN = 6  # the largest number of differing facts that are listed; further ones are only counted
+# Seconds between the first two polls of the store; the pause doubles, up to 16 times this value.
+_PAUSE = 0.002
+# Seconds for the other ranks to read an error before this rank, and perhaps the store, ends.
+_GRACE = 5.0
+# The largest number of differing facts that are listed; further ones are only counted.
+_SHOWN = 6
 _calls: dict[tuple[int, str], Iterator[int]] = {}
 
 
@@ -105,7 +108,8 @@ class _Call:
                 here = [rank for rank in here if not self.store.check([f"{self.prefix}/read/{rank}"])]
                 time.sleep(_PAUSE)
         except RuntimeError:
-            pass  # the store has ended, so no rank still waits on it
+            # The store has ended, so no rank still waits on it.
+            pass
 
     def _key(self, rank: int) -> str:
         return f"{self.prefix}/{rank}"

@@ -100,7 +100,8 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _stores.clear()  # the agent's store did not answer an earlier load with a shorter timeout
+        # The agent's store did not answer an earlier load with a shorter timeout.
+        _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
     made = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
@@ -113,7 +114,8 @@ def groups_store() -> Any | None:
     from torch.distributed import distributed_c10d
 
     if process_group() is not None:
-        with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # MPI's groups have no store
+        # MPI's groups have no store.
+        with contextlib.suppress(AttributeError, ValueError, RuntimeError):
             return distributed_c10d._get_default_store()
     return None
 
@@ -134,7 +136,8 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
     try:
         agents = _tcp_store(here, variables, timeout)
     except RuntimeError:
-        _stores.append(None)  # do not wait for it a second time
+        # Do not wait for it a second time.
+        _stores.append(None)
         raise
     _stores.append(agents)
     return agents
@@ -169,7 +172,8 @@ def _sharded(arguments: Mapping[str, Any]) -> bool:
     sizes = [setting(config, name) for name in _SIZES]
     if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
         return True
-    if not any(sizes):  # transformers 4.x: the config has no size, and layers are split over all ranks
+    # transformers 4.x: the config has no size, and layers are split over all ranks.
+    if not any(sizes):
         return setting(config, "enable_expert_parallel") is not None
     return any(size not in (None, 1) for size in sizes)
 

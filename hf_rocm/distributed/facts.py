@@ -41,9 +41,11 @@ LOCAL = frozenset(
         "use_auth_token",
     )
 )
-_SECRET = frozenset(("token", "use_auth_token", "proxies"))  # keys that are omitted from dict arguments
+# Keys that are omitted from dict arguments.
+_SECRET = frozenset(("token", "use_auth_token", "proxies"))
 _LOCAL_OPTIONS = frozenset(("probe_timeout", "refresh", "ranks_timeout"))
-_SHOWN = 12  # the number of hexadecimal digits to which a digest is shortened
+# The number of hexadecimal digits to which a digest is shortened.
+_SHOWN = 12
 
 HINT = (
     "install the same versions of hf-rocm, transformers, torch and aiter on every node, run `hf-rocm install-overlays` "
@@ -140,11 +142,13 @@ def _canonical(value: Any) -> str:
         return "{" + ", ".join(sorted(map(_canonical, value))) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_canonical, value)) + "]"
-    if hasattr(value, "mesh_dim_names"):  # a DeviceMesh
+    # A DeviceMesh.
+    if hasattr(value, "mesh_dim_names"):
         return f"mesh {value.mesh.tolist()} {value.mesh_dim_names}"
     if hasattr(value, "to_dict"):
         return f"{type(value).__name__} {_canonical(value.to_dict())}"
-    if type(value).__module__ == "torch":  # a dtype
+    # A dtype.
+    if type(value).__module__ == "torch":
         return str(value)
     return f"a value of type {type(value).__qualname__}"
 

@@ -32,7 +32,8 @@ def check(config: Any, size: int, arguments: Mapping[str, Any]) -> None:
         return
     users = arguments.get("tp_plan") or setting(arguments.get("distributed_config"), "tp_plan")
     if setting(arguments.get("distributed_config"), "enable_expert_parallel") and users is None:
-        return  # only the plan for experts applies
+        # Only the plan for experts applies.
+        return
     for part in _parts(config):
         plan = dict(getattr(part, "base_model_tp_plan", None) or {})
         if isinstance(users, Mapping):
@@ -60,7 +61,8 @@ def _divided(config: Any, plan: Mapping[str, str]) -> dict[str, list[int]]:
         value = getattr(config, name, None)
         heads = [value] if isinstance(value, int) else value
         if name == "num_global_key_value_heads" and not getattr(config, "attention_k_eq_v", True):
-            continue  # without attention_k_eq_v, Gemma 4 sets this number but does not use it
+            # Without attention_k_eq_v, Gemma 4 sets this number but does not use it.
+            continue
         if isinstance(heads, (list, tuple)) and layers.intersection(projections):
             counts[name] = [count for count in heads if isinstance(count, int)]
     return counts

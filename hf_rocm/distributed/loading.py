@@ -44,7 +44,8 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     try:
         shared = existing_store(here, timeout=WAIT) if served else groups_store()
     except RuntimeError:
-        shared = None  # every rank then logs its own messages
+        # Every rank then logs its own messages.
+        shared = None
     if served and shared is None:
         yield
         return

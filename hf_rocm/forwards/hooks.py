@@ -59,7 +59,8 @@ def _is_transformers(cls: type, name: str) -> bool:
 
 
 def _run(name: str, self: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if compiling() or "_is_replica" in self.__dict__:  # nn.DataParallel creates new replicas on every call
+    # nn.DataParallel creates new replicas on every call.
+    if compiling() or "_is_replica" in self.__dict__:
         return stock(*args, **kwargs)
     state = state_of(self)
     if state.disabled is not None:

@@ -100,7 +100,8 @@ class _Found(NamedTuple):
 
 def _recorded(model: Any, state: State, given: _Given) -> Any:
     """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
-    if state.disabled is not None:  # another thread has disabled recording while this one waited
+    # Another thread has disabled recording while this one waited.
+    if state.disabled is not None:
         return _NOT_REPLAYED
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():
@@ -222,7 +223,8 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
     observed = observe(call.forward, call.inputs, snapshot.tensors)
     output = observed.output if call.padded is None else call.given()
     if not snapshot.unchanged(model):
-        _begin(model, state)  # the call has stored something in the model that the next call may use
+        # The call has stored something in the model that the next call may use.
+        _begin(model, state)
         return output
     reason = observed.reason
     if reason is None:
@@ -284,7 +286,8 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
         output = call.given()
     if compared.agrees:
         if recording.alarm.rang():
-            recording.alarm.ignored = True  # the model's own outputs are not finite
+            # The model's own outputs are not finite.
+            recording.alarm.ignored = True
         if not _padding_agrees(model, state, recording, call, compared.output, output, earlier=schedule.since):
             return output
         if schedule.proven:

@@ -108,7 +108,8 @@ class Snapshot:
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
             ) or self._only_notes_changed(model)
-        except (RuntimeError, LookupError, TypeError, ValueError):  # a tensor was replaced, or an attribute removed
+        except (RuntimeError, LookupError, TypeError, ValueError):
+            # A tensor was replaced, or an attribute removed.
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:

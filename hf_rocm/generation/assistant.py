@@ -55,7 +55,8 @@ class Rounds:
 
     def begin(self, cache: DecodeCache, tokens: int) -> None:
         """Use this empty cache for all rounds. tokens: the number of new tokens of the first round."""
-        cache.drafts = 1  # the second round may compute the prompt's last token again
+        # The second round may compute the prompt's last token again.
+        cache.drafts = 1
         cache.ahead = tokens
         self.cache, self._runner = cache, None
 
@@ -66,7 +67,8 @@ class Rounds:
             return stock(input_ids, *args, **kwargs)
 
     def _step(self, arguments: Mapping[str, Any]) -> Any:
-        if SETTINGS not in self.model.__dict__:  # the model was restored in the meantime
+        # The model was restored in the meantime.
+        if SETTINGS not in self.model.__dict__:
             return self.model(**arguments)
         if self._runner is None:
             assert self.cache is not None

@@ -335,12 +335,12 @@ class DecodeCache(Cache):
     def crop(self, tokens: int) -> None:
         """Forget the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
 
-        In a call that verifies drafts, a positive number is the length to crop to (also 0 if `_CROPS_TO_A_LENGTH`).
+        In a call that verifies drafts, a number > 0 (or 0 if `_CROPS_TO_A_LENGTH`), maybe a tensor, is the new length.
         """
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")
         to_length = tokens > 0 or (tokens == 0 and self.drafts is not None and _CROPS_TO_A_LENGTH)
-        forgotten = int(max(0, self.length - tokens) if to_length else -tokens)  # `tokens` is a tensor in some releases
+        forgotten = int(max(0, self.length - tokens) if to_length else -tokens)
         for layer in self.attending:
             layer.rows -= forgotten
 

@@ -65,7 +65,8 @@ class Layer:
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
         """Allocate buffers for heads with the shapes of key and value, and copy the rows that are already written."""
         old = self.buffers
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
+        # Inference tensors can't be written outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             self.keys = _buffer(key, rows, old[0], self.rows)
             self.values = _buffer(value, rows, old[1], self.rows)
 
@@ -119,6 +120,7 @@ def _buffer(like: Tensor, rows: int, old: Tensor | None, written: int) -> Tensor
     buffer = like.new_zeros((like.shape[0], like.shape[1], rows, like.shape[3]))
     if old is not None and written:
         buffer[:, :, :written].copy_(old[:, :, :written])
-        if old.is_cuda:  # the buffer may have been allocated on another stream
+        # The buffer may have been allocated on another stream.
+        if old.is_cuda:
             old.record_stream(torch.cuda.current_stream(old.device))
     return buffer

@@ -92,7 +92,8 @@ def compare(
     operators, agrees, difference = 0, False, 0.0
     for number in range(RUNS):
         cache.rewind()
-        with Operators() if number else nullcontext() as counted:  # operators are counted only after a difference
+        # Operators are counted only after a difference.
+        with Operators() if number else nullcontext() as counted:
             returned = _run(model, arguments, cache, back)
         outputs, digests = returned.outputs, returned.digests
         operators = 0 if counted is None else counted.count // (back + 1)
@@ -127,7 +128,8 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
 
     def run() -> Any:
         cache.aim(cache.tokens)
-        with as_captured(), counters_watched():  # run the same kernels as the recording
+        # Run the same kernels as the recording.
+        with as_captured(), counters_watched():
             outputs = model(**arguments)
         tensors = tensors_of(outputs)
         digests.append(digest(tensors, largest(outputs)))
@@ -171,7 +173,8 @@ def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float
         noise = max((_apart(run[index], two) for run in runs[:-1]), default=0.0)
         eps = torch.finfo(two.dtype).eps if two.is_floating_point() else 0.0
         rounding = ROUNDINGS * eps * float(two.float().abs().max())
-        agree = agree and off <= 2 * noise and noise <= rounding  # also False for NaN
+        # Also False for NaN.
+        agree = agree and off <= 2 * noise and noise <= rounding
         worst = worst if off <= worst or math.isnan(worst) else off
         noisy = noisy or noise != 0
     return agree, worst, noisy
@@ -196,6 +199,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # DTensor calls the operators on its local tensors, which are counted
+            # DTensor calls the operators on its local tensors, which are counted.
+            return NotImplemented
         self.count += not operator.is_view
         return operator(*args, **(kwargs or {}))

@@ -128,7 +128,8 @@ def automatic(model: Any, requested: Any) -> Any:
 
     check()
     config: Any = CompileConfig(options=arguments({})["options"])
-    config.mode = None  # None means `default`; PyTorch does not accept options together with a mode
+    # None means `default`; PyTorch does not accept options together with a mode.
+    config.mode = None
     return config
 
 

@@ -28,17 +28,20 @@ from hf_rocm.generation.methods import put_before
 # In a prepared model's __dict__: a bool, whether graphs are required.
 MARK = "_hf_rocm_continuous_batching"
 
-_ORIGINAL = "_original_attn_impl"  # the attribute of a manager with the implementation to restore
+# The attribute of a manager with the implementation to restore.
+_ORIGINAL = "_original_attn_impl"
 
 _METHOD = "init_continuous_batching"
 
-_HINTS = "workload_hints"  # an argument of `init_continuous_batching`
+# An argument of `init_continuous_batching`.
+_HINTS = "workload_hints"
 
 # The largest number of pages of a request with a page table, unless the user sets a limit. The tables of all requests
 # are copied to the device in every step.
 _MOST_PAGES = 128
 
-_CREATE = "_create_batch_processor"  # the manager's method that allocates the cache, in the thread that runs the steps
+# The manager's method that allocates the cache, in the thread that runs the steps.
+_CREATE = "_create_batch_processor"
 
 # transformers records graphs if one of these is set in the config or passed as an argument.
 _PADDINGS = (
@@ -116,7 +119,8 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
     except BaseException:
         self.set_attn_implementation(own)
         raise
-    patches.exchange(manager.__dict__, _ORIGINAL, None, own)  # the manager restores this implementation when it stops
+    # The manager restores this implementation when it stops.
+    patches.exchange(manager.__dict__, _ORIGINAL, None, own)
     return _in_order(manager)
 
 
@@ -126,11 +130,13 @@ def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
-    page = config.page_size if hasattr(config, "page_size") else config.block_size  # `block_size` up to 5.17
+    # `block_size` up to 5.17.
+    page = config.page_size if hasattr(config, "page_size") else config.block_size
     if longest > usual * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
-        keys = min(longest, (_MOST_PAGES - 1) * page)  # transformers adds a page
+        # transformers adds a page.
+        keys = min(longest, (_MOST_PAGES - 1) * page)
         call.arguments[_HINTS] = WorkloadHints(max_prompt_length=keys, max_generated_length=0, num_requests=0)
 
 
@@ -195,7 +201,8 @@ def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
     """Whether the user requested graphs, directly or by sizes that only graphs need; None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
-        return any(value) if isinstance(value, tuple) else bool(value)  # a tuple has values for (prompts, steps)
+        # A tuple has values for (prompts, steps).
+        return any(value) if isinstance(value, tuple) else bool(value)
     return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
 
 

@@ -57,7 +57,8 @@ def refuses_model(model: Any) -> str | None:
     if reason is not None:
         return reason
     config = model.config
-    if getattr(type(model), "_is_stateful", False):  # its layers have recurrent states
+    # Its layers have recurrent states.
+    if getattr(type(model), "_is_stateful", False):
         reason = hybrid.refuses(config.get_text_config(decoder=True))
         if reason is not None:
             return reason
@@ -86,7 +87,8 @@ def refuses_model(model: Any) -> str | None:
 def refuses_ranks(model: Any) -> str | None:
     """Return why the ranks that this model is sharded over can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None  # this function runs on every call of generate, so skip the rest if there are no ranks
+        # This function runs on every call of generate, so skip the rest if there are no ranks.
+        return None
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
         return "its layers are split across ranks (pipeline parallelism)"
@@ -224,7 +226,8 @@ def _refuses_preparation(model: Any) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    function = getattr(hook, "func", hook)  # unwraps a partial
+    # Unwraps a partial.
+    function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in KNOWN
 
 
@@ -240,7 +243,8 @@ def windows(model: Any) -> Sequence[int | None] | str:
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
-        return [None] * config.num_hidden_layers  # sliding layers differ only in their masks
+        # Sliding layers differ only in their masks.
+        return [None] * config.num_hidden_layers
     recurrent = getattr(cache_utils, "LinearAttentionLayer", None)
     sizes: list[int | None] = []
     layers: Any = cache_utils.StaticCache(config=config, max_cache_len=_LONG).layers

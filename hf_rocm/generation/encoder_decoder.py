@@ -153,7 +153,8 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         if arguments["encoder_outputs"] is not self._source:
             self._keep(arguments["encoder_outputs"])
         replaced: dict[str, Any] = {"encoder_outputs": self.encoder_outputs}
-        if arguments.get("decoder_attention_mask") is None:  # releases before 5.19 create the mask within the step
+        # Releases before 5.19 create the mask within the step.
+        if arguments.get("decoder_attention_mask") is None:
             replaced["decoder_attention_mask"] = self._written_rows(len(arguments["decoder_input_ids"]))
         if "attention_mask" in arguments or self._mask is not None:
             replaced["attention_mask"] = self._mask
@@ -224,7 +225,8 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     shape = (len(state), 1, 1, state.shape[1])
     if attention_mask is not None and attention_mask.ndim == 2:
         query = torch.empty((len(state), 1, 0), dtype=state.dtype, device=state.device)
-        mask = make(model.config, query, attention_mask, state)  # releases differ in the second parameter's name
+        # Releases differ in the second parameter's name.
+        mask = make(model.config, query, attention_mask, state)
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
             return mask if fits else "the mask of the encoder's padding has an unexpected shape"

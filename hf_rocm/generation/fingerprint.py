@@ -113,7 +113,8 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
         return tuple((str(key), _fact(item, kept)) for key, item in value.items())
     try:
         return _identity(value)
-    except TypeError:  # it does not support weak references
+    except TypeError:
+        # It does not support weak references.
         kept.append(value)
         return id(value)
 
@@ -149,13 +150,15 @@ class _Identity:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    shard = getattr(tensor, "_local_tensor", None)  # the local part of a DTensor
+    # The local part of a DTensor.
+    shard = getattr(tensor, "_local_tensor", None)
     if shard is not None:
         return id(tensor), _place(shard)
     if tensor.__class__ not in (nn.Parameter, Tensor):
         try:
             pointer = tensor.data_ptr()
-        except (RuntimeError, NotImplementedError):  # it has no storage
+        except (RuntimeError, NotImplementedError):
+            # It has no storage.
             pointer = 0
         return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -111,11 +111,13 @@ def take_request(arguments: dict[str, Any]) -> bool:
     Returns whether a request was removed. transformers would raise an error while it builds the model; the
     implementation is set after `prepare` instead.
     """
-    config = arguments.get("config")  # `AutoModel*` moves the request into the config
+    # `AutoModel*` moves the request into the config.
+    config = arguments.get("config")
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
     if requested != NAME or unavailable() is not None:
         return False
-    arguments[_ARGUMENT] = None  # transformers' default, which also overrides the config
+    # transformers' default, which also overrides the config.
+    arguments[_ARGUMENT] = None
     return True
 
 

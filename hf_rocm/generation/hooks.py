@@ -91,7 +91,8 @@ def _prepare_cache_for_generation(
     state = state_of(self)
     brought = model_kwargs.get("past_key_values") is not None
     rounds = assistant.rounds_of(self, generation_config)
-    if rounds is not None and brought:  # not the first round
+    # Not the first round.
+    if rounds is not None and brought:
         if rounds.cache is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         else:
@@ -233,7 +234,8 @@ def _prompt(model_kwargs: dict[str, Any]) -> int:
 def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[str, Any], generation_config: Any) -> Any:
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, DecodeCache):
-        return cache.drafts is None  # with drafts, `loops` runs recorded steps where the loop calls the model
+        # With drafts, `loops` runs recorded steps where the loop calls the model.
+        return cache.drafts is None
     return stock(model_kwargs, generation_config)
 
 
@@ -246,7 +248,7 @@ def _get_compiled_call(self: Any, stock: Method, compile_config: Any) -> Any:
         if not isinstance(cache, DecodeCache):
             return stock(compile_config)(**arguments)
         if runner is None or runner.cache is not cache:
-            if SETTINGS not in self.__dict__:  # the model was restored in the meantime
+            if SETTINGS not in self.__dict__:
                 return self(**arguments)
             runner = Runner(state_of(self), cache)
         return runner(self, arguments)
@@ -284,10 +286,11 @@ def _decoded(
             rewind = raised
         if rewind is None:
             break
-        attempt.take_back(rewind)  # steps of the model with the wrong replay are no longer recorded
-    result = _with_users_cache(result, attempt.cache)
-    for model, cache in attempt.caches(self):  # not after an error, which may have left the caches in any state
-        state = known(model)  # None if the model was restored in the meantime
+        attempt.take_back(rewind)
+    result = user_cache.store(result, attempt.cache)
+    # Not after an error, which may have left the caches in any state.
+    for model, cache in attempt.caches(self):
+        state = known(model)
         if state is not None and state.disabled is None:
             state.pool.put(cache)
     return result
@@ -297,9 +300,11 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
     try:
         return loop(self, stock, input_ids, args, attempt)
     except GraphError:
-        raise  # replays may have been wrong, so the user's cache is left unchanged
-    except BaseException:  # raised by user code: as in stock, the cache has the tokens so far
-        _with_users_cache(None, attempt.cache)
+        # Replays may have been wrong, so the user's cache is left unchanged.
+        raise
+    except BaseException:
+        # Raised by user code: as in stock, the cache has the tokens so far.
+        user_cache.store(None, attempt.cache)
         raise
 
 
@@ -368,21 +373,12 @@ def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:
     return result
 
 
-def _with_users_cache(result: Any, cache: DecodeCache) -> Any:
-    """Write the new keys and values to the cache that the user passed or receives, and add this cache to the result."""
-    user = cache.user
-    if user is not None:
-        user.store(cache)
-        if result is not None and not isinstance(result, Tensor):
-            result.past_key_values = user.cache
-    return result
-
-
 def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any, *args: Any, **kwargs: Any) -> Any:
     late = deferred_stop.current()
     if late is not None:
         late.begin_step()
-    if late is None or isinstance(this_peer_finished, bool):  # from 5.17 on, the decision has already been made
+    # From 5.17 on, the decision has already been made.
+    if late is None or isinstance(this_peer_finished, bool):
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)
 

@@ -107,7 +107,8 @@ def _prepare(
         return inputs
     tokens = input_ids.shape[1]
     if cache in _refused and (verifies(cache) or _refused[cache] == tokens - 1):
-        _refused[cache] = tokens  # this is the next step of a refused call
+        # This is the next step of a refused call.
+        _refused[cache] = tokens
         return inputs
     try:
         replaced = features.replaced("decode_inputs") or masks_replaced(model)
@@ -202,4 +203,5 @@ def _most(cache: Any) -> int:
 
 
 _steps: WeakKeyDictionary[Any, Step] = WeakKeyDictionary()
-_refused: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # cache → number of tokens at its last refused step
+# Cache → number of tokens at its last refused step.
+_refused: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

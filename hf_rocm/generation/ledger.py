@@ -16,7 +16,8 @@ from hf_rocm import options
 
 NAME = "graph_events.jsonl"
 
-_MOST = 100  # the largest number of events that are returned; older ones are left out
+# The largest number of events that are returned; older ones are left out.
+_MOST = 100
 
 _log = logging.getLogger("hf_rocm")
 
@@ -72,8 +73,10 @@ def record(event: Event) -> None:
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(event)) + "\n")  # one write of less than a page, so lines don't mix
-    except OSError as error:  # also if there is no path, because this user has no home folder
+            # One write of less than a page, so lines don't mix.
+            file.write(json.dumps(asdict(event)) + "\n")
+    except OSError as error:
+        # Also if there is no path, because this user has no home folder.
         _log.warning("the event can't be written to %s: %s", NAME, error)
 
 
@@ -92,5 +95,6 @@ def _event(line: str) -> Event | None:
     try:
         values = json.loads(line)
         return Event(**{name: value for name, value in values.items() if name in names})
-    except (ValueError, TypeError, AttributeError):  # written by another release, or truncated
+    except (ValueError, TypeError, AttributeError):
+        # Written by another release, or truncated.
         return None

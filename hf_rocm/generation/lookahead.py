@@ -139,7 +139,8 @@ class Lookahead:
         if launched is None or launched.input_ids.device != input_ids.device:
             on_device = torch.tensor([drafts]).to(input_ids.device, input_ids.dtype)
         else:
-            on_device = launched.input_ids[:, 1:]  # copying them from the host would wait for the launched step
+            # Copying them from the host would wait for the launched step.
+            on_device = launched.input_ids[:, 1:]
         candidates = torch.cat((input_ids, on_device), dim=1)
         self._tokens.draft(drafts, candidates)
         return candidates
@@ -161,7 +162,8 @@ class Lookahead:
 
         length: the length of the cache. Raises `GraphError` if the step began before this length.
         """
-        self._ids, self._prepared = self._prepared, None  # None if transformers has prepared the step
+        # None if transformers has prepared the step.
+        self._ids, self._prepared = self._prepared, None
         launched, self.launched, self.logits = self.launched, None, None
         if launched is None:
             return None
@@ -171,7 +173,8 @@ class Lookahead:
 
     def end(self, length: int) -> None:
         """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
-        used = self.launched is None  # else the loop has not called the last step that was launched
+        # Else the loop has not called the last step that was launched.
+        used = self.launched is None
         self.take(length)
         if used:
             self._see()

@@ -73,7 +73,8 @@ class Rows:
             return None
         try:
             self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad))
-        except TierUnavailable:  # a tier was requested, and the end tokens have changed to ones that it can't serve
+        except TierUnavailable:
+            # A tier was requested, and the end tokens have changed to ones that it can't serve.
             return None
         return self.appended.ids
 

@@ -17,7 +17,8 @@ from hf_rocm.patches import ABSENT, Change
 
 Method = Callable[..., Any]
 
-_COPIES = "copies"  # the key of the change to `__setstate__`, which marked copies call
+# The key of the change to `__setstate__`, which marked copies call.
+_COPIES = "copies"
 
 
 def put_before(model: Any, functions: Mapping[str, Method], mark: str) -> None:
@@ -57,7 +58,8 @@ def _method(function: Method, mark: str, change: Change) -> Method:
     # `wraps` preserves the signature, from which generate reads the arguments that a model accepts
     @functools.wraps(getattr(cls, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original = change.original  # not `call_of`, which would add a call to every step
+        # Not `call_of`, which would add a call to every step.
+        original = change.original
         inherited = getattr(super(cls, self), name) if original is ABSENT else original.__get__(self, cls)
         if mark not in self.__dict__ or type(self) is not cls or not change.live:
             return inherited(*args, **kwargs)

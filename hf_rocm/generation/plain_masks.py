@@ -111,7 +111,8 @@ def _applies(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     False while a compiler traces, for positional arguments, and if another tool has replaced the entry.
     """
     config = kwargs.get("config")
-    if is_compiling() or args or config is None or not change.live:  # compiled code keeps transformers' functions
+    # Compiled code keeps transformers' functions.
+    if is_compiling() or args or config is None or not change.live:
         return False
     if not any(id(config) in configs for configs in _marked.values()):
         return False

@@ -115,7 +115,8 @@ class Pool:
         """
         oldest = self._idle.pop(0)
         if oldest.used is not None:
-            oldest.used.synchronize()  # before the last reference goes out of scope
+            # Before the last reference goes out of scope.
+            oldest.used.synchronize()
 
     def latest_recording(self) -> Any:
         """The newest verified recording that uses the most recently used cache, or None. See `Recorded.proved`."""

@@ -38,7 +38,8 @@ class RecordedDraw(Recorded):
     probabilities, [B, V] fp32.
     """
 
-    alarms = False  # the alarm of the recorded step already detects logits that are not finite
+    # The alarm of the recorded step already detects logits that are not finite.
+    alarms = False
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
         logits = step.last_logits
@@ -130,7 +131,8 @@ def _drawn(probabilities: Tensor, noise: Tensor, compared: Tensor) -> Tensor:
     compared: [] bool, whether the check is left to the uncaptured draw that this one is compared with.
     """
     low, high = torch.aminmax(probabilities)
-    valid = (high < math.inf) & (low >= 0)  # so the sum of a softmax is not 0 either, which multinomial also checks
+    # So the sum of a softmax is not 0 either, which multinomial also checks.
+    valid = (high < math.inf) & (low >= 0)
     torch._assert_async(valid | compared, "probability tensor contains either `inf`, `nan` or element < 0")
     return (probabilities / noise).argmax(dim=-1, keepdim=True)
 

@@ -29,7 +29,8 @@ class Recorded:
     shapes and dtypes of these outputs.
     """
 
-    alarms = True  # whether outputs that are not finite raise the alarm
+    # Whether outputs that are not finite raise the alarm.
+    alarms = True
 
     def __init__(
         self,
@@ -38,7 +39,8 @@ class Recorded:
         run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         like: Sequence[Tensor],
     ) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors can't be written outside inference mode
+        # Inference tensors can't be written outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             places = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
             self.tensors = [torch.empty_like(tensor) for tensor in like]
             self.alarm = Alarm((*places, *like)[0].device)
@@ -86,6 +88,13 @@ class Recorded:
         self._recording.replay()
 
 
+def drop_oldest(recordings: dict[Any, Any], most: int) -> None:
+    """Keep the `most` newest recordings of this dict, and its other entries."""
+    steps = [key for key, recording in recordings.items() if isinstance(recording, Recorded)]
+    for oldest in steps[: max(0, len(steps) - most)]:
+        del recordings[oldest]
+
+
 class RecordedStep(Recorded):
     """A recorded decode step over a cache.
 
@@ -121,7 +130,8 @@ class RecordedStep(Recorded):
         self._fields |= zip(self._names, self.tensors, strict=True)
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
-        self._write(like)  # selects and compiles kernels
+        # Selects and compiles kernels.
+        self._write(like)
         self.digests.zero_()
         self.alarm.number.zero_()
 

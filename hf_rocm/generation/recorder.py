@@ -173,7 +173,8 @@ def _abandon(graph: Any, shared: _Shared) -> None:
     """
     try:
         graph.capture_end()
-    except RuntimeError:  # the same error again: the capture was invalidated
+    except RuntimeError:
+        # The same error again: the capture was invalidated.
         _leave_pool(shared)
         _abandoned.append((graph, shared))
         _devices.pop(shared.device, None)
@@ -189,7 +190,8 @@ def _leave_pool(shared: _Shared) -> None:
     """
     leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
     if leave is not None:
-        with suppress(RuntimeError):  # this version of PyTorch has already ended it
+        # This version of PyTorch has already ended it.
+        with suppress(RuntimeError):
             leave(shared.device.index, shared.pool)
 
 

@@ -16,9 +16,12 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Kind, Unlike, kinds_of
 from hf_rocm.generation.residents import Form, Residents, Source
 
-_CLOCKS = ("cache_position", "position_ids")  # arguments that grow by one with every token
-_OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")  # arguments that only some steps have
-_GROWTH = 256  # columns of the padding mask that are allocated in advance
+# Arguments that grow by one with every token.
+_CLOCKS = ("cache_position", "position_ids")
+# Arguments that only some steps have.
+_OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")
+# Columns of the padding mask that are allocated in advance.
+_GROWTH = 256
 
 
 class Step:
@@ -203,12 +206,14 @@ class Step:
             for name in self._given:
                 arguments.pop(name, None)
             self._removed, self._prepared = True, False
-            self._position = int(cache.get_seq_length())  # the masks are set when the number of drafts is known
+            # The masks are set when the number of drafts is known.
+            self._position = int(cache.get_seq_length())
             return
         self._position += 1
         decodes = isinstance(cache, DecodeCache)
         places = cache.places(1) if decodes and cache.has_room() else ()
-        self.residents.write(self._position, places)  # runs while the device is busy
+        # Runs while the device is busy.
+        self.residents.write(self._position, places)
         for name, value in self._given.items():
             self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
@@ -239,7 +244,8 @@ class Step:
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For every kind of layer, the number of keys that attention gets and the position of the first one."""
-        if not isinstance(cache, DecodeCache):  # the mask of a sliding layer that rolls has no base
+        # The mask of a sliding layer that rolls has no base.
+        if not isinstance(cache, DecodeCache):
             return self._form.widths, (0,) * len(self._form.kinds)
         cache.make_room(tokens)
         layers = [cache.layers[kind.layer] for kind in self._form.kinds]
@@ -269,7 +275,8 @@ class Step:
     def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
         """The tensors for steps of this many tokens: the tensors of an earlier call, or new ones."""
         for form in [form for form in self.known if form.widths != widths]:
-            del self.known[form]  # the buffers have grown since then
+            # The buffers have grown since then.
+            del self.known[form]
         form = self._form._replace(tokens=tokens, widths=widths)
         # not inference tensors, which can't be advanced outside inference mode
         with torch.inference_mode(False), torch.no_grad():
@@ -327,14 +334,16 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
     if positions is None and arguments.get("cache_position") is None:
         raise Unlike("the step has neither position_ids nor cache_position")
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != position + n):
-        raise Unlike("the call passes its own position_ids")  # not all releases of transformers support this
+        # Not all releases of transformers support this.
+        raise Unlike("the call passes its own position_ids")
     for name in _CLOCKS:
         clock = inputs.get(name)
         if clock is not None and (clock.shape[-1] != n or clock.dtype != torch.int64):
             raise Unlike(f"the step's {name} does not match its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
-        known.add("inputs_embeds")  # used only by the prompt
+        # Used only by the prompt.
+        known.add("inputs_embeds")
     for name, value in {**arguments, **inputs}.items():
         if name not in known and value is not cache and not (value is None or isinstance(value, (bool, int, str))):
             raise Unlike(f"the step has the argument {name}")

@@ -27,7 +27,7 @@ from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.inputs import begin
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
-from hf_rocm.generation.recorded_step import Recorded, RecordedStep
+from hf_rocm.generation.recorded_step import Recorded, RecordedStep, drop_oldest
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.reordering import MOST, Reordering
 from hf_rocm.generation.residents import Source
@@ -161,9 +161,10 @@ class Runner:
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor:
         """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
         if choice.key not in step.draws:
-            _drop_oldest(step.draws, _MOST - 1)
+            drop_oldest(step.draws, _MOST - 1)
             step.draws[choice.key] = None
-            with suppress(Exception):  # the draw has run before, in uncaptured steps, so only the recording failed
+            # The draw has run before, in uncaptured steps, so only the recording failed.
+            with suppress(Exception):
                 step.draws[choice.key] = RecordedDraw(self._recorder(step.last_logits.device), step, choice.processors)
         recorded: RecordedDraw | None = step.draws[choice.key]
         if recorded is not None:
@@ -212,7 +213,8 @@ class Runner:
         self.cache.reorderer = WeakMethod(self._reorder)
         self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
         if self._uncaptured:
-            self._state.start_over()  # on all ranks, so that their counts are equal from here on
+            # On all ranks, so that their counts are equal from here on.
+            self._state.start_over()
             self._state.turn_away("the models are in different states on different ranks")
         return not self._uncaptured
 
@@ -222,7 +224,8 @@ class Runner:
         experts = decode_experts.implementation(model)
         if experts != self._experts:
             self._experts, self._model_state = experts, None
-            self._in_a_row = 0  # the digests of the steps so far belong to another recording
+            # The digests of the steps so far belong to another recording.
+            self._in_a_row = 0
 
     def _hooked(self, model: Any) -> bool:
         """Whether a hook was registered on a module during the call, so that the rest of the call runs uncaptured.
@@ -269,9 +272,10 @@ class Runner:
             self._state.disable(f"the step can't be recorded: {failure}")
             return outputs
         if not self._ranks.all(switches == self._state.switches):
-            return outputs  # the layers may have run different experts implementations; the next step is recorded
-        most = _MOST + cache.longest_step - 1  # every number of drafts needs its own recording
-        _drop_oldest(cache.recordings, most - 1)
+            # The layers may have run different experts implementations; the next step is recorded.
+            return outputs
+        # Every number of drafts needs its own recording.
+        drop_oldest(cache.recordings, _MOST + cache.longest_step - 2)
         cache.recordings[key] = step
         self._state.recorded, self._state.routes = self._state.recorded + 1, step.routes
         return outputs
@@ -286,11 +290,12 @@ class Runner:
         step: Reordering | None = recorded.get(extents)
         if step is None:
             reorder(cache.rows_of_beams(), rows)
-            with suppress(Exception):  # the reordering has just run, so only the recording failed
+            # The reordering has just run, so only the recording failed.
+            with suppress(Exception):
                 step = Reordering(self._recorder(rows.device), cache)
             if not self._ranks.all(step is not None) or step is None:
                 return state.disable("the reordering of the cache can't be recorded")
-            _drop_oldest(recorded, MOST - 1)
+            drop_oldest(recorded, MOST - 1)
             recorded[extents] = step
             return None
         step.schedule.enter(self._call)
@@ -330,12 +335,14 @@ class Runner:
         if not result.agrees:
             if not result.intact or self._ranks.all(switches == self._state.switches):
                 self._differs(step, result, model)
-            self._in_a_row = 0  # some layers may have run another experts implementation; the next step is compared
+            # Some layers may have run another experts implementation; the next step is compared.
+            self._in_a_row = 0
             return result.outputs
         if alarm and (back < self._unproven or result.finite):
             self._take_back(step, _NOT_FINITE, model, result.operators)
         if not self._ranks.all(not step.alarm.rang()):
-            step.alarm.ignored = True  # the uncaptured steps also return values that are not finite
+            # The uncaptured steps also return values that are not finite.
+            step.alarm.ignored = True
         if step.schedule.proven:
             self._state.replayed += 1
             self._state.compared += 1
@@ -381,17 +388,11 @@ def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
         return None
     unproven = sum(step.schedule.in_call for step in steps)
     incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
-    state = known(model)  # None if the model was restored in the meantime
+    state = known(model)
     if state is not None and state.disabled is None:
         state.wrong_replay = _NOT_FINITE
         state.disable(_NOT_FINITE)
     return Rewind(_NOT_FINITE, unproven, ranks)
-
-
-def _drop_oldest(recordings: dict[Any, Any], most: int) -> None:
-    steps = [key for key, recording in recordings.items() if isinstance(recording, Recorded)]
-    for oldest in steps[: max(0, len(steps) - most)]:
-        del recordings[oldest]
 
 
 def _first_line(error: Exception) -> str:

@@ -13,10 +13,14 @@ one replay for at least `BETWEEN_CALLS` replays, again 0.9 %.
 
 from __future__ import annotations
 
-LONGEST = 2048  # the largest number of replays between two comparisons
-BACK = 4  # the largest number of earlier steps that a comparison recomputes
-FIRST_CALLS = 3  # the number of calls whose first replay is always compared
-BETWEEN_CALLS = 512  # a later call's first replay is compared if this many replays ran since the last comparison
+# The largest number of replays between two comparisons.
+LONGEST = 2048
+# The largest number of earlier steps that a comparison recomputes.
+BACK = 4
+# The number of calls whose first replay is always compared.
+FIRST_CALLS = 3
+# A later call's first replay is compared if this many replays ran since the last comparison.
+BETWEEN_CALLS = 512
 
 
 class Schedule:

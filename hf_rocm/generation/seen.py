@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-_ENTRY = "seen"  # the key in a cache's dict of recordings
+# The key in a cache's dict of recordings.
+_ENTRY = "seen"
 
 # The largest number of keys in each dict. A key belongs to one state of the model, and a model may have any number of
 # states, for example if adapters are loaded and deleted.

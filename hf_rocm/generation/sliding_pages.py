@@ -27,7 +27,8 @@ _FEATURE = "sliding_pages"
 _BATCHING = "transformers.generation.continuous_batching"
 _ALLOCATORS = f"{_BATCHING}.cache_allocators"
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # types of layers in transformers
+# Types of layers in transformers.
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 Served = Callable[[Any], bool]
 
@@ -118,10 +119,12 @@ def _longest(change: Change) -> Callable[[Any], int]:
             return stock
         limits = []
         for kind, allocator in self.cache_allocators.items():
-            columns = self.max_blocks_per_request - (kind == SLIDING)  # the last column contains the slot
+            # The last column contains the slot.
+            columns = self.max_blocks_per_request - (kind == SLIDING)
             if kind != SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
-        return min(limits, default=sys.maxsize)  # no limit, because a ring buffer does not grow with the request
+        # No limit, because a ring buffer does not grow with the request.
+        return min(limits, default=sys.maxsize)
 
     return _infer_max_decode_fast_path_length
 

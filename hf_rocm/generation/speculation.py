@@ -58,7 +58,8 @@ def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def verify(**arguments: Any) -> Any:
         outputs = step(**arguments)
-        outputs.logits = outputs.logits.clone()  # transformers copies only logits of dtypes other than fp32
+        # transformers copies only logits of dtypes other than fp32.
+        outputs.logits = outputs.logits.clone()
         return outputs
 
     return verify

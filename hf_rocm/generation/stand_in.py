@@ -38,7 +38,8 @@ class StandIn(_Operators):
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
 
-    __hash__ = object.__hash__  # Python sets it to None in a class that defines __eq__, such as _Operators
+    # Python sets it to None in a class that defines __eq__, such as _Operators.
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

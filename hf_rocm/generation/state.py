@@ -36,7 +36,8 @@ class State:
         self.pool = Pool()
         self.disabled: str | None = None  # the reason why recording has stopped
         self.wrong_replay: str | None = (
-            None  # the same reason, if a comparison or the alarm showed that a replay was wrong
+            # The same reason, if a comparison or the alarm showed that a replay was wrong.
+            None
         )
         self.calls = 0  # the number of generate calls that used a DecodeCache
         self.recorded = 0  # the number of recorded steps
@@ -71,7 +72,8 @@ class State:
         with self._lock:
             self._fingerprints.clear()
             self._starts += 1
-            self._numbers = count(self._starts << 32)  # caches in use still have recordings with the earlier numbers
+            # Caches in use still have recordings with the earlier numbers.
+            self._numbers = count(self._starts << 32)
         self.pool.clear()
 
     def number_of(self, fingerprint: Fingerprint) -> int:

@@ -73,7 +73,8 @@ class _Criteria(StoppingCriteriaList):
                 return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
         if criterion is False:
             if self._tokens is not None and not self._only_reads():
-                self._tokens.forget()  # a criterion of the user may change the tokens in place
+                # A criterion of the user may change the tokens in place.
+                self._tokens.forget()
             return self._stock(input_ids, scores, **kwargs)
         none = criterion is None or self._goes_on(criterion, input_ids)
         stopped = self._no_row(input_ids) if criterion is None or none else criterion(input_ids, scores, **kwargs)

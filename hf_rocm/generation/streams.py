@@ -19,7 +19,8 @@ from torch import Tensor
 def record_current_stream(tensors: Iterable[Tensor]) -> None:
     """Record the current stream on these tensors, so that the allocator does not reuse their memory too early."""
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)  # the local part of a DTensor
+        # The local part of a DTensor.
+        local = getattr(tensor, "_local_tensor", tensor)
         if local.is_cuda:
             local.record_stream(torch.cuda.current_stream(local.device))
 
@@ -115,6 +116,7 @@ def separate(device: torch.device) -> Any:
         return stream
 
 
-_STREAMS = 32  # the number of streams in PyTorch's pool for a device
+# The number of streams in PyTorch's pool for a device.
+_STREAMS = 32
 _handed_out: list[Any] = []
 _handing_out = threading.Lock()

@@ -33,7 +33,8 @@ from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
 FEATURE = "token_choice"
-UPDATE = "_update_model_kwargs_for_generation"  # this method receives the outputs with the stand-in
+# This method receives the outputs with the stand-in.
+UPDATE = "_update_model_kwargs_for_generation"
 
 # Processors that read nothing but the scores and their own plain attributes, and never wait for the device.
 RECORDED = (
@@ -69,7 +70,8 @@ class Choice:
     recordings of the draws; None if the call takes the tokens with the largest logits.
     """
 
-    lookahead = None  # only steps that verify drafts are launched early
+    # Only steps that verify drafts are launched early.
+    lookahead = None
 
     def __init__(self, processors: LogitsProcessorList, *, sampled: bool) -> None:
         self._list = processors

@@ -71,7 +71,8 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            if count > rows:  # later queries do not see the other rows, so only their number matters
+            # Later queries do not see the other rows, so only their number matters.
+            if count > rows:
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)
             self._update(index, keys, values)
@@ -86,9 +87,23 @@ class UserCache:
         self._seen[index] += keys.shape[2]
         places = torch.arange(first, self._seen[index], device=keys.device)
         inner = self._self_attention()
-        if not hasattr(inner, "layers"):  # transformers 4.53 stores the tensors themselves
+        # transformers 4.53 stores the tensors themselves.
+        if not hasattr(inner, "layers"):
             keys, values = keys.clone(), values.clone()
         inner.update(keys, values, index, {"cache_position": places})
+
+
+def store(result: Any, cache: DecodeCache) -> Any:
+    """Write the new keys and values to the cache that the user passed or receives, and add that cache to the result.
+
+    result: what `generate` returns, or None after an error. Returns the result.
+    """
+    user = cache.user
+    if user is not None:
+        user.store(cache)
+        if result is not None and not isinstance(result, Tensor):
+            result.past_key_values = user.cache
+    return result
 
 
 def refuses(cache: Any) -> str | None:
@@ -113,16 +128,19 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
     windows: the windows of the model. A layer of the user's cache that keeps all keys has no window.
     """
     layers = getattr(cache, "layers", None)
-    if not layers:  # layers are created by the first update, and keep all keys
+    # Layers are created by the first update, and keep all keys.
+    if not layers:
         return [None] * len(windows)
-    if len(layers) < len(windows):  # Whisper's cache may have more layers than its decoder
+    # Whisper's cache may have more layers than its decoder.
+    if len(layers) < len(windows):
         return f"the call uses a cache of {len(layers)} layers, but the model has {len(windows)}"
     sizes: list[int | None] = []
     for layer, window in zip(layers, windows, strict=False):
         if not layer.is_sliding:
             sizes.append(None)
             continue
-        exact: int | None = getattr(layer, "sliding_window", None)  # a static layer may be smaller than the window
+        # A static layer may be smaller than the window.
+        exact: int | None = getattr(layer, "sliding_window", None)
         if window is None or (layer.max_cache_len > window if exact is None else exact != window):
             return "the call uses a cache whose sliding windows differ from the model's"
         sizes.append(window)
@@ -152,7 +170,8 @@ def _content(cache: Any, index: int) -> tuple[Tensor, Tensor, int] | None:
     seen = 0 if keys is None or not keys.numel() else int(cache.get_seq_length(index))
     if not seen:
         return None
-    rows = min(seen, keys.shape[2])  # a static layer has rows that are not written yet
+    # A static layer has rows that are not written yet.
+    rows = min(seen, keys.shape[2])
     return keys[:, :, :rows], values[:, :, :rows], seen
 
 

@@ -91,7 +91,8 @@ def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = Non
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
     result = Verification(arguments["logits_processor"], early=lookahead.refuses(arguments, observer) is None)
-    return result if result.holds() else None  # `holds` returns False if there are logits processors
+    # `holds` returns False if there are logits processors.
+    return result if result.holds() else None
 
 
 @cache
@@ -113,7 +114,8 @@ def _receiving() -> Watch:
     )
 
 
-_GENERATOR = "_get_candidate_generator"  # the candidate generator receives the stand-in for the logits
+# The candidate generator receives the stand-in for the logits.
+_GENERATOR = "_get_candidate_generator"
 _GENERATORS = (
     "AssistedCandidateGenerator",
     "AssistedCandidateGeneratorDifferentTokenizers",

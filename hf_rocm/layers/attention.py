@@ -30,9 +30,11 @@ from hf_rocm.overlay.replacements import Watch, constant_in_traces
 
 SERVED = "sdpa"
 
-_IMPLEMENTATION = "_attn_implementation_internal"  # a config's attribute behind `_attn_implementation`
+# A config's attribute behind `_attn_implementation`.
+_IMPLEMENTATION = "_attn_implementation_internal"
 
-_ROWS = "_hf_rocm_rows"  # a mask's attribute: the `CacheRows` of the visible keys
+# A mask's attribute: the `CacheRows` of the visible keys.
+_ROWS = "_hf_rocm_rows"
 
 # (class, implementation) → the references through which the stock forward looks up its attention function, if any.
 _interfaces: dict[tuple[type, str], Watch | None] = {}
@@ -242,7 +244,8 @@ def visible_keys(
         padded: Padded | None
         if rows is None or mask.shape[2:] != (query.shape[2], key.shape[2]):
             padded = recognise(mask, query, key, value, window=window, **terms)
-        else:  # the mask changes with every step, but does not have to be read
+        else:
+            # The mask changes with every step, but does not have to be read.
             padded = rows if _kernel_takes(rows, query, key, value, mask.dtype, **terms) else None
         return key, value, {"causal": False, "mask": mask, "padded": padded}
     requested = arguments.get("is_causal")
@@ -287,7 +290,8 @@ def _kernel_takes(
 ) -> bool:
     """Return whether a kernel serves these lengths. Otherwise the existing mask, of this dtype, is used."""
     if compiling() or compiler._is_compiling_flag:
-        return False  # attributes of a tensor are not part of the graph
+        # Attributes of a tensor are not part of the graph.
+        return False
     spec = DecodeSpec(
         dtype=query.dtype,
         device=query.device,

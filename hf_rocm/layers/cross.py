@@ -11,7 +11,8 @@ from hf_rocm.layers.attention import heads, split_heads
 from hf_rocm.layers.cached_attention import update_cache
 from hf_rocm.layers.release import before
 
-_WITH_CACHE = before("4.54")  # before 4.54 these layers returned the cache as a third value
+# Before 4.54 these layers returned the cache as a third value.
+_WITH_CACHE = before("4.54")
 
 
 def encoder_decoder(
@@ -43,7 +44,8 @@ def encoder_decoder(
     if paired and cache.is_updated.get(module.layer_idx):
         return query, *_cached(half, module.layer_idx)
     key, value = split_heads(tuple(module._modules[name](source) for name in others), size)
-    key, value = update_cache(module, key, value, half, {})  # the encoder's positions are not the decoder's
+    # The encoder's positions are not the decoder's.
+    key, value = update_cache(module, key, value, half, {})
     if paired:
         cache.is_updated[module.layer_idx] = True
     return query, key, value

@@ -92,7 +92,8 @@ class PreNormLayer:
         A norm or sum is computed separately if a module must be called, for example because of its hooks.
         """
         after = (None, None) if self.post_norms is None else self.post_norms
-        normed: Tensor | None = None  # the normalised x, if the previous operation has computed it
+        # The normalised x, if the previous operation has computed it.
+        normed: Tensor | None = None
         for norm, name, post_norm in zip(self.norms, ("self_attn", self.mlp), after, strict=True):
             terms = norm_terms(children[norm], x) if normed is None else None
             branch = normed if normed is not None else children[norm](x) if terms is None else x

@@ -129,7 +129,8 @@ def _refuses(
     kind, stocks = type(norm), type(module)
     if kind.__module__ != stocks.__module__ or not kind.__name__.endswith("RMSNormGated"):
         return f"its norm is of type {kind.__name__}, which hf_rocm can't fuse"
-    activations = (module.activation, getattr(norm, "activation", "silu"))  # a norm without this attribute calls F.silu
+    # A norm without this attribute calls F.silu.
+    activations = (module.activation, getattr(norm, "activation", "silu"))
     if conv.bias is not None or any(name not in _ACTIVATIONS for name in activations):
         return "its convolution has a bias, or an activation is not silu"
     if _is_hooked(conv) or not is_plain(norm):

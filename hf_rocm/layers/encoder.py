@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, compiler, nn
-from torch.nn.modules.normalization import LayerNorm  # the name in torch.nn may have been replaced
+
+# The name in torch.nn may have been replaced.
+from torch.nn.modules.normalization import LayerNorm
 
 from hf_rocm import ops
 from hf_rocm.layers.fallback_reasons import STAYED, note

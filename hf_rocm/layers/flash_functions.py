@@ -135,7 +135,8 @@ def _terms(
 ) -> AttentionTerms:
     left = window[0]
     if not causal and (left is None or left < 0):
-        left = window[1]  # `_around` uses both sides
+        # `_around` uses both sides.
+        left = window[1]
     return AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         causal=causal,

@@ -14,7 +14,9 @@ from torch import Tensor, compiler
 from torch._C import _get_tracing_state
 from torch.nn import Module, Parameter, functional
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.linear import Linear  # the name in torch.nn may have been replaced
+
+# The name in torch.nn may have been replaced.
+from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
 from hf_rocm.layers.weight_group import NOT_PREPARED, SLOT, WeightGroup, kind_in, names_in, wake
@@ -63,7 +65,8 @@ def project(
         return None
     sizes: tuple[int, ...] | None = getattr(module.__dict__.get(SLOT), "sizes", None)
     if not sizes:
-        return None  # another thread has dropped the group
+        # Another thread has dropped the group.
+        return None
     # A view takes more than 1 µs of host time; Tensor.split, which is Python, takes twice that.
     if head_dim is None:
         return joined.split_with_sizes(sizes, -1)
@@ -102,7 +105,8 @@ def live(module: Module) -> WeightGroup | None:
         if its.get("forward") is not forward and not group.accepts(module, linear, name):
             return _modified(module, group)
         parameters = its["_parameters"]
-        weight, bias = parameters.get("weight"), parameters.get("bias")  # FSDP1 removes them
+        # FSDP1 removes them.
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         memory = weight
         if weight.__class__ is not Parameter:
             # torch.func substitutes plain tensors for one call; anything else is permanent

@@ -33,7 +33,8 @@ _FORMULAS = {
     ("transformers.activations", "NewGELUActivation"): "gelu_new",
 }
 
-_GELU = torch._C._nn.gelu  # torch.nn.functional.gelu, unless it was replaced
+# torch.nn.functional.gelu, unless it was replaced.
+_GELU = torch._C._nn.gelu
 
 
 @dataclass(frozen=True)

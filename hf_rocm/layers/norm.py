@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.dropout import Dropout  # the names in torch.nn may have been replaced
+
+# The names in torch.nn may have been replaced.
+from torch.nn.modules.dropout import Dropout
 from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
@@ -54,7 +56,8 @@ class RMSNorm:
         """
         weight = module._parameters.get("weight")
         if weight is None:
-            weight = module.weight  # FSDP and parametrisations store it elsewhere
+            # FSDP and parametrisations store it elsewhere.
+            weight = module.weight
         if type(weight) not in _PLAIN or (not self.one_plus and weight.dtype != x.dtype):
             result: Tensor = stock(module, x)
             return result

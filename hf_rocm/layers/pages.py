@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CACHE = "cache"  # the argument with which continuous batching passes its cache to attention layers
+# The argument with which continuous batching passes its cache to attention layers.
+CACHE = "cache"
 
 
 def is_flash(implementation: object) -> bool:

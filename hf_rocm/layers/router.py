@@ -86,7 +86,8 @@ def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
         return False
     current = options.current()
     if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":
-        return False  # if aiter is required, it serves large GEMMs, and other GEMMs raise an error
+        # If aiter is required, it serves large GEMMs, and other GEMMs raise an error.
+        return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     return all(

@@ -22,10 +22,13 @@ from hf_rocm import ops
 # group, or False or None if the copy has no group.
 SLOT = "_hf_rocm_group"
 
-PENDING = "pending"  # the group is formed in the module's next call
-MOVED = "moved"  # the weights were replaced or moved, so the group is not used until the model is prepared again
+# The group is formed in the module's next call.
+PENDING = "pending"
+# The weights were replaced or moved, so the group is not used until the model is prepared again.
+MOVED = "moved"
 
-NOT_PREPARED = "its layers were not prepared"  # the reason why a module without a group is not fused
+# The reason why a module without a group is not fused.
+NOT_PREPARED = "its layers were not prepared"
 
 # Checks need no lock, but changes do: two threads may make the first call of a copy at the same time.
 lock = threading.RLock()
@@ -55,14 +58,17 @@ class WeightGroup:
     is x Wᵀ + bias with the attributes `weight` [N_1 + N_2 + …, K] and `bias` [N_1 + …], without any other condition.
     """
 
-    order = 50  # if several kinds fit, the one with the lowest order is used; `restore` follows the same order
-    only_in_overlays = False  # whether only an overlay's forward uses groups of this kind
+    # If several kinds fit, the one with the lowest order is used; `restore` follows the same order.
+    order = 50
+    # Whether only an overlay's forward uses groups of this kind.
+    only_in_overlays = False
 
     names: tuple[str, ...] = ()  # the names of the layers
     sizes: tuple[int, ...] = ()  # N_1, N_2, …
     parts: tuple[Part, ...] = ()
     plain = False
-    structured = False  # whether `unchanged` is part of the check
+    # Whether `unchanged` is part of the check.
+    structured = False
     weight: Any = None
     bias: Tensor | None = None
 

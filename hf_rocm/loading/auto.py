@@ -27,7 +27,8 @@ LEFT_STOCK = ("diffusers", "comfy", "invokeai", "open_clip", "sentence_transform
 
 _log = logging.getLogger("hf_rocm")
 _lock = threading.RLock()
-_loading = threading.local()  # depth: the number of nested `suspended` blocks in this thread
+# Depth: the number of nested `suspended` blocks in this thread.
+_loading = threading.local()
 _warned: set[str] = set()
 _switch: _Switch | None = None
 
@@ -57,7 +58,8 @@ class _Switch:
                 with heap_copies.where_needed():
                     loaded = stored_checkpoints.load(change.call_of(cls), *args, **kwargs)
 
-                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)  # output_loading_info=True
+                # output_loading_info=True.
+                model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
                 model = prepare(model, force=self.force)
                 if flash:
                     model.set_attn_implementation(flash_provider.NAME)

@@ -30,7 +30,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 # The key of the report in the model's __dict__. The report consists of builtins, and `explain` reads it.
 REPORT = "_hf_rocm_report"
 
-_OURS = "_hf_rocm_"  # the prefix of every name that hf_rocm adds to a module's __dict__
+# The prefix of every name that hf_rocm adds to a module's __dict__.
+_OURS = "_hf_rocm_"
 
 _log = logging.getLogger("hf_rocm")
 
@@ -96,21 +97,27 @@ def prepare(
     _serve_flash(model, bind.ON if forced else bind.GPU)
     model.__dict__[REPORT] = {
         "forced": forced,
-        "overlays": overlays,  # the models whose overlays are bound
-        "refused": refused,  # model: why its overlay can't be used
+        # The models whose overlays are bound.
+        "overlays": overlays,
+        # Model: why its overlay can't be used.
+        "refused": refused,
         "fused": joined,  # module: its layers
-        "skipped": skipped,  # module: why its layers are unchanged
-        "preshuffle": shuffled,  # the settings, the shuffled and skipped weights with reasons, the bytes of copies
+        # Module: why its layers are unchanged.
+        "skipped": skipped,
+        # The settings, the shuffled and skipped weights with reasons, the bytes of copies.
+        "preshuffle": shuffled,
         "graphs": _record_steps(
             model,
             before.get("graphs", {}).get("requested") if graphs is None else graphs,
             bind.ON if forced else bind.GPU,
         ),
-        "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),  # why transformers still prepares the inputs
+        # Why transformers still prepares the inputs.
+        "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
         # products: the convolutions that are computed as GEMMs; stock: the others, with the reasons
         "patch_embeddings": {"products": products, "stock": left_stock},
-        "head": head,  # why the output head stays stock
+        # Why the output head stays stock.
+        "head": head,
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},
     }
     if quantize is not None:
@@ -177,7 +184,8 @@ def restore(model: ModelT) -> ModelT:
         disown(module)
         for name in [name for name in module.__dict__ if name.startswith(_OURS)]:
             del module.__dict__[name]
-        if bind.mode_of(module) != bind.OFF:  # an installed overlay serves every instance that isn't marked
+        # An installed overlay serves every instance that isn't marked.
+        if bind.mode_of(module) != bind.OFF:
             bind.set_mode(module, bind.OFF)
     patches.release(model)
     patches.release(generator)
@@ -191,7 +199,8 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
     bind.bind_waiting()
     names = families(model)
-    bound = sorted(filter(is_active, names))  # reading the catalog takes longer than mapping a checkpoint
+    # Reading the catalog takes longer than mapping a checkpoint.
+    bound = sorted(filter(is_active, names))
     refused: dict[str, str] = {}
     if len(bound) == len(names):
         return bound, refused
@@ -199,7 +208,8 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     for name in sorted(names.intersection(overlays.models()).difference(bound)):
         try:
             bound += activate(name, everywhere=False, catalog=overlays)
-        except OverlayError as error:  # this family stays stock; other families are not affected
+        except OverlayError as error:
+            # This family stays stock; other families are not affected.
             refused[name] = str(error)
     return sorted(bound), refused
 
@@ -223,7 +233,8 @@ def _fuse(model: nn.Module) -> tuple[dict[str, list[str]], dict[str, str]]:
     joined: dict[str, list[str]] = {}
     skipped: dict[str, str] = {}
     others = shared(model)
-    inside: set[int] = set()  # modules whose weights are in another module's group, such as stacked experts
+    # Modules whose weights are in another module's group, such as stacked experts.
+    inside: set[int] = set()
     for path, module in model.named_modules():
         binding = bind.binding_of(module)
         if binding is None:

@@ -189,7 +189,8 @@ def _class_for(model_id: str | PathLike[str], auto_class: Any, arguments: dict[s
             )
         return auto_class
     if arguments.get("quantization_config") is None and _is_adapter(model_id):
-        return transformers.AutoModelForCausalLM  # this class resolves the base model of a PEFT adapter
+        # This class resolves the base model of a PEFT adapter.
+        return transformers.AutoModelForCausalLM
     config = _config(model_id, arguments)
     remote = getattr(config, "auto_map", None) or {}
     if arguments.get("trust_remote_code") and remote:
@@ -215,7 +216,8 @@ def _architecture(config: Any) -> type | None:
         return None
     try:
         cls = getattr(transformers, name, None)
-    except (ImportError, RuntimeError):  # the module needs a package that is not installed
+    except (ImportError, RuntimeError):
+        # The module needs a package that is not installed.
         return None
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         return None
@@ -242,7 +244,8 @@ def _config_or_none(model_id: str | PathLike[str], arguments: dict[str, Any]) ->
     try:
         return _config(model_id, arguments)
     except (OSError, ValueError, KeyError):
-        return None  # loading raises the error
+        # Loading raises the error.
+        return None
 
 
 def _is_adapter(model_id: str | PathLike[str]) -> bool:

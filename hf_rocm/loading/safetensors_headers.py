@@ -28,7 +28,8 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-_LARGEST = 100 * 2**20  # the largest header that is read, in bytes; the format allows 100 MB
+# The largest header that is read, in bytes; the format allows 100 MB.
+_LARGEST = 100 * 2**20
 
 
 class Entry(NamedTuple):

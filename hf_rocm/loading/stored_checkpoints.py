@@ -22,10 +22,12 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-_loading = threading.local()  # quantizer: the quantiser of this thread's load, if any; active: whether a load runs
+# Quantizer: the quantiser of this thread's load, if any; active: whether a load runs.
+_loading = threading.local()
 
 _SETTINGS = b"quantization_config"
-_ADAPTER = "adapter_config.json"  # in the folder of an adapter, whose base model is elsewhere
+# In the folder of an adapter, whose base model is elsewhere.
+_ADAPTER = "adapter_config.json"
 
 _FILES = "_get_resolved_checkpoint_files"
 
@@ -71,7 +73,8 @@ def _standing_in() -> Iterator[None]:
     changes: list[Change] = [Entry(configs, method, _Config) for method in methods]
     changes += [Entry(quantizers, method, _quantizer) for method in methods]
     changes.append(Change(modeling, _FILES, _files))
-    if hasattr(modeling, "_infer_parameter_dtype"):  # before 5.0
+    # Before 5.0.
+    if hasattr(modeling, "_infer_parameter_dtype"):
         changes.append(Change(modeling, "_infer_parameter_dtype", _own_dtype))
     with patches.applied(*changes):
         before = dict(vars(_loading))

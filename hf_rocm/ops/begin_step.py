@@ -117,7 +117,8 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
     here: dict[str, Any] = {"device": spec.device}
     batch, tokens = spec.batch, spec.tokens
     hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
-    for position in (1, 1020):  # a header adds 2
+    # A header adds 2.
+    for position in (1, 1020):
         relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
         masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]
         starts = [torch.arange(batch, **here) % 3 if spec.starts else None] * spec.masks

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROWS = 128  # the largest number of rows that are summed in parallel
+# The largest number of rows that are summed in parallel.
+ROWS = 128
 
 
 def bits(tensor: Tensor) -> Tensor:

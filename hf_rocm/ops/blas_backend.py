@@ -61,7 +61,8 @@ def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, library: str)
         with prefer(library):
             return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return F.linear(x, weight, bias)  # the operator has no gradient
+        # The operator has no gradient.
+        return F.linear(x, weight, bias)
     result: Tensor = torch.ops.hf_rocm.library_linear(x, weight, bias, library)
     return result
 
@@ -75,7 +76,8 @@ def _refusal(library: str) -> str | None:
     if name is None:
         return f"this PyTorch has only {', '.join(_known())}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about an experimental setting, or a fallback to another library
+        # Warnings about an experimental setting, or a fallback to another library.
+        warnings.simplefilter("ignore")
         try:
             with prefer(library):
                 chosen: Any = torch.backends.cuda.preferred_blas_library()

@@ -127,7 +127,8 @@ def _masked(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[
 
 
 torch_decode = _masked(torch_attention)
-eager_decode = _masked(attention_eager.attention)  # the oracle
+# The oracle.
+eager_decode = _masked(attention_eager.attention)
 
 
 def torch_refuses(spec: DecodeSpec | AttendIntoCacheSpec, device: Device) -> str | None:

@@ -20,7 +20,8 @@ from hf_rocm.ops.specs.delta import DeltaCall, DeltaSpec, PrefillCall
 from hf_rocm.ops.triton import delta_prefill as triton
 from hf_rocm.ops.triton import detect
 
-CHUNK = 64  # tokens per chunk in PyTorch, as in transformers' function
+# Tokens per chunk in PyTorch, as in transformers' function.
+CHUNK = 64
 
 
 def gated_delta_prefill(

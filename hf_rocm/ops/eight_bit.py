@@ -32,7 +32,8 @@ def fp8_of(device: Device) -> torch.dtype | None:
 
 def largest(format: torch.dtype) -> float:
     """The largest number of a format: 127, 448 or 240."""
-    return 127.0 if format == INT8 else torch.finfo(format).max  # int8 without -128: the range is symmetric
+    # int8 without -128: the range is symmetric.
+    return 127.0 if format == INT8 else torch.finfo(format).max
 
 
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,8 @@ def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = x / scale
     if format == INT8:
         return rows.round().to(INT8), scale
-    return rows.float().to(format), scale  # not every device rounds fp64 to fp8
+    # Not every device rounds fp64 to fp8.
+    return rows.float().to(format), scale
 
 
 def dequantize_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,7 +57,8 @@ def dequantize_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
 
 
-BLOCK = 128  # rows and columns that share a scale
+# Rows and columns that share a scale.
+BLOCK = 128
 
 
 def quantize_blocks(weight: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,8 @@ def dequantize_blocks(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     return (rows.to(wide) * scales).to(dtype)
 
 
-RUN = 16  # 8-bit columns that are stored together
+# 8-bit columns that are stored together.
+RUN = 16
 
 
 def shuffle_rows(rows: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def argmax(logits: Tensor) -> Tensor:
     if parts == 1:
         return logits.argmax(-1)
     values, places = logits.unflatten(-1, (parts, count // parts)).max(-1)
-    part = values.argmax(-1, keepdim=True)  # the first of several equal values, as in one stage
+    # The first of several equal values, as in one stage.
+    part = values.argmax(-1, keepdim=True)
     return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, compiler
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.mxfp4 import NUMBERS, powers
 
-INT4 = torch.int32  # the dtype of the words
+# The dtype of the words.
+INT4 = torch.int32
 SCALE = torch.bfloat16
 PER_WORD = 8
 GROUPS = (32, 64, 128)
@@ -60,10 +61,13 @@ CODES: Mapping[str, tuple[float, ...]] = {
         )
     ),
 }
-SIGNED = ("e2m1", "fp4")  # in these tables, numbers 8 … 15 are the negatives of numbers 0 … 7
-PER_FACTOR = 256  # the number of scales that are quantised together
+# In these tables, numbers 8 … 15 are the negatives of numbers 0 … 7.
+SIGNED = ("e2m1", "fp4")
+# The number of scales that are quantised together.
+PER_FACTOR = 256
 
-_LONGEST = 64  # the maximum length of a run
+# The maximum length of a run.
+_LONGEST = 64
 _SMALLEST_SCALE = torch.finfo(SCALE).tiny
 
 

@@ -35,10 +35,13 @@ from hf_rocm.ops.triton.tiles import ROWS
 
 # The largest M for which a GEMM counts as limited by memory bandwidth.
 FEW = 32
-ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
+# M rounded up to a power of two.
+ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # the activations of fused GEMMs
-BEFORE = ("user", "aiter")  # the tiers before triton
+# The activations of fused GEMMs.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# The tiers before triton.
+BEFORE = ("user", "aiter")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +57,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_by_aiter(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, but a call without gradients that aiter can't serve raises `TierUnavailable`."""
-    spec = LinearSpec(*specification(x, weight, bias))._replace(rows=MANY)  # as `choose` does
+    # As `choose` does.
+    spec = LinearSpec(*specification(x, weight, bias))._replace(rows=MANY)
     reason = None if spec.grad else aiter_refuses(_operation.choose(spec))
     if reason is not None:
         raise TierUnavailable(
@@ -156,7 +160,8 @@ def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: boo
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None
-    for m in (1, 3, 8, 33) if rows == MANY else (20,):  # different kernels serve them
+    # Different kernels serve them.
+    for m in (1, 3, 8, 33) if rows == MANY else (20,):
         yield Case((draw(m, k), weight, added))
 
 
@@ -228,7 +233,8 @@ def fused_linear_serves(x: Tensor) -> bool:
     square = _square(x.dtype, x.device, k, ROWS_CLASS[m])
     try:
         return _fused.choices[square].implementation.tier == "triton"
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
+    except TierUnavailable:
+        # The named tier can't serve it: a call of the operation raises an error with every reason.
         return False
 
 
@@ -277,8 +283,10 @@ def _one_by_one(
     return fused_linear
 
 
-composed = _one_by_one(rms_norm, linear, act_and_mul)  # each part runs in the implementation that serves it
-eager_fused_linear = _one_by_one(eager_rms_norm, eager_linear, eager_act_and_mul)  # the oracle
+# Each part runs in the implementation that serves it.
+composed = _one_by_one(rms_norm, linear, act_and_mul)
+# The oracle.
+eager_fused_linear = _one_by_one(eager_rms_norm, eager_linear, eager_act_and_mul)
 
 
 def _triton_refuses(spec: FusedLinearSpec, device: Device) -> str | None:

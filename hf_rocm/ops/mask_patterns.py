@@ -20,7 +20,8 @@ from hf_rocm.ops.padded import Packed
 from hf_rocm.ops.padded import Padded as Padded
 from hf_rocm.ops.specs.attention import FEW_QUERIES, VarlenSpec
 
-_RECOGNISED = "_hf_rocm_padded"  # attribute of the mask: ((its version, S_k, window), the result)
+# Attribute of the mask: ((its version, S_k, window), the result).
+_RECOGNISED = "_hf_rocm_padded"
 
 
 def recognise(
@@ -43,9 +44,11 @@ def recognise(
     if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
         return None
     if window is not None and window >= s_k:
-        window = None  # it hides no key
+        # It hides no key.
+        window = None
     if mask.is_inference() or not _kernel_serves(query, key, value, mask, window, softcap, sinks):
-        return None  # inference tensors have no version, so the mask would have to be read in every layer
+        # Inference tensors have no version, so the mask would have to be read in every layer.
+        return None
     if captured(query):
         return None
     state = (mask._version, s_k, window)
@@ -78,7 +81,8 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
     seen: [B, S_q, S_k].
     """
     b, s_q, s_k = seen.shape
-    real = seen.any(1)  # the keys that at least one query sees
+    # The keys that at least one query sees.
+    real = seen.any(1)
     own = real[:, s_k - s_q :]
     if not bool(real.any(-1).all()):
         return None

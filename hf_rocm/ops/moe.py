@@ -24,7 +24,8 @@ from hf_rocm.ops.triton import experts as triton
 from hf_rocm.ops.triton.norm import DTYPES
 
 BOUNDS = tuple(sorted({moe_torch.FEW, triton.PAIRS}))
-MANY = 0  # in a specification: more pairs than the largest bound
+# In a specification: more pairs than the largest bound.
+MANY = 0
 
 
 def experts(

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _LOOP = "dequantize, sorted tokens, loop"
 _GROUPED = "dequantize, grouped_mm"
-_TEMPORARY = 2**30  # the largest size in bytes of weights that are dequantised at once, unless one expert is larger
+# The largest size in bytes of weights that are dequantised at once, unless one expert is larger.
+_TEMPORARY = 2**30
 
 
 def mxfp4_experts(
@@ -114,7 +115,8 @@ class _Stacked:
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
         self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
         self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
-        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)  # dequantised in one launch
+        # Dequantised in one launch.
+        numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)
         self.at_once = max(1, numbers // (self.shape[1] * self.shape[2]))
 
     def __getitem__(self, experts: int | slice) -> Tensor:

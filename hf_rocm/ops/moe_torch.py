@@ -21,7 +21,8 @@ from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 if TYPE_CHECKING:
     from hf_rocm.device import Device
 
-FEW = 32  # on a GPU, copying the weights of up to this many token-expert pairs is faster than a grouped GEMM
+# On a GPU, copying the weights of up to this many token-expert pairs is faster than a grouped GEMM.
+FEW = 32
 
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 

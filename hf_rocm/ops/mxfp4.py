@@ -10,14 +10,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MXFP4 = torch.uint8  # the dtype of the bytes, and of the scales
-BLOCK = 32  # numbers that share a scale
+# The dtype of the bytes, and of the scales.
+MXFP4 = torch.uint8
+# Numbers that share a scale.
+BLOCK = 32
 BYTES = BLOCK // 2
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The numbers of the 16 codes, which consist of a sign bit and the index of a magnitude.
 NUMBERS = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-_SMALLEST = 0x00400000  # the bits of 2⁻¹²⁷ in fp32, which is subnormal
+# The bits of 2⁻¹²⁷ in fp32, which is subnormal.
+_SMALLEST = 0x00400000
 _NAN = 0x7FC00000
 
 
@@ -30,7 +33,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     numbers = weight.float().unflatten(-1, (-1, BLOCK))
     largest = numbers.abs().amax(-1)
-    exponent = largest.frexp().exponent - 3 + 127  # frexp's mantissas are in [½, 1)
+    # frexp's mantissas are in [½, 1).
+    exponent = largest.frexp().exponent - 3 + 127
     scales = torch.where(largest == 0, 0, exponent.clamp(min=0)).to(MXFP4)
     # the reciprocal of a scale is a power of two as well
     size = numbers.abs() * powers(254 - scales).unsqueeze(-1)

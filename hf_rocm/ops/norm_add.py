@@ -85,7 +85,8 @@ def _in_turn(normalise: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
     return norm_add
 
 
-eager_norm_add = _in_turn(eager_rms_norm)  # the oracle
+# The oracle.
+eager_norm_add = _in_turn(eager_rms_norm)
 
 
 def _torch_refuses(spec: NormAddSpec, device: object) -> str | None:

@@ -117,7 +117,8 @@ def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callabl
         own = table.clamp(min=0).long()
         keys, values = (pages[own].flatten(1, 2).transpose(1, 2) for pages in (key_pages, value_pages))
         seen = seen_keys(s_q, keys.shape[2], lengths, None, terms["window"])
-        unused = ~seen.any(2)[..., None]  # unwritten slots may contain any value
+        # Unwritten slots may contain any value.
+        unused = ~seen.any(2)[..., None]
         dense = AttentionTerms(
             scale=terms["scale"], causal=False, mask=seen, window=None, softcap=terms["softcap"], sinks=terms["sinks"]
         )
@@ -127,7 +128,8 @@ def _gathered(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Callabl
     return paged
 
 
-eager_paged = _gathered(attention_eager.attention)  # the oracle
+# The oracle.
+eager_paged = _gathered(attention_eager.attention)
 
 
 def _torch_refuses(spec: PagedSpec, device: Device) -> str | None:

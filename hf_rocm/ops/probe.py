@@ -83,7 +83,8 @@ def ahead(device: torch.device | None = None) -> None:
     if not _first_of_machine():
         return
     if current.probe and torch.cuda.is_available() and (current.refresh or probe_cache.is_empty()):
-        with suppress(OSError, ValueError):  # for example too little memory for a process: a later check reports it
+        # For example too little memory for a process: a later check reports it.
+        with suppress(OSError, ValueError):
             probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
 
@@ -168,6 +169,7 @@ def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: De
         version=version,
         torch=torch.__version__,
         rocm=torch.version.hip,
-        tables=options.tuned_tables(),  # they determine the kernel of a GEMM
+        # They determine the kernel of a GEMM.
+        tables=options.tuned_tables(),
         hf_rocm=__version__,
     )

@@ -14,10 +14,13 @@ from torch import Tensor
 from hf_rocm.ops.registry import Case, operations
 from hf_rocm.tolerance import allowed_error
 
-LENGTH = 37  # odd, and more than one tile of 32
-LONG = 160  # above 128 queries, aiter prefers its assembly kernels
+# Odd, and more than one tile of 32.
+LENGTH = 37
+# Above 128 queries, aiter prefers its assembly kernels.
+LONG = 160
 WINDOW = 5
-LARGEST_WEIGHT = 2**25  # elements; larger weights are checked with fewer rows
+# Elements; larger weights are checked with fewer rows.
+LARGEST_WEIGHT = 2**25
 
 
 def kind(operation: str, spec: Any) -> tuple[Any, ...]:
@@ -58,7 +61,8 @@ def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
     if actual.shape != expected.shape:
         return f"its output is {list(actual.shape)}, not {list(expected.shape)}"
     if not expected.numel():
-        return None  # an output that this kind of call does not have
+        # An output that this kind of call does not have.
+        return None
     if not expected.is_floating_point():
         return None if torch.equal(actual, expected) else "its integers are wrong"
     if not torch.isfinite(actual).all():
@@ -80,7 +84,8 @@ def _run(function: Callable[..., Any], case: Case, convert: Callable[[Tensor], T
             if tensor is not None and tensor.is_floating_point():
                 tensor.requires_grad_()
     result = function(*tensors, *case.others, **keywords)
-    if spec is not None and hasattr(spec, "weights"):  # attention: only the eager tier returns weights
+    # Attention: only the eager tier returns weights.
+    if spec is not None and hasattr(spec, "weights"):
         result = result[0]
     outputs = list(result) if isinstance(result, tuple) else [result]
     if not spec.grad:

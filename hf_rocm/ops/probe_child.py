@@ -11,14 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-import hf_rocm.ops  # registers every operation
+# Registers every operation.
+import hf_rocm.ops
 from hf_rocm.ops import probe_cases
 from hf_rocm.ops.probe_worker import decode
 
-IDLE_SECONDS = 60.0  # the child exits after this time without a request
-GRACE = 30  # seconds after the time-out until a hanging child ends itself
-LONGEST = 2**31 - 1  # seconds, the maximum of the system's alarm
-WAKING = 120  # seconds until a child that hangs during initialisation ends itself
+# The child exits after this time without a request.
+IDLE_SECONDS = 60.0
+# Seconds after the time-out until a hanging child ends itself.
+GRACE = 30
+# Seconds, the maximum of the system's alarm.
+LONGEST = 2**31 - 1
+# Seconds until a child that hangs during initialisation ends itself.
+WAKING = 120
 
 
 def serve(*, warm: bool) -> None:
@@ -28,7 +33,8 @@ def serve(*, warm: bool) -> None:
     Triton before the first request. Returns after `IDLE_SECONDS` without a request, or when stdin is closed.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # kernels and compilers may print to stdout
+    # kernels and compilers may print to stdout.
+    os.dup2(2, 1)
     assert hf_rocm.ops
     if warm:
         _in_time(_wake)
@@ -64,7 +70,8 @@ def _in_time(step: Callable[..., None], *args: str) -> None:
 
 def _wake() -> None:
     """Initialise Triton's driver and compiler before the first check. Uses no GPU memory."""
-    with contextlib.suppress(Exception):  # a check that needs them reports the error
+    # A check that needs them reports the error.
+    with contextlib.suppress(Exception):
         if torch.cuda.is_available():
             from triton.runtime import driver
 

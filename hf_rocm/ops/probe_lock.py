@@ -17,7 +17,8 @@ from pathlib import Path
 
 from hf_rocm import files
 
-FIRST_MESSAGE = 5.0  # seconds of waiting before one log message
+# Seconds of waiting before one log message.
+FIRST_MESSAGE = 5.0
 
 _logger = logging.getLogger("hf_rocm")
 
@@ -56,7 +57,8 @@ def turn(file: Path | None, *, timeout: float, what: str) -> Iterator[Turn]:
 
 
 def _take(file: Path, timeout: float, what: str) -> Turn:
-    before: dict[str, str] | None = None  # the note in the file while another process had the lock
+    # The note in the file while another process had the lock.
+    before: dict[str, str] | None = None
     logged = False
 
     def attempt() -> Turn | None:
@@ -65,7 +67,8 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = files.open_own(file)
-            if lock is None:  # another user's file, or a link: neither read nor written
+            # Another user's file, or a link: neither read nor written.
+            if lock is None:
                 return Turn()
             if not files.lock(lock):
                 before = _note(lock) if before is None else before
@@ -74,8 +77,10 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
                 fresh = before is not None and note != before
                 return Turn(lock, waited=before is not None, failure=str(note["reason"]) if fresh and note else None)
         except FileNotFoundError:
-            pass  # its holder has finished and removed it
-        except OSError:  # the cache folder can't be written or does not support locks
+            # Its holder has finished and removed it.
+            pass
+        except OSError:
+            # The cache folder can't be written or does not support locks.
             if lock is not None:
                 os.close(lock)
             return Turn()
@@ -99,8 +104,10 @@ def _leave(file: Path, mine: Turn) -> None:
             text = json.dumps({"reason": mine.reason, "id": secrets.token_hex(8)})
             os.ftruncate(mine.lock, 0)
             os.pwrite(mine.lock, text.encode(), 0)
-        elif mine.failure is None:  # if the file contains a failure, other processes may still be waiting to read it
-            file.unlink()  # before the lock is released, so that no other process locks this file
+        elif mine.failure is None:
+            # If the file contains a failure, other processes may still be waiting to read it.
+            # Before the lock is released, so that no other process locks this file.
+            file.unlink()
 
 
 def _note(lock: int) -> dict[str, str]:

@@ -23,7 +23,8 @@ from typing import IO, Any
 
 import torch
 
-FIRST_MESSAGE, NEXT_MESSAGE = 5.0, 60.0  # seconds before the first message about progress, and between later ones
+# Seconds before the first message about progress, and between later ones.
+FIRST_MESSAGE, NEXT_MESSAGE = 5.0, 60.0
 
 Request = dict[str, Any]
 _logger = logging.getLogger("hf_rocm")
@@ -64,7 +65,8 @@ def ask(question: Request, timeout: float) -> str | None:
                     _worker.close()
                 try:
                     _worker = _Worker()
-                except OSError as error:  # such as too many processes or open files
+                except OSError as error:
+                    # Such as too many processes or open files.
                     _worker = None
                     return f"no process could be started to check it: {error.strerror or error}"
             try:
@@ -81,7 +83,8 @@ def ask(question: Request, timeout: float) -> str | None:
                 return ended.reason
             reason: str | None = answer["reason"]
             return reason
-    raise AssertionError  # the second attempt always returns
+    # The second attempt always returns.
+    raise AssertionError
 
 
 def stop() -> None:
@@ -148,7 +151,8 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if self.errors is None else self.errors,
                 start_new_session=True,
-                bufsize=0,  # poll does not report data in Python's buffer
+                # Poll does not report data in Python's buffer.
+                bufsize=0,
             )
         except BaseException:
             if self.errors is not None:
@@ -162,7 +166,8 @@ class _Worker:
         """Request that the child initialise this GPU, at most once, without waiting for it."""
         if device not in self.awake:
             self.awake.add(device)
-            with contextlib.suppress(BrokenPipeError):  # the next check detects that the child has exited
+            # The next check detects that the child has exited.
+            with contextlib.suppress(BrokenPipeError):
                 self._send({"wake": str(device)})
 
     def _send(self, question: Request) -> None:
@@ -209,7 +214,8 @@ class _Worker:
         output = self.process.stdout
         assert output is not None
         started, message = time.monotonic(), FIRST_MESSAGE
-        waiting = select.poll()  # select.select fails on file descriptors above 1023
+        # select.select fails on file descriptors above 1023.
+        waiting = select.poll()
         waiting.register(output, select.POLLIN)
         while True:
             now = time.monotonic()

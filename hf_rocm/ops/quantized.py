@@ -35,7 +35,8 @@ FEW = 64
 # From this M on, fp8 GEMMs with rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower than bf16
 # for 1024 rows, and faster for 8192.
 ROUNDED_FROM = 2048
-_ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))  # M rounded up to a power of two
+# M rounded up to a power of two.
+_ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))
 
 
 def quantized_linear(
@@ -160,7 +161,8 @@ def keeps_rows(spec: QuantizedSpec, m: int) -> bool:
 def _tier(spec: QuantizedSpec) -> str | None:
     try:
         return _operation.choices[spec].implementation.tier
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with every reason
+    except TierUnavailable:
+        # The named tier can't serve it: a call of the operation raises an error with every reason.
         return None
 
 
@@ -191,8 +193,10 @@ def _kind(spec: QuantizedSpec) -> QuantizedSpec:
     if spec.round_input:
         return spec
     k = spec.k if spec.k <= 2048 else 1024 + spec.k % 1024
-    group = k if spec.group == spec.k else spec.group  # a row with a single group still has a single group
-    blocks = group and spec.format != INT4  # the second half of a gated GEMM starts at a block boundary
+    # A row with a single group still has a single group.
+    group = k if spec.group == spec.k else spec.group
+    # The second half of a gated GEMM starts at a block boundary.
+    blocks = group and spec.format != INT4
     return spec._replace(rows=MANY, n=smaller(spec.n, 4352, 256) if blocks else smaller(spec.n, 4160), k=k, group=group)
 
 

@@ -189,7 +189,8 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
     """Whether an implementation of the user, aiter or triton tier serves this specification."""
     try:
         return operation.choose(spec).implementation.tier not in ("torch", "eager")
-    except TierUnavailable:  # the named tier can't serve it: a call of the operation raises an error with the reasons
+    except TierUnavailable:
+        # The named tier can't serve it: a call of the operation raises an error with the reasons.
         return False
 
 
@@ -227,7 +228,8 @@ def device_of(tensor: Tensor) -> Device:
 
 _operations: dict[str, Operation[Any]] = {}
 # the routes that are collected, and the thread whose calls are collected, or None for all
-_recorders: tuple[tuple[list[Route], int | None], ...] = ()  # a new tuple for every change, under the lock
+# A new tuple for every change, under the lock.
+_recorders: tuple[tuple[list[Route], int | None], ...] = ()
 _recorders_lock = threading.Lock()
 _watchers: list[Watcher] = []
 

@@ -21,7 +21,8 @@ from hf_rocm.ops.triton.detect import checked as checked_triton
 
 def round_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `eight_bit.quantize_rows` of x [M, K]: rows [M, K] in the format and scales [M, 1], both contiguous."""
-    if compiling() or compiler._is_compiling_flag:  # torch.compile fuses the operations itself
+    # torch.compile fuses the operations itself.
+    if compiling() or compiler._is_compiling_flag:
         rows, scale = quantize_rows(x, format)
         return rows.contiguous(), scale.contiguous()
     spec = _specification(x, format)

@@ -23,7 +23,8 @@ from hf_rocm.ops.linear import aiter_refuses, cases, kind, specification
 from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothing
 from hf_rocm.ops.specs.linear import LinearSpec
 
-RUN = 8  # adjacent 16-bit elements of a row that are stored together
+# Adjacent 16-bit elements of a row that are stored together.
+RUN = 8
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,8 @@ def register(
     else:
         implementation = Implementation(TIER, name, refuses, call, probe)
     target.register(implementation)
-    forget_choices()  # the choice of one operation may depend on that of another
+    # The choice of one operation may depend on that of another.
+    forget_choices()
 
     def remove() -> None:
         if implementation in target.implementations:

@@ -175,7 +175,8 @@ def _one_by_one(attention: Callable[..., tuple[Tensor, Tensor | None]]) -> Calla
     return varlen
 
 
-eager_varlen = _one_by_one(attention_eager.attention)  # the oracle
+# The oracle.
+eager_varlen = _one_by_one(attention_eager.attention)
 
 
 def _torch_refuses(spec: VarlenSpec, device: Device) -> str | None:

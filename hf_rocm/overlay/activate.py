@@ -106,7 +106,8 @@ def _execute(overlay: Overlay) -> ModuleType:
         return module
     importlib.import_module(overlay.module)
     module = ModuleType(name, f"The overlay {overlay.id}, active in memory.")
-    module.__file__ = str(overlay.path)  # tracebacks and inspect read the source lines from this file
+    # Tracebacks and inspect read the source lines from this file.
+    module.__file__ = str(overlay.path)
     module.__dict__["__hf_rocm_activation__"] = overlay.id
     sys.modules[name] = module
     try:

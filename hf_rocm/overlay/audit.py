@@ -26,11 +26,15 @@ Progress = Callable[[int, int], None]
 class Finding(str, Enum):
     """How a file differs from the record."""
 
-    OVERLAY = "overlay"  # the recorded bytes followed by the block, as installed
-    OLD = "old"  # the recorded bytes followed by an intact block that this hf-rocm would not install
-    CHANGED = "changed"  # bytes other than the recorded ones
+    # The recorded bytes followed by the block, as installed.
+    OVERLAY = "overlay"
+    # The recorded bytes followed by an intact block that this hf-rocm would not install.
+    OLD = "old"
+    # Bytes other than the recorded ones.
+    CHANGED = "changed"
     MISSING = "missing"
-    ADDED = "added"  # not in the record
+    # Not in the record.
+    ADDED = "added"
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ from hf_rocm.patches import Change
 Forward = Callable[..., Any]
 
 # The mode of a binding. A module's own mode overrides that of its class.
-OFF = "off"  # stock
-GPU = "gpu"  # the overlay for inputs on a GPU, stock for inputs on the CPU: the mode under ROCm
-ON = "on"  # the overlay for inputs on any device: the mode with force
+# Stock.
+OFF = "off"
+# The overlay for inputs on a GPU, stock for inputs on the CPU: the mode under ROCm.
+GPU = "gpu"
+# The overlay for inputs on any device: the mode with force.
+ON = "on"
 
 # A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
 MODE = "_hf_rocm_mode"
@@ -72,7 +75,8 @@ class Binding:
         self.home: dict[str, Any] = {}  # the namespace of the overlay's text
         self.places: tuple[str, ...] = ()  # the stock names of arguments that a declared layer takes by position
         self.takes_fused = False  # whether the replacement has the argument `fused`
-        from hf_rocm.overlay.dependencies import of_function  # not needed by a block that binds nothing
+        # Not needed by a block that binds nothing.
+        from hf_rocm.overlay.dependencies import of_function
         from hf_rocm.overlay.replacements import Watch
 
         dependencies = of_function(stock, cls)
@@ -110,7 +114,8 @@ def wanted(module_name: str) -> bool:
     if module_name.startswith("hf_rocm."):
         return True
     if not module_name.startswith("transformers.models."):
-        return False  # the overlay does not apply to a copy of the file under another name
+        # The overlay does not apply to a copy of the file under another name.
+        return False
     try:
         forced, automatic = options.force_requested(), options.auto_requested()
     except OptionError as error:
@@ -150,7 +155,8 @@ def replaces(cls: type, *, fuses: tuple[str, ...] = (), experts: tuple[str, ...]
     cache is passed under the function's name; pass it to stock by position.
     """
 
-    home = sys._getframe(1).f_globals  # the overlay's namespace, even if the decorated function is wrapped
+    # The overlay's namespace, even if the decorated function is wrapped.
+    home = sys._getframe(1).f_globals
 
     def bind(function: Forward) -> Forward:
         bind_to(cls, function, home=home, fuses=fuses, experts=experts)
@@ -189,7 +195,8 @@ def bind_to(
     binding.layer, binding.home, binding.places = layer, home, ()
     binding.takes_fused = FUSED in _parameters(function)
     if layer is not None:
-        taken = [name for name in _parameters(function)[3:] if name != FUSED]  # after self, module and stock
+        # After self, module and stock.
+        taken = [name for name in _parameters(function)[3:] if name != FUSED]
         binding.places = tuple(inspect.signature(binding.stock).parameters)[1 : 1 + len(taken)]
     if not isinstance(home.get("__hf_rocm_activation__"), str):
         binding.mode = installed_mode()
@@ -221,7 +228,8 @@ def installed_mode() -> str:
 
 
 def _dispatcher(binding: Binding, change: Change) -> Forward:
-    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]  # the stock file has already imported torch
+    # The stock file has already imported torch.
+    tracing = vars(sys.modules["torch._C"])["_get_tracing_state"]
     cls, stock, first, old_name = binding.cls, binding.stock, binding.first, binding.old_name
 
     # wraps keeps the signature, which kernels, generate and Trainer read
@@ -230,7 +238,8 @@ def _dispatcher(binding: Binding, change: Change) -> Forward:
         mode = self.__dict__.get(MODE, binding.mode)
         if mode == OFF or type(self) is not cls or not change.live:
             return stock(self, *args, **kwargs)
-        if tracing() is not None:  # torch.jit.trace turns sizes into tensors and branches into constants
+        # torch.jit.trace turns sizes into tensors and branches into constants.
+        if tracing() is not None:
             return stock(self, *args, **kwargs)
         if mode == GPU and not getattr(args[0] if args else kwargs.get(first), "is_cuda", False):
             return stock(self, *args, **kwargs)
@@ -266,7 +275,8 @@ def bind_waiting() -> None:
 
     Overlays without a bound class are skipped.
     """
-    homes = {id(binding.home) for binding in bindings()}  # the homes of bound overlays
+    # The homes of bound overlays.
+    homes = {id(binding.home) for binding in bindings()}
     for cls, (home, bind) in list(waiting.items()):
         if id(home) in homes and _stock(cls):
             bind()

@@ -18,7 +18,8 @@ from hf_rocm.overlay.integrity import check_delivered
 from hf_rocm.overlay.manifest import Manifest, Record
 
 _PREFIX = "transformers-"
-MODEL = re.compile(r"[a-z0-9_]+")  # valid names of model folders; no path separators
+# Valid names of model folders; no path separators.
+MODEL = re.compile(r"[a-z0-9_]+")
 
 
 @dataclass(frozen=True)

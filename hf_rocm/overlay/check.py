@@ -45,7 +45,8 @@ def check(
             here = f"in this process (host {socket.gethostname()})"
             raise _other("in the process that computed `expected`", expected, here, fingerprint)
     except HfRocmError as caught:
-        error = caught  # the other ranks wait in the collective: send them the error, then raise it
+        # The other ranks wait in the collective: send them the error, then raise it.
+        error = caught
     distributed = _process_group(across_ranks)
     if distributed is not None:
         _compare(distributed, fingerprint, error)
@@ -115,7 +116,8 @@ def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -
     everyone: list[tuple[str, str, HfRocmError | None]] = [own] * distributed.get_world_size()  # type: ignore[attr-defined]
     distributed.all_gather_object(everyone, own)  # type: ignore[attr-defined]
     if error is not None:
-        return  # this rank raises its own error
+        # This rank raises its own error.
+        return
     for rank, (host, _, failed) in enumerate(everyone):
         if failed is not None:
             raise OverlayError(

@@ -89,7 +89,8 @@ def uninstall(
     catalog: Catalog | None = None,
 ) -> tuple[Plan, list[str]]:
     """Remove the overlays of these models, or every block if none is named. Returns and raises as `install` does."""
-    catalog = catalog or catalogs.load(checked=False)  # uninstalling works even if hf-rocm's files were changed
+    # Uninstalling works even if hf-rocm's files were changed.
+    catalog = catalog or catalogs.load(checked=False)
     installation = locate(transformers_path)
     check_writable(installation)
     with _lock(installation, dry_run) as notices:

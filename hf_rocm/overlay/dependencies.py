@@ -33,7 +33,8 @@ class Reference(NamedTuple):
     def value(self) -> Any:
         if is_mapping(self.holder):
             return self.holder.get(self.name, ABSENT)
-        if self.registry is not None:  # a local entry takes precedence over a global one
+        # A local entry takes precedence over a global one.
+        if self.registry is not None:
             return self.holder._local_mapping.get(self.name, self.holder._global_mapping.get(self.name, ABSENT))
         return getattr(self.holder, self.name, ABSENT)
 
@@ -79,7 +80,8 @@ class Registry(NamedTuple):
 
     def references(self, key: str) -> tuple[Reference, ...]:
         """The dependencies of a call with this key: the entry, and the references of its function."""
-        if key not in self.keys():  # without `get_interface`, as in transformers 5.0, `eager` is not looked up
+        # Without `get_interface`, as in transformers 5.0, `eager` is not looked up.
+        if key not in self.keys():
             return self.default
         place = self.entry(key)
         function = place.beneath()
@@ -129,7 +131,8 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
             if str(space.get("__name__")).startswith("transformers.utils."):
-                continue  # decorators that deprecate, check arguments or collect outputs
+                # Decorators that deprecate, check arguments or collect outputs.
+                continue
         for code in _codes(current.__code__):
             for chain in _chains(code):
                 reference = _resolved(space, chain)
@@ -195,7 +198,8 @@ def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:
+            # Not assigned yet.
             continue
         if isinstance(value, FunctionType) or is_registry(value):
             yield name, value

@@ -94,7 +94,8 @@ def _against_overlay(state: FileState) -> str:
         return state.detail
     try:
         written = render(block.stock_part(data), state.overlay)
-    except OverlayError:  # the markers themselves are broken
+    except OverlayError:
+        # The markers themselves are broken.
         return state.detail
     return f"{state.detail}\n" + _diff(written, data, f"{state.file} (as hf-rocm writes it)", f"{state.file} (found)")
 

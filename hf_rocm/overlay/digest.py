@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-EITHER = "|"  # separates the names that a definition has in different releases
-_LENGTH = 16  # hex characters
+# Separates the names that a definition has in different releases.
+EITHER = "|"
+# Hex characters.
+_LENGTH = 16
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -32,10 +34,12 @@ def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
     return {name: single[bound[name][0]] if bound[name] else None for name in names}
 
 
-@lru_cache(maxsize=256)  # a command may read a file twice, and several overlays may depend on the same file
+# A command may read a file twice, and several overlays may depend on the same file.
+@lru_cache(maxsize=256)
 def _digests(source: bytes | str, names: tuple[str, ...]) -> Mapping[str, str | None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # do not report another project's invalid escapes
+        # Do not report another project's invalid escapes.
+        warnings.simplefilter("ignore")
         tree = ast.parse(source)
     bound: dict[str, list[str]] = {name: [] for name in names}
     for name, canonical in _bindings(tree.body, wanted=bound.keys(), condition=""):

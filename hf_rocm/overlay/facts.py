@@ -86,7 +86,8 @@ def _package(name: str) -> Path | None:
     """The folder of a top-level package, located without importing it."""
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # sys.modules contains a stand-in without a spec
+    except ValueError:
+        # sys.modules contains a stand-in without a spec.
         file = getattr(sys.modules.get(name), "__file__", None)
         return Path(file).parent if file else None
     if spec is None or not spec.submodule_search_locations:

@@ -28,7 +28,8 @@ LEFTOVER = ".hf-rocm-tmp"
 _SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
-    if hasattr(signal, name)  # Windows lacks SIGHUP
+    # Windows lacks SIGHUP.
+    if hasattr(signal, name)
 )
 
 
@@ -81,7 +82,8 @@ def _run(plan: Plan, disk: Disk, check_signals: Callable[[], None]) -> None:
         _undo(begun, disk, cause=error)
         if left and isinstance(error, OSError):
             raise _left_behind(left, plan, error) from error
-        raise  # show the cause to the user; the next run removes leftovers
+        # Show the cause to the user; the next run removes leftovers.
+        raise
 
 
 def _removed(temporary: Path, disk: Disk) -> bool:
@@ -193,7 +195,8 @@ def _sync_directory(directory: Path, disk: Disk) -> None:
 def _sweep(root: Path, disk: Disk) -> None:
     """Remove the temporary files of killed runs. Safe under the lock, because no other installer is writing."""
     for left in root.glob(f"models/*/.modeling_*{LEFTOVER}"):
-        if not left.parent.is_symlink():  # the target of a symbolic link does not belong to this package
+        # The target of a symbolic link does not belong to this package.
+        if not left.parent.is_symlink():
             disk.remove(left)
 
 
@@ -220,7 +223,8 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
             raise Interrupted(arrived[0])
 
     if threading.current_thread() is not threading.main_thread():
-        yield check  # Python runs signal handlers only in the main thread
+        # Python runs signal handlers only in the main thread.
+        yield check
         return
     previous = {number: signal.signal(number, record) for number in _SIGNALS}
     try:
@@ -228,5 +232,6 @@ def _deferred_signals() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if arrived:  # after the last file, there is nothing to undo, but the signal must be delivered
+    # After the last file, there is nothing to undo, but the signal must be delivered.
+    if arrived:
         signal.raise_signal(arrived[0])

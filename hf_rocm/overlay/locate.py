@@ -114,7 +114,8 @@ def check_writable(installation: Installation) -> None:
 def _find() -> Path:
     try:
         spec = importlib.util.find_spec("transformers")
-    except ValueError:  # sys.modules contains a module without a spec
+    except ValueError:
+        # sys.modules contains a module without a spec.
         spec = None
     if spec is None:
         raise OverlayError(

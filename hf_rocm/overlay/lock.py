@@ -72,7 +72,8 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
         yield
     finally:
         stack.close()
-        with suppress(OSError):  # the lock is released in any case, and the files are written
+        # The lock is released in any case, and the files are written.
+        with suppress(OSError):
             os.close(descriptor)
 
 

@@ -39,8 +39,10 @@ _WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _PATH = rf"{_WORD}(\.{_WORD})*"
 _NAME = re.compile(rf"transformers(\.{_WORD})*:{_PATH}(\|{_PATH})*")
 _SPAN = " to "
-_LIMIT = {"transformers", "reason"}  # the manually written keys of a model's table
-Seen = Mapping[str, tuple[str, ...]]  # a hash or digest → the releases that have it
+# The manually written keys of a model's table.
+_LIMIT = {"transformers", "reason"}
+# A hash or digest → the releases that have it.
+Seen = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,11 @@ def dependencies(overlay_text: str) -> list[str]:
 
 
 def _record(table: Mapping[str, Mapping[str, object]], known: list[str]) -> Record:
-    names = table.get("names", {})  # an overlay that imports nothing depends on nothing
+    # An overlay that imports nothing depends on nothing.
+    names = table.get("names", {})
     for name in names:
-        if not _NAME.fullmatch(name):  # the name becomes a path below transformers
+        # The name becomes a path below transformers.
+        if not _NAME.fullmatch(name):
             raise TypeError(f"{name!r} is not the name of a definition in transformers")
     return Record(_seen(table["files"], known), {name: _seen(names[name], known) for name in names})
 

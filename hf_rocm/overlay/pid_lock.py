@@ -18,7 +18,8 @@ from pathlib import Path
 from hf_rocm import files
 from hf_rocm.errors import OverlayError
 
-OLD = 600.0  # seconds after which a claim of another host is ignored; an installer takes a few seconds
+# Seconds after which a claim of another host is ignored; an installer takes a few seconds.
+OLD = 600.0
 
 
 @contextmanager
@@ -45,7 +46,8 @@ def claimed(path: Path, *, timeout: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # the files are already written, and the claim of an ended process is ignored
+        # The files are already written, and the claim of an ended process is ignored.
+        with suppress(OSError):
             if _read(path) == mine:
                 path.unlink(missing_ok=True)
 
@@ -54,7 +56,8 @@ def _create(path: Path, text: str) -> bool:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     draft.write_text(text, encoding="utf-8")
     try:
-        os.link(draft, path)  # creates the claim together with its content, and never replaces another one
+        # Creates the claim together with its content, and never replaces another one.
+        os.link(draft, path)
     except FileExistsError:
         return False
     finally:
@@ -75,7 +78,8 @@ def _clear_away(path: Path) -> None:
     if not seen or _is_live(path, seen):
         return
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with suppress(FileNotFoundError):  # another process was faster
+    # Another process was faster.
+    with suppress(FileNotFoundError):
         path.rename(aside)
         if _read(aside) != seen:
             with suppress(FileExistsError):

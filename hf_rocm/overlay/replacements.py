@@ -17,7 +17,8 @@ Answer = TypeVar("Answer", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
 
-_UNKNOWN: Any = object()  # the expected value of a reference that was already replaced; no value equals it
+# The expected value of a reference that was already replaced; no value equals it.
+_UNKNOWN: Any = object()
 
 
 class Watch:
@@ -44,9 +45,11 @@ class Watch:
                 continue
             if self.expected[index] is not _UNKNOWN or _is_stranger(reference, value):
                 return _sentence(reference, value)
-            self.expected[index] = value  # the initial replacement was removed
+            # The initial replacement was removed.
+            self.expected[index] = value
         if not self.unchanged():
-            self._compile()  # a change of hf_rocm was applied or undone
+            # A change of hf_rocm was applied or undone.
+            self._compile()
         return None
 
     def holds(self) -> bool:
@@ -130,10 +133,12 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
     home = origin(value)
     package = home.partition(".")[0]
     if home == "builtins" and not callable(value):
-        return False  # a flag, such as `Cache.is_compileable` in 4.x
+        # A flag, such as `Cache.is_compileable` in 4.x.
+        return False
     if package not in OWN:
         written = isinstance(value, (FunctionType, BuiltinFunctionType, type))
-        return not (written and package in sys.stdlib_module_names)  # standard library, such as functools.partial
+        # Standard library, such as functools.partial.
+        return not (written and package in sys.stdlib_module_names)
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False
     # a function of another model, unless the file imports it
@@ -179,7 +184,8 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
             terms.append("False")
             continue
         place = f"holder_{number}"
-        if reference.registry is not None and not is_mapping(holder):  # a local entry takes precedence
+        # A local entry takes precedence.
+        if reference.registry is not None and not is_mapping(holder):
             if name not in holder._local_mapping:
                 space[f"local_{number}"] = holder._local_mapping
                 terms.append(f"{name!r} not in local_{number}")

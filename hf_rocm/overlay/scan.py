@@ -72,7 +72,8 @@ def state_of(installation: Installation, catalog: Catalog, model: str, overlay: 
     Raises `OverlayError` if this transformers lacks the model, or if there is neither an overlay nor a block.
     """
     release = installation.version
-    if not isinstance(model, str) or not MODEL.fullmatch(model):  # the name becomes part of a path
+    # The name becomes part of a path.
+    if not isinstance(model, str) or not MODEL.fullmatch(model):
         raise no_overlay(installation, catalog, model)
     file = _file(installation, model)
     data = read_file(file)

@@ -23,22 +23,30 @@ class Installed(str, Enum):
 
     NO = "no"
     YES = "yes"
-    OLD = "old"  # intact, but this release of hf-rocm would write a different one or none
-    FOREIGN = "foreign"  # intact and labelled with this release of hf-rocm, but its code is not that of the overlay
-    EDITED = "edited"  # the block, or the stock part above it, was changed after the block was written
+    # Intact, but this release of hf-rocm would write a different one or none.
+    OLD = "old"
+    # Intact and labelled with this release of hf-rocm, but its code is not that of the overlay.
+    FOREIGN = "foreign"
+    # The block, or the stock part above it, was changed after the block was written.
+    EDITED = "edited"
 
 
 class Match(str, Enum):
     """Whether the overlay supports the stock part of the file."""
 
-    VERIFIED = "verified"  # the same file as in a verified release
-    COMPATIBLE = "compatible"  # every definition that the overlay depends on is known
-    CHANGED = "changed"  # a definition differs, the file differs from the one in its package, or there is no file
-    UNSUPPORTED = "unsupported"  # there is no overlay for this release
+    # The same file as in a verified release.
+    VERIFIED = "verified"
+    # Every definition that the overlay depends on is known.
+    COMPATIBLE = "compatible"
+    # A definition differs, the file differs from the one in its package, or there is no file.
+    CHANGED = "changed"
+    # There is no overlay for this release.
+    UNSUPPORTED = "unsupported"
 
 
 GOOD = (Match.VERIFIED, Match.COMPATIBLE)
-LISTED = 8  # longer lists of names and of files are shortened
+# Longer lists of names and of files are shortened.
+LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -306,7 +314,8 @@ def _differences(
     for module, names in _by_module(overlay.record.names).items():
         own = module == overlay.module
         if own and known:
-            continue  # the whole file is known
+            # The whole file is known.
+            continue
         file = state.file if own else find(module)
         actual = _digests(state.stock if own else block.stock_part(read(file) or b""), names)
         for name, expected in names.items():
@@ -326,5 +335,6 @@ def _by_module(names: Mapping[str, Seen]) -> dict[str, dict[str, Seen]]:
 def _digests(source: bytes, names: Mapping[str, Seen]) -> dict[str, str | None]:
     try:
         return digests(source, names)
-    except (SyntaxError, ValueError):  # not valid Python, so it has no definitions
+    except (SyntaxError, ValueError):
+        # Not valid Python, so it has no definitions.
         return dict.fromkeys(names)

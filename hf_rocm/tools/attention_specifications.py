@@ -75,15 +75,18 @@ def of_attention(
 
 def heads_of(module: nn.Module) -> Heads | None:
     """Return the heads of an attention module, and None for other modules."""
-    latent = _number(module, "qk_head_dim")  # latent attention expands its keys and values to one head per query head
+    # Latent attention expands its keys and values to one head per query head.
+    latent = _number(module, "qk_head_dim")
     dim = latent or _number(module, "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
     if dim is None:
         return None
-    layers = [getattr(child, "base_layer", child) for child in module.children()]  # an adapter contains its layer
+    # An adapter contains its layer.
+    layers = [getattr(child, "base_layer", child) for child in module.children()]
     linears = [layer for layer in layers if isinstance(layer, (Linear, quantized.QuantizedLinear))]
     if len(linears) >= 3 and not latent:
         query, key = (_outputs(linear) // dim for linear in linears[:2])
-        groups = _number(module, "num_key_value_groups")  # some query projections also compute a gate
+        # Some query projections also compute a gate.
+        groups = _number(module, "num_key_value_groups")
         return Heads(query if groups is None else key * groups, key, dim, dim)
     if "Attention" not in type(module).__name__ and not latent:
         return None

@@ -50,7 +50,8 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     lines = ["steps are recorded and replayed" if reason is None else f"steps run uncaptured: {reason}"]
     if state is not None:
         caches, nbytes = state.pool.summary()
-        if state.calls:  # calls of generate that use a cache from hf_rocm
+        # Calls of generate that use a cache from hf_rocm.
+        if state.calls:
             lines.append(
                 f"recorded steps: {state.recorded}, replayed steps: {state.replayed}, calls of generate: {state.calls}"
             )

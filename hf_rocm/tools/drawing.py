@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from hf_rocm.errors import HfRocmError
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-SCALE = 2  # pixels of the PNG per unit
+# Pixels of the PNG per unit.
+SCALE = 2
 
 
 class Box(NamedTuple):
@@ -183,7 +184,8 @@ def _font(size: float, bold: bool) -> Any:
 
     for name in ("DejaVuSans-Bold.ttf",) if bold else ("DejaVuSans.ttf",):
         try:
-            return ImageFont.truetype(name, 0.92 * size)  # smaller, since DejaVu is wider than other fonts
+            # Smaller, since DejaVu is wider than other fonts.
+            return ImageFont.truetype(name, 0.92 * size)
         except OSError:
             continue
     return ImageFont.load_default(size)

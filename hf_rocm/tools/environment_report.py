@@ -85,5 +85,6 @@ def _aligned(rows: Mapping[str, str]) -> str:
 def _user(environment: Mapping[str, str]) -> str:
     try:
         return environment.get("USER") or getpass.getuser()
-    except (OSError, KeyError, ImportError):  # the user has no passwd entry, as in many containers
+    except (OSError, KeyError, ImportError):
+        # The user has no passwd entry, as in many containers.
         return ""

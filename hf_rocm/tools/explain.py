@@ -132,13 +132,15 @@ def _overlays(missing: set[str]) -> dict[str, Overlay | None]:
     try:
         overlays = catalog.load()
     except OverlayError:
-        return {}  # `prepare` raises this error
+        # `prepare` raises this error.
+        return {}
     return {family: overlays.find(family, transformers.__version__) for family in sorted(missing)}
 
 
 def _why_unbound(family: str, report: dict[str, Any]) -> str:
     if report:
-        return f"the overlay of {family} can't be used"  # `without_overlay` has the reason
+        # `without_overlay` has the reason.
+        return f"the overlay of {family} can't be used"
     if is_rocm() or options.force_requested():
         return f"not prepared, and the overlay of {family} is not bound"
     return f"the overlay of {family} is not used on this machine"
@@ -228,7 +230,8 @@ def _why_not_joined(binding: bind.Binding, modules: list[nn.Module]) -> list[str
 
 def _state(report: dict[str, Any], active: bool) -> str:
     if active:
-        forced = report.get("forced") or not is_rocm()  # there is no report if an installed overlay is used
+        # There is no report if an installed overlay is used.
+        forced = report.get("forced") or not is_rocm()
         return "served by hf_rocm, forced on this machine" if forced else "served by hf_rocm"
     if report:
         return "stock, because none of its layers has an overlay that can be used"

@@ -18,24 +18,33 @@ from hf_rocm.tools.wrapping import wrapped
 NO_ROCM = "stock, because this PyTorch is not a ROCm build and force is not set"
 NO_OVERLAY = "hf_rocm has no overlay for {}"
 
-LINES = 25  # the largest number of lines, if the steps suffice
+# The largest number of lines, if the steps suffice.
+LINES = 25
 
 
 class _Step(IntEnum):
     """How a long text is shortened. Every step also includes the steps before it."""
 
     FULL = 0
-    FEW_STOCK = 1  # stock classes on one line per reason
-    COUNTED_STOCK = 2  # stock classes counted by reason
-    TOGETHER = 3  # served classes with the same notes together
-    TWO_LINES = 4  # at most two lines each on generate, forwards and linear layers
-    NO_LAYERS = 5  # served classes without the names of their layers
+    # Stock classes on one line per reason.
+    FEW_STOCK = 1
+    # Stock classes counted by reason.
+    COUNTED_STOCK = 2
+    # Served classes with the same notes together.
+    TOGETHER = 3
+    # At most two lines each on generate, forwards and linear layers.
+    TWO_LINES = 4
+    # Served classes without the names of their layers.
+    NO_LAYERS = 5
     TWO_REASONS = 6
-    COMPACT = 7  # no empty lines, and no reasons of stock classes
+    # No empty lines, and no reasons of stock classes.
+    COMPACT = 7
 
 
-_REASONS = 6  # the largest number of refusals
-_STOCK = 6  # the largest number of class names per reason
+# The largest number of refusals.
+_REASONS = 6
+# The largest number of class names per reason.
+_STOCK = 6
 
 # matches lines on generate and forwards; the groups are the name of a model inside the model, if any, and the reason
 _UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|forwards) run )?uncaptured(?: × \d+)?: (.*)")
@@ -93,7 +102,8 @@ def _served(parts: tuple[Part, ...], step: _Step) -> Iterator[str]:
         alike.setdefault(notes if step < _Step.NO_LAYERS else notes.partition(":")[0], []).append(f"{name} {count}")
     lines = []
     for notes, names in alike.items():
-        listed = ", ".join(name.replace(" ", "\xa0") for name in names)  # a count is kept on the line of its class
+        # A count is kept on the line of its class.
+        listed = ", ".join(name.replace(" ", "\xa0") for name in names)
         lines.append(f"{listed} ({notes})" if notes else listed)
     yield from (f"  {line}" for line in (lines if step < _Step.NO_LAYERS else ["; ".join(lines)]))
 
@@ -240,6 +250,7 @@ def _next(explanation: Facts) -> Iterator[str]:
 def _wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()))
-        counted = line.lstrip().replace(" × ", "\xa0×\xa0")  # a count is kept on the line of its class
+        # A count is kept on the line of its class.
+        counted = line.lstrip().replace(" × ", "\xa0×\xa0")
         for part in wrapped(counted, width, indent=indent):
             yield part.replace("\xa0", " ")

@@ -9,7 +9,8 @@ from hf_rocm.tools.explain_short import headline, short
 from hf_rocm.tools.explanation import Facts, Kernel, Part
 from hf_rocm.tools.wrapping import width
 
-_SEPARATOR = "; "  # between implementations and between operations, because their names may contain commas
+# Between implementations and between operations, because their names may contain commas.
+_SEPARATOR = "; "
 
 
 class Explanation(Facts):

@@ -50,7 +50,8 @@ def _without_repeated_warnings() -> Iterator[None]:
     The first message from each line of huggingface_hub's code is kept. Without a network, huggingface_hub logs every
     failure and every retry, and finally raises the error.
     """
-    import_module("huggingface_hub.utils.logging")  # adds the handler
+    # Adds the handler.
+    import_module("huggingface_hub.utils.logging")
 
     seen = set()
 
@@ -79,7 +80,8 @@ def device_named(device: str | None) -> Any:
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch may raise either of them
+    except (RuntimeError, AssertionError) as error:
+        # torch may raise either of them.
         raise OptionError(
             f"there is no device {name!r} here",
             facts={"torch error": str(error).splitlines()[0]},

@@ -17,8 +17,10 @@ from hf_rocm.arguments import require_module
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.tools.bench import clock
 
-LENGTH = 512  # tokens per forward pass
-_NEW = 16  # the number of tokens whose time is measured
+# Tokens per forward pass.
+LENGTH = 512
+# The number of tokens whose time is measured.
+_NEW = 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def measure(
     pieces = list(chunks(ids))
     reference, expected, loaded, results = None, None, None, []
     for kind in kinds:
-        loaded = None  # frees the previous model
+        # Frees the previous model.
+        loaded = None
         loaded = load(model, device=device, force=force)
         if reference is None or expected is None:
             expected = logits_of(loaded, pieces)

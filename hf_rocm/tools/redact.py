@@ -110,7 +110,8 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
 def value(text: str, *, home: str = "") -> str:
     """Return the value of a variable with private paths shortened, including relative paths and paths with spaces."""
     if "/" not in text or "://" in text:
-        return text  # `clean` redacts URLs
+        # `clean` redacts URLs.
+        return text
     pieces = re.split(r"([:;,]|\s+(?=-))", text)
     return "".join(_piece(piece, home) for piece in pieces)
 

@@ -24,7 +24,8 @@ def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
     tables = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleDict)}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
-        while parent in tables:  # one rotary embedding per type of layer
+        # One rotary embedding per type of layer.
+        while parent in tables:
             parent = parent.rpartition(".")[0]
         for name, buffer in module._buffers.items():
             if name.endswith("inv_freq") and not name.startswith("original_") and buffer is not None:
@@ -44,7 +45,8 @@ def of_rotation(
     if binding is None or shape is None or not _rotates(getattr(binding.replacement, "__code__", None)):
         return
     if getattr(getattr(module, "config", None), "rope_interleave", False):
-        return  # the model's own function rotates pairs of neighbouring dims
+        # The model's own function rotates pairs of neighbouring dims.
+        return
     while path and path not in dims:
         path = path.rpartition(".")[0]
     # latent attention rotates a part of each head

@@ -8,7 +8,8 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-NARROWEST, WIDEST = 60, 200  # the limits of the width in columns
+# The limits of the width in columns.
+NARROWEST, WIDEST = 60, 200
 
 
 def width() -> int:

@@ -28,7 +28,8 @@ from hf_rocm.weights.stored import (
 )
 
 _GROUPS = (32, 64, 128, -1)
-_EVEN_FIRST = (0, 16, 4, 20, 8, 24, 12, 28)  # the bit offsets of outputs 0, 1, … in a word
+# The bit offsets of outputs 0, 1, … in a word.
+_EVEN_FIRST = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,20 @@ _SETTINGS = (
     "_load_in_4bit",
     "load_in_4bit",
     "quant_method",
-    "bnb_4bit_compute_dtype",  # ignored, because GEMMs accumulate in fp32
+    # Ignored, because GEMMs accumulate in fp32.
+    "bnb_4bit_compute_dtype",
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    "bnb_4bit_use_double_quant",  # ignored, because the tensors show it
+    # Ignored, because the tensors show it.
+    "bnb_4bit_use_double_quant",
     # ignored: the tensors show which layers are quantised, and the rest affects only 8-bit weights or offloading
     "llm_int8_threshold",
     "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",
     "llm_int8_has_fp16_weight",
 )
-_SMALLEST = 16  # the smallest number of elements per block that kernels support
+# The smallest number of elements per block that kernels support.
+_SMALLEST = 16
 
 _ABSMAX, _MAP = "weight.absmax", "weight.quant_map"
 _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
@@ -178,7 +181,8 @@ class Bitsandbytes(FourBitFormat):
         return out.view(n, k)
 
 
-_AT_ONCE = 2**22  # numbers that are unpacked at once
+# Numbers that are unpacked at once.
+_AT_ONCE = 2**22
 
 
 def _unpacked(data: Tensor) -> Tensor:

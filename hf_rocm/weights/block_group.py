@@ -67,7 +67,8 @@ class BlockGroup(WeightGroup):
         with lock, torch.no_grad():
             if _is_pending(cls, module, names) and cls.can_wait(module, names):
                 return cls.refusal(module, names)
-            group = live(module)  # drops a group whose weights were moved
+            # Drops a group whose weights were moved.
+            group = live(module)
             if type(group) is not cls or group.names != names:
                 reason = cls.refusal(module, names)
                 if reason is not None:
@@ -120,7 +121,8 @@ class BlockGroup(WeightGroup):
             return
         with lock:
             if not _is_pending(cls, module, names):
-                return  # another thread was faster
+                # Another thread was faster.
+                return
             if cls.refusal(module, names) is not None or cls.pending(module, names) is not None:
                 return
             if torch.is_grad_enabled() and cls.requires_grad(module, names):
@@ -140,12 +142,14 @@ class BlockGroup(WeightGroup):
         if not intact(module, self):
             self.forget(module)
             return False
-        del module.__dict__[SLOT]  # so that the group's memory is freed as the parameters leave it
+        # So that the group's memory is freed as the parameters leave it.
+        del module.__dict__[SLOT]
         return True
 
     def forget(self, module: Module) -> WeightGroup | None:
         with lock:
-            if module.__dict__.get(SLOT) is self:  # otherwise another thread was faster
+            # Otherwise another thread was faster.
+            if module.__dict__.get(SLOT) is self:
                 module.__dict__[SLOT] = idle(type(self), MOVED, self.names)
                 self.leave(module)
         return None

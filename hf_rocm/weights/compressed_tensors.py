@@ -204,7 +204,8 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
         raise Unsupported(f"its 8-bit weights have a scale for each {strategy}, not for each channel or tensor")
     if inputs and inputs.get("num_bits") != 8:
         raise Unsupported(f"its activations have {inputs.get('num_bits')} bits")
-    rounded = bool(inputs) and inputs.get("symmetric", True)  # hf_rocm's GEMMs round x symmetrically or not at all
+    # hf_rocm's GEMMs round x symmetrically or not at all.
+    rounded = bool(inputs) and inputs.get("symmetric", True)
     scale_for = "row" if strategy == "channel" else "tensor"
     return PlainOrder(_METHOD, INT8 if number == "int" else FP8, scale_for, not rounded)
 

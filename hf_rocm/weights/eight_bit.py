@@ -33,7 +33,8 @@ class EightBitWeight(QuantizedWeight):
     weight_only: whether x is never rounded, as is the case for blocks.
     """
 
-    step = 16  # a shuffled tile has 16 rows
+    # A shuffled tile has 16 rows.
+    step = 16
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None, *, weight_only: bool = False) -> None:
         super().__init__(data, scale, bias)
@@ -57,7 +58,8 @@ class EightBitWeight(QuantizedWeight):
             return INT8
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
         if device is None and is_rocm() and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # the likely target of a model on the CPU
+            # The likely target of a model on the CPU.
+            device = torch.device("cuda", torch.cuda.current_device())
         return fp8_of(describe(device or torch.device("cpu"))) or FP8
 
     @classmethod

@@ -121,5 +121,6 @@ def _encode(group: Group) -> str:
     if len(names) > 1:
         group_layers(module, names)
     if weight.scale.is_cuda:
-        torch.cuda.empty_cache()  # the freed memory does not fit the next allocations
+        # The freed memory does not fit the next allocations.
+        torch.cuda.empty_cache()
     return first.format.described()

@@ -16,7 +16,8 @@ from hf_rocm.ops.quantized import keeps_input
 
 EncodingT = TypeVar("EncodingT", bound="QuantizedWeight")
 
-CHUNK = 2**22  # elements that are rounded at once; 16 MiB in fp32
+# Elements that are rounded at once; 16 MiB in fp32.
+CHUNK = 2**22
 
 
 class QuantizedWeight(nn.Module):
@@ -31,11 +32,14 @@ class QuantizedWeight(nn.Module):
     scale: Tensor
     bias: Tensor | None
     zeros: Tensor | None
-    step = 1  # the number of rows that are encoded together
-    per_scale = 1  # the number of rows that share their scales
+    # The number of rows that are encoded together.
+    step = 1
+    # The number of rows that share their scales.
+    per_scale = 1
     code: str | None = None  # the name of the table of 4-bit numbers
     experts: type[Any] | None = None  # the class that replaces stacked experts; None if they keep their dtype
-    rounds = False  # whether x is rounded too, except in calls for which `keeps_input` returns True
+    # Whether x is rounded too, except in calls for which `keeps_input` returns True.
+    rounds = False
 
     def __init__(self, data: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -91,13 +95,15 @@ class QuantizedWeight(nn.Module):
 
         norm, activation, residual, more: as in `ops.quantized_linear`.
         """
-        buffers: Any = self._buffers  # faster than attribute access on a module
+        # Faster than attribute access on a module.
+        buffers: Any = self._buffers
         data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
         if start or stop is not None:
             data, scale = data[start:stop], scale[self.scales_of(start, stop)]
             zeros = None if zeros is None else zeros[start:stop]
             bias = None if bias is None else bias[start:stop]
-        if torch.is_autocast_enabled(x.device.type):  # as F.linear does
+        # As F.linear does.
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return ops.quantized_linear(
             x,

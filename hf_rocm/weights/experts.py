@@ -23,7 +23,8 @@ from hf_rocm.weights.eligible import refusal
 from hf_rocm.weights.fused_storage import is_aliased, join_parameters, own_memory
 from hf_rocm.weights.shuffled_copy import ExpertCopies
 
-LIST = "experts"  # the name of the child with the list
+# The name of the child with the list.
+LIST = "experts"
 
 
 @register
@@ -95,7 +96,8 @@ class Stacked(BlockGroup):
     def join(cls, module: Module, names: tuple[str, ...]) -> None:
         group = module.__dict__[SLOT] = Stacked(module, names)
         if group.gate_up.is_cuda:
-            torch.cuda.empty_cache()  # the freed allocations are too small for the next block
+            # The freed allocations are too small for the next block.
+            torch.cuda.empty_cache()
 
     @classmethod
     def wake(cls, module: Module, names: tuple[str, ...]) -> None:

@@ -59,7 +59,8 @@ class CopiedExperts(WeightGroup):
         return self.copies.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (bool, ())  # a copied module has no shuffled copies until it is prepared
+        # A copied module has no shuffled copies until it is prepared.
+        return (bool, ())
 
 
 def is_moe(module: nn.Module) -> bool:

@@ -86,7 +86,8 @@ class Fused(BlockGroup):
             names = names_in(module)
             group = module.__dict__.pop(SLOT, None)
             if is_idle(group, PENDING):
-                return  # no weight has been moved yet
+                # No weight has been moved yet.
+                return
             if isinstance(group, Fused):
                 group.unshuffle(module)
             del group
@@ -97,7 +98,8 @@ class Fused(BlockGroup):
             return None
         first = self.parts[0]
         if first.forward is not None and x.device != self.weight.device:
-            return None  # accelerate's hook moves x to the layer's device
+            # accelerate's hook moves x to the layer's device.
+            return None
         backend = first.layer(module).__dict__.get(linear_hook.BACKEND)
         if self._copy is not None or backend not in (None, "auto"):
             return super().multiply(module, x, norm, activation)

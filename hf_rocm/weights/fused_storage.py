@@ -47,7 +47,8 @@ def is_aliased(parameter: Tensor) -> bool:
     False if this release of PyTorch does not count the references to a storage.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
-    own = 2  # references by the parameter and by the storage object that this call creates
+    # References by the parameter and by the storage object that this call creates.
+    own = 2
     return count is not None and bool(count(parameter.untyped_storage()._cdata) > own)
 
 
@@ -113,8 +114,10 @@ def _apart(part: Tensor) -> Tensor:
         return from_dlpack(part)
 
 
-_LARGE = 2**20  # PyTorch's allocator has a separate pool for smaller tensors
-_STEP = 512  # the granularity of PyTorch's allocator
+# PyTorch's allocator has a separate pool for smaller tensors.
+_LARGE = 2**20
+# The granularity of PyTorch's allocator.
+_STEP = 512
 
 
 def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any]:

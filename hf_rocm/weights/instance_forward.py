@@ -36,7 +36,8 @@ def attach(module: nn.Module) -> None:
         return
     slot = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
     if slot in own:
-        own[_HAD_STOCK] = True  # see eligible.accepted_forward
+        # See eligible.accepted_forward.
+        own[_HAD_STOCK] = True
     patches.exchange(own, slot, own.get(slot, ABSENT), MethodType(_forwards[type(module)], module))
 
 
@@ -47,7 +48,8 @@ def detach(module: nn.Module) -> None:
     for slot in _SLOTS:
         forward = own.get(slot)
         if is_ours(forward, module) or (slot == "forward" and is_class_forward(forward, module)):
-            needed = had_stock or slot != "forward"  # accelerate's hook calls `_old_forward`
+            # accelerate's hook calls `_old_forward`.
+            needed = had_stock or slot != "forward"
             stock = MethodType(_stock_forward(module), module) if needed else ABSENT
             patches.exchange(own, slot, forward, stock)
 

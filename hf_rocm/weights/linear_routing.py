@@ -74,7 +74,8 @@ class Routed:
             linear = self._routed.pop()
             routes = _routes.get(linear, [])
             if self._route not in routes:
-                continue  # the model was restored
+                # The model was restored.
+                continue
             routes.remove(self._route)
             if routes:
                 linear.__dict__[BACKEND] = routes[-1].backend
@@ -83,7 +84,8 @@ class Routed:
 
     def _add(self, linear: nn.Module) -> None:
         before = linear.__dict__.get(BACKEND)
-        if before is None or linear not in _routes:  # a copied layer has its original's backend, but no routes
+        # A copied layer has its original's backend, but no routes.
+        if before is None or linear not in _routes:
             _routes[linear] = [] if before is None else [_Route(before)]
         _routes[linear].append(self._route)
         linear.__dict__[BACKEND] = self.backend

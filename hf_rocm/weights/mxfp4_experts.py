@@ -25,7 +25,8 @@ class Mxfp4Experts(nn.Module):
     activation: str  # activation, limit and alpha: as in `ops.experts`
     limit: float
     alpha: float
-    follows = False  # whether the input is moved to this layer's device, as accelerate did for the replaced module
+    # Whether the input is moved to this layer's device, as accelerate did for the replaced module.
+    follows = False
 
     def packed(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """(blocks, scales, bias) of `GATE_UP` or `DOWN`, as in `ops.mxfp4_experts`."""

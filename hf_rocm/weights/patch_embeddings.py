@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 from torch.nn import functional
-from torch.nn.modules.conv import Conv2d, Conv3d  # the names in torch.nn may have been replaced
+
+# The names in torch.nn may have been replaced.
+from torch.nn.modules.conv import Conv2d, Conv3d
 
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import linears_are_pytorchs

@@ -193,7 +193,8 @@ def _shuffle_experts(module: nn.Module, wanted: Settings, left: int, others: dic
     """Make shuffled copies of experts, which serve any number of tokens. Returns (refusal or None, bytes)."""
     group = _group_in(module)
     if group is not None:
-        group.unshuffle(module)  # experts are always shuffled again
+        # Experts are always shuffled again.
+        group.unshuffle(module)
     parameters = [parameter for member in module.modules() for parameter in member.parameters(recurse=False)]
     reason = first_shared(parameters, others)
     if reason is None and wanted.mode == "auto":

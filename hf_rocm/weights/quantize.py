@@ -40,7 +40,8 @@ _MARKS = (
     "_is_quantized",
     "_pre_quantization_dtype",
 )
-_SAMPLES = 8  # rows of the random input with which a layer's error is measured
+# Rows of the random input with which a layer's error is measured.
+_SAMPLES = 8
 
 _log = logging.getLogger("hf_rocm")
 
@@ -93,7 +94,8 @@ def quantize(
         "kind": kind,
         "format": encoding.described(format),
         "layers": len(errors),
-        "left": left,  # maps a layer to the reason why it keeps its dtype
+        # Maps a layer to the reason why it keeps its dtype.
+        "left": left,
         "kept": keep,
         "bytes": [before, nbytes(model)],
         "error": {"mean": sum(errors.values()) / len(errors), "max": errors[worst], "worst": worst},
@@ -199,7 +201,8 @@ def _quantize(
     expected = [F.linear(sample, linear.weight, linear.bias) for linear in linears]
     quantized = _round(linears, encoding, format)
     if set(names_in(module)).intersection(names):
-        del module.__dict__[SLOT]  # so that a fused group's memory is freed once no parameter uses it
+        # So that a fused group's memory is freed once no parameter uses it.
+        del module.__dict__[SLOT]
     errors, start = {}, 0
     for name, linear, wanted in zip(names, linears, expected, strict=True):
         layer = QuantizedLinear(linear, quantized, start, warns=warns and not start)
@@ -211,7 +214,8 @@ def _quantize(
     if len(names) > 1:
         group_layers(module, names)
     if quantized.scale.is_cuda:
-        torch.cuda.empty_cache()  # the freed memory does not fit the next allocations
+        # The freed memory does not fit the next allocations.
+        torch.cuda.empty_cache()
     return errors
 
 

@@ -22,7 +22,8 @@ _STAYS = {
     "experts": "lists of experts are not quantised",
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MULTIPLE = 16  # N and K must be multiples of this for every GEMM
+# N and K must be multiples of this for every GEMM.
+_MULTIPLE = 16
 
 
 class Group(NamedTuple):

@@ -50,7 +50,8 @@ class Replacement(nn.Module):
 
         Afterwards, the caller frees the weights of `module`, or moves them to the CPU.
         """
-        self.replaced = (module,)  # in a tuple, so that it is not a child
+        # In a tuple, so that it is not a child.
+        self.replaced = (module,)
         self.follows = "_hf_hook" in module.__dict__
         self.dtype, self.warns, self.training = dtype, warns, module.training
 
@@ -210,7 +211,8 @@ class Quantized(WeightGroup):
 
     @classmethod
     def form(cls, module: nn.Module, names: tuple[str, ...]) -> str | None:
-        return refusal(module, names)  # `quantize` or `prepare` formed the group, which can't be fused
+        # `quantize` or `prepare` formed the group, which can't be fused.
+        return refusal(module, names)
 
     @classmethod
     def restore(cls, module: nn.Module) -> None:
@@ -276,7 +278,8 @@ class Quantized(WeightGroup):
         return 0 if weight is None else sum(tensor.nbytes for tensor in weight.buffers())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Quantized, (self.names, self.sizes)  # hf_rocm is required anyway to unpickle the group's layers
+        # hf_rocm is required anyway to unpickle the group's layers.
+        return Quantized, (self.names, self.sizes)
 
 
 def group_of(module: nn.Module) -> QuantizedWeight | None:

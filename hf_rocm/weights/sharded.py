@@ -63,7 +63,8 @@ class Shards(BlockGroup):
             Part(
                 owner=None,
                 name=name,
-                forward=linear.__dict__.get("forward"),  # transformers' own, or None where it uses hooks
+                # transformers' own, or None where it uses hooks.
+                forward=linear.__dict__.get("forward"),
                 hooks=hooks_of(linear),
                 weight=own.data_ptr(),
                 nbytes=own.nbytes,
@@ -103,7 +104,8 @@ class Shards(BlockGroup):
         return None if parameter is None else local(parameter)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # copies of a sharded model run unfused
+        # Copies of a sharded model run unfused.
+        return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None

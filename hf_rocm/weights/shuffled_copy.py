@@ -42,7 +42,8 @@ class ShuffledCopy(WeightGroup):
     def __init__(self, source: Tensor, weights: Sequence[Tensor], threshold: int) -> None:
         """source: [N, K], the concatenated rows of the weights (or the only weight itself)."""
         self.threshold = threshold
-        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be updated later
+        # An inference tensor could not be updated later.
+        with torch.inference_mode(False), torch.no_grad():
             self.source = source.detach()
             self.shuffled: Shuffled | None = shuffle(self.source)
         self._marks = _marks(weights)
@@ -112,7 +113,8 @@ class ShuffledCopy(WeightGroup):
         if x.dtype != source.dtype or x.device != source.device:
             return None
         if captured(x) and not getattr(_watched, "counters", False):
-            return None  # a replay would not compare the counters
+            # A replay would not compare the counters.
+            return None
         if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
             return None
         marks = _marks(weights)
@@ -142,7 +144,8 @@ class ShuffledCopy(WeightGroup):
             patches.release(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (bool, ())  # a copied or unpickled layer has no shuffled weights until it is prepared
+        # A copied or unpickled layer has no shuffled weights until it is prepared.
+        return (bool, ())
 
 
 @contextmanager
@@ -221,13 +224,15 @@ def unwatch() -> None:
 def _registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Drop the copy of a layer that is registered again, as in an adapter, or of a group whose layer is replaced."""
     if torch.compiler.is_compiling():
-        return  # the compiler traces slices of a module list through this hook
+        # The compiler traces slices of a module list through this hook.
+        return
     for copy in (
         getattr(module.__dict__.get(SLOT), "copy", None),
         None if child is None else child.__dict__.get(SLOT),
     ):
         if isinstance(copy, ShuffledCopy):
-            copy.drop(release=False)  # PyTorch is iterating over its table of hooks
+            # PyTorch is iterating over its table of hooks.
+            copy.drop(release=False)
 
 
 # The table that `register_module_module_registration_hook` writes to.

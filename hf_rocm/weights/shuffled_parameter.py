@@ -59,7 +59,8 @@ class ShuffledLinear(WeightGroup):
     def linear(self, module: nn.Module, x: Tensor) -> Tensor | None:
         weight: Any = module._parameters.get("weight")
         if weight is self.own_weight:
-            return F.linear(x, weight, module._parameters.get("bias"))  # dispatched by the weight's class
+            # Dispatched by the weight's class.
+            return F.linear(x, weight, module._parameters.get("bias"))
         del module.__dict__[SLOT]
         return None
 

@@ -26,8 +26,10 @@ from hf_rocm.weights.four_bit import FourBitWeight
 Tensors = Mapping[str, Tensor]
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
-_ZERO = 8  # the number that represents 0 in integers without zero points
-_MULTIPLE = 16  # N and K must be multiples of this for the GEMMs
+# The number that represents 0 in integers without zero points.
+_ZERO = 8
+# N and K must be multiples of this for the GEMMs.
+_MULTIPLE = 16
 
 
 class Unsupported(HfRocmError):

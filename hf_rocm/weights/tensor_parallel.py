@@ -20,7 +20,8 @@ from hf_rocm.weights.fused_storage import is_aliased
 
 _FEATURE = "tensor_parallel"
 
-_LOCAL = "_local_tensor"  # the attribute of a DTensor
+# The attribute of a DTensor.
+_LOCAL = "_local_tensor"
 
 
 def local(parameter: Any) -> Tensor:
@@ -31,13 +32,15 @@ def local(parameter: Any) -> Tensor:
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the ranks that this model's layers are sharded over, as a one-dimensional DeviceMesh, or None."""
-    manager = getattr(model, "_mesh_manager", None)  # with it, _device_mesh is a slice, which older PyTorch can't slice
+    # With it, _device_mesh is a slice, which older PyTorch can't slice.
+    manager = getattr(model, "_mesh_manager", None)
     mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and mesh.ndim > 1:
         mesh = mesh["tp"] if "tp" in names else None
     elif names and "tp" not in names:
-        return None  # transformers 5.15 to 5.17 also set a mesh for other kinds of parallelism
+        # transformers 5.15 to 5.17 also set a mesh for other kinds of parallelism.
+        return None
     return mesh if mesh is not None and mesh.size() > 1 else None
 
 
@@ -87,7 +90,8 @@ def _linear_refusal(linear: Any) -> str | None:
     for label, parameter in linear._parameters.items():
         if parameter is None and label == "bias":
             continue
-        own = local(parameter)  # on the CPU, this may be a slice of a tensor from the checkpoint
+        # On the CPU, this may be a slice of a tensor from the checkpoint.
+        own = local(parameter)
         reason = _placement_refusal(parameter) or tensor_refusal(own, alone=not is_aliased(own))
         if reason is not None:
             return f"has a {label} that {reason}"

@@ -39,7 +39,8 @@ def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
         linear: Any = module._modules.get(part.name)
         if type(linear) is not Linear or len(linear._forward_hooks) or len(linear._forward_pre_hooks):
             return None
-        if "forward" in linear.__dict__:  # this forward may be harmless, but objects can't be compared while tracing
+        # This forward may be harmless, but objects can't be compared while tracing.
+        if "forward" in linear.__dict__:
             return None
         weight, bias = linear.weight, linear.bias
         if gradients and weight.requires_grad:

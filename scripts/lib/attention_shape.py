@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field, replace
 
-TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}  # transformers' name → hf_rocm's
+# transformers' name → hf_rocm's.
+TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 
 
 class Unknown(Exception):
@@ -172,9 +173,11 @@ class _Reader:
             return "output"
         if not isinstance(value, Part) or "norm" not in name or value.flat_norm or value.head_norm:
             raise Unknown
-        if value.scale:  # the norm would cancel this factor
+        # The norm would cancel this factor.
+        if value.scale:
             raise Unknown
-        if self.attention.rope:  # `layers.heads` applies norms before the rotation
+        # `layers.heads` applies norms before the rotation.
+        if self.attention.rope:
             raise Unknown
         return replace(value, head_norm=name) if value.head_dim else replace(value, flat_norm=name)
 

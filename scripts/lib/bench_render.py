@@ -13,7 +13,8 @@ PAGE = Path("docs/performance.md")
 SCALING = Path("docs/multi-gpu.md")
 RECORDS = Path("docs/performance")
 CHART = "decode"
-README_CHART = "decode-1"  # only the first panel of CHART
+# Only the first panel of CHART.
+README_CHART = "decode-1"
 
 COLUMNS = {
     "stock": "stock",

@@ -13,7 +13,8 @@ NODE = 8
 # Bytes per second in each direction. An Infinity Fabric link of the Instinct MI300X has 16 lanes of 32 Gb/s, and
 # connects two of the eight GPUs of a node. The network has one port of 400 Gb/s per GPU.
 LINK, NIC = 64e9, 50e9
-ASSUMED = (10e-6, 25e-6)  # assumed seconds per all-reduce, not measured
+# Assumed seconds per all-reduce, not measured.
+ASSUMED = (10e-6, 25e-6)
 GPU = data_sheets.GPUS[0]
 
 

@@ -72,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, str(ROOT))  # compile the kernels of this checkout
+    # Compile the kernels of this checkout.
+    sys.path.insert(0, str(ROOT))
     began = time.monotonic()
     jobs = list(_jobs(options.kernels, options.arch))
     if not jobs:

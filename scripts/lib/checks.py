@@ -1,4 +1,4 @@
-"""scripts/check: formatting, linting, types and the import rules, in the base environment."""
+"""scripts/check: formatting, linting, types and the rules for imports and comments, in the base environment."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from lib.suites import Outcome
 MYPY_CACHE = ROOT / ".mypy_cache"
 FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
 
+# Tests that read only the sources. They run here and not with each release.
+RULES = ("tests/test_imports.py", "tests/test_comments.py")
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/check", description="Check formatting, linting, types and import rules."
+        prog="scripts/check", description="Check formatting, linting, types, and the rules for imports and comments."
     )
     parser.add_argument("--fix", action="store_true", help="let ruff fix and format the sources first")
     fix = parser.parse_args(arguments).fix
@@ -39,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 def run(environment: Environment) -> list[Outcome]:
     """Run all gates in parallel; a failure does not stop the others."""
     ruff, python = environment.path / "bin" / "ruff", environment.python
-    import_rules = ["-q", "--no-header", "-p", "no:cacheprovider", "tests/test_imports.py"]
+    rules = ["-q", "--no-header", "-p", "no:cacheprovider", *RULES]
     gates: list[tuple[str, list[str | Path]]] = [
         ("types", [python, "-m", "mypy", *typed_sources()]),
-        ("import rules", [python, "-m", "pytest", *import_rules]),
+        ("rules for imports and comments", [python, "-m", "pytest", *rules]),
         ("format", [ruff, "format", "--check", *sources()]),
         ("lint", [ruff, "check", *sources()]),
     ]

@@ -92,7 +92,8 @@ def step(title: str) -> Iterator[None]:
     """Print the title of a step, then whether it succeeded, and its duration."""
     began = time.monotonic()
     if live():
-        shown = title if len(title) + 4 < columns() else title[: columns() - 5]  # only one line can be redrawn
+        # Only one line can be redrawn.
+        shown = title if len(title) + 4 < columns() else title[: columns() - 5]
         print(f"  {shown} {styled('…', 'dim')}", end="\r", flush=True)
     else:
         paragraph(f"{title} …", later="    ")
@@ -134,7 +135,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
     """Run a script. The exit code is the value of `main`, 1 (with a message) on failure, or 130 or 143 on a signal."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are terminated too
+    # So that child processes are terminated too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(sys.argv[1:]))
     except ScriptError as error:

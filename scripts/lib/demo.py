@@ -29,7 +29,8 @@ next, here
 next, on a machine with an AMD GPU
   pip install . there, then hf-rocm doctor (docs/index.md)"""
 
-DISTURBED = 1.25  # if times of the same code differ by this factor or more, other load on the machine is reported
+# If times of the same code differ by this factor or more, other load on the machine is reported.
+DISTURBED = 1.25
 
 
 @dataclass

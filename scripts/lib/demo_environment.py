@@ -37,7 +37,8 @@ def install_project(environment: Environment) -> None:
             environment.forget(stamp="wheel")
             again = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            if again:  # otherwise pip does not replace a wheel of the same version
+            # Otherwise pip does not replace a wheel of the same version.
+            if again:
                 environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")
 

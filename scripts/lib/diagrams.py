@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 IMAGES = Path("docs/images")
-MARGIN, LINE = 16, 17  # space around the diagram; distance between baselines
-TITLE, TEXT = 14, 12.5  # font sizes
+# Space around the diagram; distance between baselines.
+MARGIN, LINE = 16, 17
+# Font sizes.
+TITLE, TEXT = 14, 12.5
 
 # kind → (fill, outline)
 COLOURS = {

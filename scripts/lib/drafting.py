@@ -14,8 +14,10 @@ HEAD = '''\
 """ROCm overlay of {module}, {first} and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -46,7 +48,8 @@ _ORDER = ("RMSNorm", "GatedMLP", "JoinedMLP", "StackedExperts", "PreNormLayer")
 _UNGATED = re.compile(
     r"self\.\w+\((?:self\.\w+\()?(?:self\.act_fn|self\.activation_fn|self\.act)\(self\.\w+\(\w+\)\)\)?\)"
 )
-_STACKED = "use_experts_implementation"  # the decorator of classes that transformers runs through its experts interface
+# The decorator of classes that transformers runs through its experts interface.
+_STACKED = "use_experts_implementation"
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _ENCODER_DECODER = """
     @overlay.replaces({cls}, fuses=("q_proj", "k_proj", "v_proj"))
@@ -234,7 +237,8 @@ def _mlp(forward: ast.FunctionDef) -> str:
 
 def _experts(cls: ast.ClassDef) -> str:
     decorators = [ast.unparse(decorator) for decorator in cls.decorator_list]
-    if decorators == [_STACKED]:  # by default gate and up are concatenated, not transposed, and have no bias
+    # By default gate and up are concatenated, not transposed, and have no bias.
+    if decorators == [_STACKED]:
         return "StackedExperts()"
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)
     if options is not None:

@@ -57,10 +57,13 @@ TOOLS = (
     "safetensors",
     "psutil",
     "uv",
-    "parameterized",  # required by transformers' own tests
+    # Required by transformers' own tests.
+    "parameterized",
     "mkdocs",  # builds the documentation
-    "pillow",  # writes the chart as PNG
-    "fastapi",  # this and the next two are required by `transformers serve`, which tests/serving starts
+    # Writes the chart as PNG.
+    "pillow",
+    # This and the next two are required by `transformers serve`, which tests/serving starts.
+    "fastapi",
     "uvicorn",
     "openai",
 )

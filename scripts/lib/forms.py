@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 
 from hf_rocm.overlay.digest import EITHER
 
-Forms = Mapping[str, tuple[str, ...]]  # digest of a definition → the releases that have it; the oldest is first
+# Digest of a definition → the releases that have it; the oldest is first.
+Forms = Mapping[str, tuple[str, ...]]
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

@@ -50,7 +50,8 @@ CALLS = (
     Call("greedy, 8B", "llama-8b"),
     Call("4 beams, 8B", "llama-8b", arguments={"num_beams": 4}),
 )
-DRAFTED = 5  # the number of tokens that an assistant drafts in each round
+# The number of tokens that an assistant drafts in each round.
+DRAFTED = 5
 ASSISTANT_LAYERS = 2
 
 _BART = {"encoder_attention_heads": 16, "decoder_attention_heads": 16, "d_model": 1024}
@@ -136,7 +137,8 @@ def measure(
         runs = [_run(model, {**arguments, **more}) for model, more in zip((stock, prepared), assistants, strict=True)]
         dtype = next(stock.parameters()).dtype
         wrong = None
-        for _ in range(3):  # after these calls, the steps have been recorded and the recordings checked
+        # After these calls, the steps have been recorded and the recordings checked.
+        for _ in range(3):
             expected, actual = (run() for run in runs)
             wrong = wrong or never_slower.unlike(expected, actual, None, dtype)
             if call.repeats and not torch.equal(expected, actual):

@@ -157,7 +157,8 @@ def _measure(case: Case, device: Any, size: Size, rounds: int) -> Outcome:
     calls = [_call(case, model, ids, size) for model in (stock, prepared)]
     reference = None if case.run == "generate" else _call(case, exact, ids, size)()
     wrong = None
-    for _ in range(3):  # after these calls, the steps that can be recorded have been recorded and compared
+    # After these calls, the steps that can be recorded have been recorded and compared.
+    for _ in range(3):
         expected, actual = (call() for call in calls)
         wrong = wrong or unlike(expected, actual, reference, dtype)
     seconds: list[list[float]] = [[], []]

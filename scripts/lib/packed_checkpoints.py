@@ -24,9 +24,11 @@ Tensors = dict[str, Tensor]
 
 INDEX = "model.safetensors.index.json"
 BLOCK, MXFP4_BLOCK = 128, 32
-_FP8_SPREAD, _INT8_SPREAD = 64.0, 73.0  # the standard deviations of the random numbers
+# The standard deviations of the random numbers.
+_FP8_SPREAD, _INT8_SPREAD = 64.0, 73.0
 _INT4_SPREAD = math.sqrt((16**2 - 1) / 12)
-_EIGHTS = 0x77777777  # eight zero points of 8, which GPTQ stores as 7
+# Eight zero points of 8, which GPTQ stores as 7.
+_EIGHTS = 0x77777777
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def write(
             files[number or "other"] |= {prefix + part: tensor for part, tensor in drawn[place].items()}
             nbytes += sum(tensor.nbytes for tensor in drawn[place].values()) if is_packed else 0
     facts = {"architectures": [cls.__name__], "quantization_config": packed.config(group)}
-    facts |= dict.fromkeys(("dtype", "torch_dtype"), "bfloat16")  # the second name is that of transformers before 4.56
+    # The second name is that of transformers before 4.56.
+    facts |= dict.fromkeys(("dtype", "torch_dtype"), "bfloat16")
     _save(folder, files, {**config.to_dict(), **facts})
     return nbytes
 
@@ -132,7 +135,8 @@ def _scales(size: float, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def awq(n: int, k: int, group: int) -> Tensors:
-    spread = math.sqrt(2) * _INT4_SPREAD  # the standard deviation of a number minus its zero point
+    # The standard deviation of a number minus its zero point.
+    spread = math.sqrt(2) * _INT4_SPREAD
     return {
         "qweight": _words(k, n // 8),
         "qzeros": _words(k // group, n // 8),

@@ -24,9 +24,12 @@ import torch
 from lib import packed_checkpoints as checkpoints
 
 BF16 = "bf16"
-_WARM_UP = 2  # rounds that are not timed: the first one records the steps
-_FAMILIES = ("linear", "experts")  # operations of these families run in the eager tier for the reference logits
-_USABLE = 0.95  # the share of the device's memory that may be used
+# Rounds that are not timed: the first one records the steps.
+_WARM_UP = 2
+# Operations of these families run in the eager tier for the reference logits.
+_FAMILIES = ("linear", "experts")
+# The share of the device's memory that may be used.
+_USABLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def _fit(run: Run, batch: int, model: Any, count: int) -> bool:
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * width * batch * (run.prompt + run.new) * item
-    prefill = 5 * batch * run.prompt * config.intermediate_size * item  # gate, up and what is computed from them
+    # Gate, up and what is computed from them.
+    prefill = 5 * batch * run.prompt * config.intermediate_size * item
     free, total = torch.cuda.mem_get_info(run.device)
     reserved = torch.cuda.memory_reserved(run.device) - torch.cuda.memory_allocated(run.device)
     return count * cache + prefill < free + reserved - (1 - _USABLE) * total

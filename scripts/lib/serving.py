@@ -12,7 +12,8 @@ import gc
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-CHECKED = 4  # requests whose tokens are checked
+# Requests whose tokens are checked.
+CHECKED = 4
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-LONG = 60  # with more characters in a cell after the first column, a table is a text table
-WIDE_NAME = 24  # more characters of code in a first column leave too little room for a second column
-FEW = 6  # the largest number of columns of a text table
-MANY = 4  # the smallest number of columns of a table whose first column stays visible
+# With more characters in a cell after the first column, a table is a text table.
+LONG = 60
+# More characters of code in a first column leave too little room for a second column.
+WIDE_NAME = 24
+# The largest number of columns of a text table.
+FEW = 6
+# The smallest number of columns of a table whose first column stays visible.
+MANY = 4
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

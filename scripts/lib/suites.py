@@ -17,8 +17,10 @@ from lib.console import duration, line, live, say, styled
 from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
 REPORTS = ENVIRONMENTS / "reports"
-HEARTBEAT = 30.0  # seconds between progress lines if a line can't be redrawn
-TEST_TIMEOUT = 900.0  # seconds after which a test counts as hanging: its stacks are printed, and its suite ends
+# Seconds between progress lines if a line can't be redrawn.
+HEARTBEAT = 30.0
+# Seconds after which a test counts as hanging: its stacks are printed, and its suite ends.
+TEST_TIMEOUT = 900.0
 
 # pytest's exit codes: all tests passed, some failed, there were no tests. With any other code, the suite itself failed.
 PASSED, FAILED, EMPTY = 0, 1, 5

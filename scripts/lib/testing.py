@@ -248,8 +248,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
     apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
-    # the import rules are a separate check
-    everything = ["tests", *apart, *([] if extra else ["--ignore", "tests/test_imports.py"])]
+    everything = ["tests", *apart, *([] if extra else _ignoring(checks.RULES))]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
     suites = []

@@ -18,7 +18,8 @@ from typing import Any
 
 Call = Callable[..., Any]
 
-reached = 0  # the number of changed calls so far
+# The number of changed calls so far.
+reached = 0
 
 
 def scale(call: Call) -> Call:

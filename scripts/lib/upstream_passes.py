@@ -153,7 +153,8 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),
         HF_HUB_OFFLINE="1",
-        DISABLE_SAFETENSORS_CONVERSION="1",  # otherwise a thread requests a converted checkpoint from the Hub
+        # Otherwise a thread requests a converted checkpoint from the Hub.
+        DISABLE_SAFETENSORS_CONVERSION="1",
         OMP_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONFAULTHANDLER="1",
@@ -168,7 +169,8 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that processes that a test leaves running are killed too
+            # So that processes that a test leaves running are killed too.
+            start_new_session=True,
         )
         try:
             code = _watch(process, settings)
@@ -215,7 +217,8 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
 
 def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
     command = [str(interpreter.python), *arguments]
-    elsewhere = tempfile.gettempdir()  # in a checkout, Python would import the checkout's modules first
+    # In a checkout, Python would import the checkout's modules first.
+    elsewhere = tempfile.gettempdir()
     environ = interpreter.environ()
     done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
     if done.returncode:

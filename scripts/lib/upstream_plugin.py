@@ -167,7 +167,8 @@ def _counting(replacement: Any, name: str) -> Any:
 
     @functools.wraps(replacement)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # do not count traced calls, and do not change the trace
+        # Do not count traced calls, and do not change the trace.
+        if not torch.compiler.is_compiling():
             _current.hits[name] += 1
         return replacement(*args, **kwargs)
 

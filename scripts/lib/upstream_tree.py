@@ -85,12 +85,14 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
     if missing:
         raise ScriptError(f"the source tree has no modeling tests of {', '.join(missing)}\n  path  {checkout}")
     _begin(target)
-    for folder in ("tests", "utils"):  # the tests import modules of utils/
+    # The tests import modules of utils/.
+    for folder in ("tests", "utils"):
         if (checkout / folder).is_dir():
             shutil.copytree(checkout / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     if mixins is not None:
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
-        for standin in sorted((PREPARED / "standins").rglob("*.py")):  # newer mixins import these modules
+        # Newer mixins import these modules.
+        for standin in sorted((PREPARED / "standins").rglob("*.py")):
             place = target / "tests" / standin.relative_to(PREPARED / "standins")
             if not place.exists():
                 place.parent.mkdir(parents=True, exist_ok=True)

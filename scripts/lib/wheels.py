@@ -15,9 +15,11 @@ from hf_rocm.overlay.catalog import Catalog, release_span
 from lib.environments import ROOT
 
 WHEELS = ROOT / ".cache" / "wheels"
-MEGABYTES = 11  # the approximate size of one wheel
+# The approximate size of one wheel.
+MEGABYTES = 11
 
-Wheels = Mapping[str, Path]  # release → wheel, from the oldest to the newest
+# Release → wheel, from the oldest to the newest.
+Wheels = Mapping[str, Path]
 
 
 def download(catalog: Catalog, folder: Path = WHEELS, *, new_releases: bool = False) -> Wheels:

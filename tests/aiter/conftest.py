@@ -34,7 +34,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             patch.setenv(name, value)
         standins.install()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of aiter's imports
+            # Warnings of aiter's imports.
+            warnings.simplefilter("ignore")
             from hf_rocm.ops import probe_worker
             from hf_rocm.ops.aiter import detect
 

@@ -19,7 +19,8 @@ from hf_rocm.ops.aiter.detect import Argument, Function, Release
 from hf_rocm.ops.shuffled import unshuffle
 from tests.aiter import standins
 
-kernels = standins.load_kernels()  # the stand-ins that compute the results
+# The stand-ins that compute the results.
+kernels = standins.load_kernels()
 
 DATA = json.loads((Path(__file__).parent / "releases.json").read_text(encoding="utf-8"))
 RELEASES: list[str] = DATA["releases"]
@@ -98,8 +99,10 @@ def _flash_attn_func(version: Version, a: dict[str, Any]) -> Any:
 
 def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
-    assert right == -1  # the real kernel refuses other values
-    tile = a["config"]  # the real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS
+    # The real kernel refuses other values.
+    assert right == -1
+    # The real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS.
+    tile = a["config"]
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
     output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")
@@ -132,7 +135,8 @@ def _gemm_8_bit(version: Version, a: dict[str, Any]) -> Tensor:
 
 
 def _gemm_8_bit_shuffled(version: Version, a: dict[str, Any]) -> Tensor:
-    assert a["bias"] is None  # the kernel supports no bias in any release
+    # The kernel supports no bias in any release.
+    assert a["bias"] is None
     output = torch.empty(len(a["XQ"]), len(a["WQ"]), dtype=a["dtype"])
     return kernels.gemm_a8w8_bpreshuffle(a["XQ"], a["WQ"], a["x_scale"], a["w_scale"], output)
 

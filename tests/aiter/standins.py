@@ -82,7 +82,8 @@ class Loader:
 
     def exec_module(self, module: ModuleType) -> None:
         kernels = load_kernels()
-        module.__file__ = str(HERE / "native" / "__init__.py")  # aiter logs the path
+        # aiter logs the path.
+        module.__file__ = str(HERE / "native" / "__init__.py")
         vars(module).update(kernels.of_module(self.compiled))
 
 

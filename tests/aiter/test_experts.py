@@ -102,7 +102,8 @@ def test_a_model_with_shuffled_copies_of_its_experts_runs_fused_moe(kernels):
         ]
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
         for parameter in experts:
-            parameter.mul_(0.5)  # the shuffled copies must be updated too
+            # The shuffled copies must be updated too.
+            parameter.mul_(0.5)
         with ops.recording() as routes:
             halved = model(**given).logits
         assert "shuffled_experts" in [route.operation for route in routes] and not torch.equal(halved, actual)

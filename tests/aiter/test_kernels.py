@@ -126,8 +126,10 @@ def test_gradients(kernels, shape, dtype, window):
 def test_tensors_with_strides_that_kernels_cannot_read_are_copied(kernels):
     """Sliced keys, and a query with a strided last dim: the stand-ins raise if the kernel would misread them."""
     query, key, value = qkv(SHAPES["chunk"], torch.bfloat16)
-    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]  # misaligned by 2 bytes
-    column = query.transpose(2, 3).contiguous().transpose(2, 3)  # the last dim has stride S
+    # Misaligned by 2 bytes.
+    odd = random(2, 2, 63, 25, dtype=torch.bfloat16)[..., 1:]
+    # The last dim has stride S.
+    column = query.transpose(2, 3).contiguous().transpose(2, 3)
     for q, k in ((query, odd), (column, key)):
         (output, _), _, _ = run(kernels, "attention", q, k, value, scale=0.2)
         expected, _ = ops.attention(q.float(), k.float(), value.float(), scale=0.2)
@@ -192,7 +194,8 @@ def test_act_and_mul(kernels, dtype, activation, shape):
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     if len(shape) == 4:
-        x = x.transpose(1, 2)  # the layout of the inputs of query and key norms
+        # The layout of the inputs of query and key norms.
+        x = x.transpose(1, 2)
     output, _, calls = run(kernels, "rms_norm", x, weight, eps=1e-6)
     assert [call.kernel for call in calls] == ["rmsnorm2d_fwd"] * (x.numel() > 0)
     if x.numel():
@@ -219,7 +222,8 @@ QUERY_ENDS, KEY_ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32), torch.ten
 def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
     assembly = d == 128 and dtype == torch.bfloat16 and window is None
     if assembly and softcap:
-        return  # this release refuses the call, see test_refusals.py
+        # This release refuses the call, see test_refusals.py.
+        return
     packed = random(14, 4, d, dtype=dtype), random(21, 2, d, dtype=dtype, seed=1), random(21, 2, d, dtype=dtype, seed=2)
     how = {"longest_query": 8, "longest_key": 8, "scale": 0.2, "causal": True, "window": window, "softcap": softcap}
     output, _, calls = run(kernels, "varlen_attention", *packed, QUERY_ENDS, KEY_ENDS, family="attention", **how)
@@ -301,7 +305,8 @@ def test_operations_compile_without_a_graph_break(kernels):
     torch._dynamo.reset()
     compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier="aiter", probe=False):
-        for length in (7, 9, 12):  # from the second length on, the dimension is dynamic
+        # From the second length on, the dimension is dynamic.
+        for length in (7, 9, 12):
             arguments = (
                 random(2, 4, length, 16, dtype=torch.bfloat16),
                 random(2, 2, length, 16, dtype=torch.bfloat16),

@@ -33,7 +33,8 @@ EXPERTS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 NEW_TOKENS = 8
-PROMPT = torch.arange(3, 17).view(2, 7)  # longer than the window of 5
+# Longer than the window of 5.
+PROMPT = torch.arange(3, 17).view(2, 7)
 
 
 def build(name, **changes):
@@ -41,7 +42,8 @@ def build(name, **changes):
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and sinks too, because constant values hide errors
+        # Norms and sinks too, because constant values hide errors.
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(torch.bfloat16)
 
@@ -94,7 +96,8 @@ def test_models_with_overlays_run_on_aiter(kernels, name):
         assert called["rmsnorm2d_fwd"] == (7 if name == "Qwen3" else 3) * NEW_TOKENS
         assert called["rmsnorm2d_fwd_with_add"] == 2 * NEW_TOKENS
         grouped = [call.arguments for call in kernels.CALLS if call.kernel == "mha_fwd"]
-        assert all(call["q"][1][2] == 4 and call["k"][1][2] == 2 for call in grouped)  # keys are not expanded
+        # Keys are not expanded.
+        assert all(call["q"][1][2] == 4 and call["k"][1][2] == 2 for call in grouped)
         assert "aiter, mha_fwd" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)
@@ -115,7 +118,8 @@ def test_a_left_padded_batch_is_packed(kernels):
         attended = [route for route in routes if "attention" in route.operation]
         assert [(route.operation, route.tier) for route in attended] == [("varlen_attention", "aiter")] * 2
         real = int(mask.sum())
-        assert [shape[0] for shape in attended[0].shapes] == [real] * 3  # no padding, and unexpanded keys
+        # No padding, and unexpanded keys.
+        assert [shape[0] for shape in attended[0].shapes] == [real] * 3
         assert [shape[1] for shape in attended[0].shapes] == [4, 2, 2]
         packed = [call.arguments for call in kernels.CALLS if call.kernel == "mha_varlen_fwd"]
         assert len(packed) == 2 and all(call["is_causal"] for call in packed)
@@ -159,7 +163,8 @@ def test_softcap_windows_and_sinks_run_on_aiter(kernels, interface, name, change
     """The models are not prepared. Their attention runs through `ops.attention`, and the rest is stock."""
     model = build(name, **changes, layer_types=["sliding_attention", "full_attention"])
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped GEMM doesn't support float64
+        # The grouped GEMM doesn't support float64.
+        model.set_experts_implementation("eager")
     wide = copy.deepcopy(model).double()
     model.set_attn_implementation("through_ops")
     wide.set_attn_implementation("eager")
@@ -168,7 +173,8 @@ def test_softcap_windows_and_sinks_run_on_aiter(kernels, interface, name, change
     assert {(route.operation, route.tier) for route in routes} == {("attention", "aiter")}
     assert [call.kernel for call in kernels.CALLS] == [kernel] * 2 * NEW_TOKENS
     lefts = [call.arguments["window_size_left"] for call in kernels.CALLS]
-    assert lefts == [4, -1] * NEW_TOKENS  # a window of 5 keys extends 4 to the left
+    # A window of 5 keys extends 4 to the left.
+    assert lefts == [4, -1] * NEW_TOKENS
     if name == "Gemma2":
         assert {call.arguments["logits_soft_cap"] for call in kernels.CALLS} == {2.0}
 
@@ -184,7 +190,8 @@ def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, 
     for kernel in ("mha_fwd", "gemm_a16w16", "act_and_mul", "rms_norm"):
         assert any(kernel in line and " aiter " in line for line in table.splitlines()), kernel
     passed = list((tmp_path / "cache" / "probes").iterdir())
-    assert len(passed) == 9  # prefill, decode, packed batch, two GEMMs, gate, norm, sum with norm, rotation
+    # Prefill, decode, packed batch, two GEMMs, gate, norm, sum with norm, rotation.
+    assert len(passed) == 9
 
     probe.forget()
     registry.forget_choices()

@@ -61,7 +61,8 @@ def softcapped():
     return routes[0]
 
 
-BROKEN = {  # kernel and fault: (the affected call, the kernel used instead, words of the reason)
+# Kernel and fault: (the affected call, the kernel used instead, words of the reason).
+BROKEN = {
     "mha_fwd:top_left": (lambda: attend_chunk(), "SDPA", "wrong by"),
     "mha_fwd:window": (lambda: attend(window=3), "SDPA", "wrong by"),
     "mha_fwd:no_lse": (lambda: attend(sinks=True), "softmax", "wrong by"),
@@ -113,7 +114,8 @@ def test_a_dropped_sink_is_found(newest, monkeypatch):
     assert attend(sinks=True).name == "mha_fwd"
     monkeypatch.setitem(recorded.COMPUTE, "mha_fwd", lambda version, a: whole(version, {**a, "sink_ptr": None}))
     probe.forget()
-    monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")  # no result is cached
+    # No result is cached.
+    monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")
     registry.forget_choices()
     with pytest.warns(RuntimeWarning, match="attention won't use aiter's mha_fwd for .* in this process: .*wrong by"):
         assert attend(sinks=True).name == "mha_fwd, sinks by lse"
@@ -136,7 +138,8 @@ def test_a_weight_read_in_the_wrong_order_is_found(newest, monkeypatch):
 
 
 def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
-    assert attend(window=3).name == "mha_fwd"  # this starts the child process
+    # This starts the child process.
+    assert attend(window=3).name == "mha_fwd"
     break_kernel("mha_fwd:hang")
     messages = []
     monkeypatch.setattr(probe_worker, "FIRST_MESSAGE", 0.5)
@@ -177,7 +180,8 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     assert len(requests) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert attend().name == "SDPA"  # disabled in this process, without a second warning
+        # Disabled in this process, without a second warning.
+        assert attend().name == "SDPA"
     assert len(requests) == 3
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1
 

@@ -14,7 +14,8 @@ from hf_rocm.ops.attention_eager import attention as eager_attention
 from tests.aiter import recorded
 
 BF16 = torch.bfloat16
-FIRST_SERVED = Version("0.1.6.post2")  # the first release that registers operators under their own names
+# The first release that registers operators under their own names.
+FIRST_SERVED = Version("0.1.6.post2")
 
 each_release = pytest.mark.parametrize("version", recorded.RELEASES)
 

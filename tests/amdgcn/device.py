@@ -26,12 +26,15 @@ class Gpu:
 
 # Compute units as HIP counts them. On RDNA, HIP counts pairs of compute units.
 _UNITS = {
-    "gfx90a": 110,  # MI250X, one of its two dies
+    # MI250X, one of its two dies.
+    "gfx90a": 110,
     "gfx942": 304,  # MI300X
     "gfx950": 256,  # MI355X
     "gfx1100": 48,  # RX 7900 XTX
-    "gfx1150": 8,  # Radeon 890M of a Ryzen AI 9 HX 370
-    "gfx1151": 20,  # Radeon 8060S of a Ryzen AI Max+ 395
+    # Radeon 890M of a Ryzen AI 9 HX 370.
+    "gfx1150": 8,
+    # Radeon 8060S of a Ryzen AI Max+ 395.
+    "gfx1151": 20,
     "gfx1200": 16,  # RX 9060 XT
     "gfx1201": 32,  # RX 9070 XT
 }

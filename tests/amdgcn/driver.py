@@ -30,7 +30,8 @@ _PAGE = 4096
 # Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. The size in their descriptors is `RECORDS`.
 # Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
-FLAGS = {True: 0x27000, False: 0x31027000}  # True: CDNA, False: RDNA
+# True: CDNA, False: RDNA.
+FLAGS = {True: 0x27000, False: 0x31027000}
 
 
 class Code:
@@ -155,9 +156,12 @@ class Launcher:
 # The seed of a compiled kernel's first launch. The seed increases with every launch, which varies the wave order and
 # the garbage.
 SEED = 0
-DEFAULT_LIMIT = LIMIT = 50_000_000  # maximum number of wave instructions per launch
-WATCHERS: list[Watcher] = []  # called after every launch
-KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []  # called before every launch
+# Maximum number of wave instructions per launch.
+DEFAULT_LIMIT = LIMIT = 50_000_000
+# Called after every launch.
+WATCHERS: list[Watcher] = []
+# Called before every launch.
+KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []
 
 
 def base(place: int, turn: int, size: int, start: int) -> int:

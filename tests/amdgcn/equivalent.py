@@ -27,10 +27,14 @@ from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
-FILLS = 3  # maximum launches per kind of bits, with different values in the lanes that differ
-_MOST = 1 << 22  # maximum bytes of a recorded launch
-_LIMIT = 2_000_000  # maximum instructions of a repeated launch
-_BANKS = ("vectors", "accumulators")  # the faulty instruction may name a register beyond those of the original program
+# Maximum launches per kind of bits, with different values in the lanes that differ.
+FILLS = 3
+# Maximum bytes of a recorded launch.
+_MOST = 1 << 22
+# Maximum instructions of a repeated launch.
+_LIMIT = 2_000_000
+# The faulty instruction may name a register beyond those of the original program.
+_BANKS = ("vectors", "accumulators")
 _CONTROL = ("s_endpgm", "s_barrier", "s_branch", "s_cbranch", "s_wait")
 _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
@@ -147,7 +151,8 @@ class _Watched:
                     if kept.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
-                        break  # every register that differed had also differed in an earlier launch
+                        # Every register that differed had also differed in an earlier launch.
+                        break
         return True
 
     def _steps(self) -> Iterator[Any]:
@@ -179,7 +184,8 @@ class _Watched:
         vectors[other] = _anything(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
-        bits = (expected[1] ^ actual[1])[other]  # only the bits that differ, such as some lanes of a mask
+        # Only the bits that differ, such as some lanes of a mask.
+        bits = (expected[1] ^ actual[1])[other]
         scalars[other] ^= bits & self.random.integers(0, 2**32, bits.size, np.uint32)
         other = expected[2] != actual[2]
         if other.any():

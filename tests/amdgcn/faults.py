@@ -28,9 +28,12 @@ from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
-CASES = 40  # the number of cases of a variant that run before a fault counts as not detected
-KEPT = 4  # recorded launches per variant, for proofs
-SLOWER = 4  # a launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000
+# The number of cases of a variant that run before a fault counts as not detected.
+CASES = 40
+# Recorded launches per variant, for proofs.
+KEPT = 4
+# A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
+SLOWER = 4
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class Faults:
             try:
                 changed = whole.with_instruction(fault.index, fault.after)
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
-                continue  # not valid assembly
+                # Not valid assembly.
+                continue
             return self._tried(code, fault, changed)
         raise AssertionError("drawn() is endless")
 
@@ -146,7 +150,8 @@ class Faults:
         whole = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
-        code.program, code.launches = changed, 0  # 0: the same addresses as in the first launches without faults
+        # 0: the same addresses as in the first launches without faults.
+        code.program, code.launches = changed, 0
         driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
         try:
             for case in order[:CASES]:
@@ -204,7 +209,8 @@ def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
     item whose fixtures are kept active."""
     from _pytest.runner import runtestprotocol
 
-    item.session._setupstate.teardown_exact(item)  # tear down the fixtures of other modules
+    # Tear down the fixtures of other modules.
+    item.session._setupstate.teardown_exact(item)
     item._initrequest()  # type: ignore[attr-defined]
     for report in runtestprotocol(item, log=False, nextitem=following):
         if report.failed:

@@ -42,13 +42,15 @@ class Memory:
         return self.bandwidth * self.latency / self.units
 
 
-HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9  # assumed, not measured
+# Assumed, not measured.
+HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9
 MEMORIES: Mapping[str, Memory] = {
     "gfx90a": Memory(1.6e12, HBM, 110, 4, 65536, 8),  # MI250X, one die
     "gfx942": Memory(5.3e12, HBM, 304, 4, 65536, 8),  # MI300X
     "gfx950": Memory(8.0e12, HBM, 256, 4, 163840, 8),  # MI355X
     "gfx1100": Memory(0.96e12, GDDR, 48, 4, 131072, 16),  # RX 7900 XTX
-    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),  # Radeon 890M, 128-bit LPDDR5X-7500
+    # Radeon 890M, 128-bit LPDDR5X-7500.
+    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),
     "gfx1151": Memory(0.256e12, LPDDR, 20, 4, 131072, 16),  # Radeon 8060S
     "gfx1200": Memory(0.32e12, GDDR, 16, 4, 131072, 16),  # RX 9060 XT
     "gfx1201": Memory(0.64e12, GDDR, 32, 4, 131072, 16),  # RX 9070 XT
@@ -106,7 +108,8 @@ def in_flight(instructions: list[str], arch: str) -> int:
             if match[1] == "load":
                 flying.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
             elif lanes == 64:
-                flying.append(0)  # on CDNA, stores use the same counter
+                # On CDNA, stores use the same counter.
+                flying.append(0)
             most = max(most, sum(flying))
         elif match := _WAIT.match(text):
             left = int(match[1] or match[2], 0)
@@ -182,7 +185,8 @@ def cases() -> list[Case]:
         Case("act_and_mul, 1 x 14336", served(ops.act_and_mul, random(1, 28672), activation="silu")),
         Case("decode_attention, 1024 keys", served(ops.decode_attention, *cache(1024), scale=0.1)),
         plain(1, 64, 4096, 4096),
-        plain(1, 4160, 1024, 6144),  # more columns than NARROW, because the tile would otherwise differ
+        # More columns than NARROW, because the tile would otherwise differ.
+        plain(1, 4160, 1024, 6144),
         plain(4, 64, 4096, 4096),
         plain(4, 4160, 1024, 6144),
         gated(1, 64, 28672),
@@ -224,7 +228,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps([asdict(figures) for figures in of(arguments[1])]))
         return 0
     rows = list[Figures]()
-    for arch in arguments or list(MEMORIES):  # one process per architecture, because Triton caches compiled kernels
+    # One process per architecture, because Triton caches compiled kernels.
+    for arch in arguments or list(MEMORIES):
         done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", arch], stdout=subprocess.PIPE, check=True)
         rows += [Figures(**figures) for figures in json.loads(done.stdout)]
     rows.sort(key=lambda figures: (figures.case, figures.kernel))

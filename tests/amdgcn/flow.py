@@ -17,7 +17,8 @@ from tests.amdgcn.machine.operands import EXEC, SCALAR, TTMP, parse
 from tests.amdgcn.machine.text import Instruction
 from tests.amdgcn.machine.text import instruction as parsed
 
-ARGUMENT, GRID, DATA = 1, 2, 4  # what the value of a register depends on, as bit flags
+# What the value of a register depends on, as bit flags.
+ARGUMENT, GRID, DATA = 1, 2, 4
 SCC = SCALAR + 128
 _EXEC = frozenset({SCALAR + EXEC, SCALAR + EXEC + 1})
 _NOTHING = re.compile(
@@ -143,7 +144,8 @@ class Taints:
     def __init__(self, program: Program) -> None:
         self.program = program
         first = np.zeros(SCALAR + 129, np.uint8)
-        first[1:SCALAR] = DATA  # registers that are not initialised
+        # Registers that are not initialised.
+        first[1:SCALAR] = DATA
         first[SCALAR : SCALAR + TTMP + 16] = GRID
         first[SCALAR : SCALAR + program.source.descriptor.get("user_sgpr_count", 16)] = ARGUMENT
         first[sorted(_EXEC)] = 0

@@ -12,7 +12,8 @@ from tests.amdgcn.machine import Program
 from tests.amdgcn.machine.compiling import Compiling
 from tests.amdgcn.machine.waits import limits
 
-Flight = frozenset[int]  # the operations that may be in flight, as indices of their instructions
+# The operations that may be in flight, as indices of their instructions.
+Flight = frozenset[int]
 
 
 def waited(program: Program, index: int) -> list[tuple[str, int]]:
@@ -42,7 +43,8 @@ def implied(program: Program, index: int) -> str | None:
         return "no operation that it waits for can be in flight"
     awaited = [operation for name in open_ for operation in _of(program, flying, name)]
     registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
-    issued = dict.fromkeys(open_, 0)  # counter: operations issued after the wait
+    # Counter: operations issued after the wait.
+    issued = dict.fromkeys(open_, 0)
     unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
     for place in range(index + 1, len(program.instructions)):
         instruction = program.instructions[place]

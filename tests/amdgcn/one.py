@@ -92,7 +92,8 @@ def _set(state: State, name: str, value: Any) -> None:
     operand = parse(name)
     if operand.kind == "v":
         if operand.register >= len(state.v):
-            return  # no instruction names this register
+            # No instruction names this register.
+            return
         array = np.asarray(value)
         if array.dtype.itemsize != 4 or array.dtype == object:
             array = array.astype(np.int64).astype(np.uint32)

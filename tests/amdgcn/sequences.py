@@ -17,13 +17,15 @@ from tests.amdgcn.values import Values
 # Operations with a constant: the required constant, or None for any constant.
 _WITH_CONSTANTS = {"product": None, "plus": None, "masked": 0xFFFF0000, "shifted": 16}
 DIVISION = "the division that ends here is not rounded correctly"
-_NAN = (0x7FFF, 0x7FFF0000)  # NaN in bfloat16, and the same bits before the shift
+# NaN in bfloat16, and the same bits before the shift.
+_NAN = (0x7FFF, 0x7FFF0000)
 
 
 def wrong(program: Program) -> Iterator[tuple[int, str]]:
     """Yield (index, error) for every wrong sequence."""
     values = Values()
-    halves: dict[int, int] = {}  # number that is rounded: index of the instruction that reads its lowest kept bit
+    # Number that is rounded: index of the instruction that reads its lowest kept bit.
+    halves: dict[int, int] = {}
     rounded = set[int]()
     constants = _set_before(program)
     for index, instruction, name in values.walk(program):

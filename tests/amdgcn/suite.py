@@ -70,7 +70,8 @@ FEW = {
 
 LAST = "test_machine_code"
 
-CACHE = Path(__file__).resolve().parents[2] / ".envs" / "triton"  # the cache of compiled kernels
+# The cache of compiled kernels.
+CACHE = Path(__file__).resolve().parents[2] / ".envs" / "triton"
 
 _gpu: Gpu | None = None
 _record: Record | None = None

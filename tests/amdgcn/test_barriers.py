@@ -40,7 +40,8 @@ def test_every_path_is_followed(arch):
     loop = [wait, "again:", *barrier, store, "s_cbranch_scc1 again", wait, *barrier]
     end = len(barrier)
     assert found(arch, *loop) == [(1, end + 1)]
-    loop.insert(-len(barrier) - 2, wait)  # insert a wait before the branch
+    # Insert a wait before the branch.
+    loop.insert(-len(barrier) - 2, wait)
     assert found(arch, *loop) == []
     skipped = [store, "s_cbranch_scc1 over", wait, "over:", *barrier]
     assert found(arch, *skipped) == [(3, 0)]

@@ -11,9 +11,11 @@ from tests.amdgcn import mutate, sequences
 from tests.amdgcn.one import ARCHITECTURES, CDNA, execute, lanes, program
 
 f32 = np.float32
-SMALLEST, LARGEST = -149, 127  # exponents of float32, including subnormal numbers
+# Exponents of float32, including subnormal numbers.
+SMALLEST, LARGEST = -149, 127
 SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-38, 3e38, 1, -1], f32)
-WAVES = 600  # waves per launch
+# Waves per launch.
+WAVES = 600
 
 
 def sequence(arch):

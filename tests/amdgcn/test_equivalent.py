@@ -46,7 +46,8 @@ def proof(index, after, bound="8"):
     ("index", "after", "words"),
     [
         (3, "v_and_b32_e32 v4, 0x7f, v0", "computes the same"),
-        (4, "v_mov_b32_e32 v77, 9", "overwritten before"),  # a register that nothing else names
+        # A register that nothing else names.
+        (4, "v_mov_b32_e32 v77, 9", "overwritten before"),
         (4, "v_mov_b32_e32 v3, 8", "overwritten before"),
         (6, "v_and_b32_e32 v5, 15, v0", "idle"),
         (3, "v_and_b32_e32 v4, 31, v0", None),
@@ -68,8 +69,10 @@ def test_what_depends_on_an_argument_is_not_proven(index, after):
 def test_registers_and_flags_that_are_read_are_live():
     lines = ["s_cmp_lg_u32 s4, 0", "s_mul_i32 s5, s4, s4", "s_cselect_b32 s6, s4, s5", "s_mov_b32 s6, 0"]
     program = one.program(ARCH, lines)
-    assert not flow.dead(program, 0, {flow.SCC})  # s_mul does not write SCC
+    # s_mul does not write SCC.
+    assert not flow.dead(program, 0, {flow.SCC})
     assert flow.dead(program, 2, {1000 + 6})
     partial = ["v_mov_b32_e32 v1, 1", "s_mov_b64 exec, 1", "v_mov_b32_e32 v1, 2", "s_mov_b64 exec, -1"]
     used = one.program(ARCH, [*partial, "v_mov_b32_e32 v2, v1"])
-    assert not flow.dead(used, 0, {1})  # the inactive lanes keep the value
+    # The inactive lanes keep the value.
+    assert not flow.dead(used, 0, {1})

@@ -15,7 +15,8 @@ from tests.amdgcn.machine import MachineError, UnknownInstruction
 from tests.tolerance import assert_as_good_as_eager
 
 pytest.importorskip("triton", reason="not run: needs Triton")
-ARCH = "gfx942"  # only one, because Triton caches compiled kernels per process
+# Only one, because Triton caches compiled kernels per process.
+ARCH = "gfx942"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def loaded():
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 
     def check():
-        torch.use_deterministic_algorithms(True)  # fills unwritten elements with NaN
+        # Fills unwritten elements with NaN.
+        torch.use_deterministic_algorithms(True)
         try:
             with options.override(tier="triton", probe=False):
                 output = ops.rms_norm(x, weight, eps=1e-6)

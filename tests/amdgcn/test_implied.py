@@ -30,7 +30,8 @@ def test_a_wait_is_implied_if_another_wait_completes_its_operations_early_enough
     "between",
     [
         [USE, WAIT],
-        ["v_mov_b32_e32 v4, 0", WAIT],  # the load then overwrites this result
+        # The load then overwrites this result.
+        ["v_mov_b32_e32 v4, 0", WAIT],
         ["s_barrier", WAIT],
         ["s_cbranch_scc0 end", WAIT],
         ["s_waitcnt vmcnt(1)"],
@@ -58,11 +59,14 @@ def test_a_wait_is_implied_if_nothing_is_in_flight_on_any_path():
     words = "no operation that it waits for"
     assert words in reason(IDLE, WAIT, at=1)
     assert words in reason(LOAD, WAIT, "s_barrier", WAIT, at=3)
-    assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)  # a load from LDS increments another counter
+    # A load from LDS increments another counter.
+    assert words in reason("ds_read_b32 v4, v1", WAIT, USE, at=1)
     loop = ["loop:", WAIT, IDLE, LOAD, "s_cbranch_scc0 loop"]
-    assert reason(*loop, at=0) is None  # the load of the previous iteration is in flight
+    # The load of the previous iteration is in flight.
+    assert reason(*loop, at=0) is None
     assert reason("s_cbranch_scc0 past", LOAD, "past:", WAIT, "s_barrier", USE, at=2) is None
-    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None  # vmcnt(1) leaves one load in flight
+    # vmcnt(1) leaves one load in flight.
+    assert reason(LOAD, "s_waitcnt vmcnt(1)", WAIT, USE, at=2) is None
 
 
 def test_counters_of_gfx12_are_separate():

@@ -92,7 +92,8 @@ def pack(arch: str, codes: np.ndarray, bits: int) -> np.ndarray:
         for element in range(per_lane):
             group = 0 if arch == "gfx1100" else lane // size
             k = per_lane * group + element
-            if arch == "gfx1201" and bits == 16:  # groups of four elements alternate between the halves of the wave
+            # Groups of four elements alternate between the halves of the wave.
+            if arch == "gfx1201" and bits == 16:
                 k = 8 * (element // 4) + 4 * group + element % 4
             place = element * bits
             registers[place // 32, lane] |= np.uint32(int(codes[lane % size, k]) << place % 32)
@@ -109,7 +110,8 @@ def layout_of(arch: str, size: int) -> str:
 def test_products_match_the_published_map(arch, mnemonic, size, depth, kind):
     generator = np.random.default_rng(0)
     a_codes, a = random_matrix(kind, size, depth, generator)
-    b_codes, b = random_matrix(kind, size, depth, generator)  # B is [K, columns]; its columns are packed like rows
+    # B is [K, columns]; its columns are packed like rows.
+    b_codes, b = random_matrix(kind, size, depth, generator)
     bits = 8 * FLOATS[kind].itemsize if kind in FLOATS else int(kind[-1])
     left, right = pack(arch, a_codes, bits), pack(arch, b_codes, bits)
     count, layout = size * size // lanes(arch), layout_of(arch, size)
@@ -165,7 +167,8 @@ def test_two_halves_of_a_wave_must_agree_on_rdna3():
 
 
 def test_subnormal_numbers_are_flushed_only_on_gfx90a():
-    subnormal = np.uint32(0x00010001)  # 2**-133 in both halves, as bf16
+    # 2**-133 in both halves, as bf16.
+    subnormal = np.uint32(0x00010001)
     registers = {"v0": subnormal, "v1": subnormal, "v2": 0x7F007F00, "v3": 0x7F007F00}
     old = execute("gfx90a", "v_mfma_f32_16x16x16bf16_1k v[4:7], v[0:1], v[2:3], 0", registers)
     new = execute("gfx942", "v_mfma_f32_16x16x16_bf16 v[4:7], v[0:1], v[2:3], 0", registers)

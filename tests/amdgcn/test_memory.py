@@ -79,7 +79,8 @@ def test_narrow_loads(arch):
     first = line.replace("_d16_hi", "_d16")
     state = execute(arch, [first, LOADED[arch], line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
     assert int(vector(state, "v4")[0]) == 0x01000100
-    with pytest.raises(EarlyAccess):  # the second load preserves the other half, which is still in flight
+    # The second load preserves the other half, which is still in flight.
+    with pytest.raises(EarlyAccess):
         execute(arch, [first, line, LOADED[arch]], {**registers, "v1": 0}, memory=memory)
 
 
@@ -150,10 +151,12 @@ def test_scalar_loads(arch):
     assert [scalar(state, f"s{i}") for i in range(8, 12)] == list(data[16:32].view(np.uint32))
     with pytest.raises(EarlyAccess, match="s9 awaits"):
         execute(arch, [line, "s_mov_b32 s2, s9"], registers, memory=memory)
-    with pytest.raises(EarlyAccess):  # scalar loads complete in any order, so only a wait for all of them is sufficient
+    # Scalar loads complete in any order, so only a wait for all of them is sufficient.
+    with pytest.raises(EarlyAccess):
         wait = "s_wait_kmcnt 0x1" if arch == "gfx1201" else "s_waitcnt lgkmcnt(1)"
         execute(arch, [line, line.replace("8:11", "12:15"), wait, "s_mov_b32 s2, s9"], registers, memory=memory)
-    for offset in ("0x11", "0x12"):  # the hardware ignores the lower bits
+    # The hardware ignores the lower bits.
+    for offset in ("0x11", "0x12"):
         with pytest.raises(OutOfBounds, match="multiple of 4"):
             execute(arch, [line.replace("0x10", offset)], registers, memory=memory)
 
@@ -282,7 +285,8 @@ def test_races_in_lds(arch):
         np.testing.assert_array_equal(state.v[4], 100 + place[::-1])
         with pytest.raises(Race, match="no barrier between them"):
             execute(arch, exchange(arch, barrier=False), registers, lds=8 * count, waves=2, seed=seed)
-        with pytest.raises(Race):  # the store is still in flight when the other wave passes the barrier
+        # The store is still in flight when the other wave passes the barrier.
+        with pytest.raises(Race):
             execute(arch, exchange(arch, wait=False), registers, lds=8 * count, waves=2, seed=seed)
 
 
@@ -344,7 +348,8 @@ def test_diverged_waves_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])  # gfx90a uses buffer_store
+# gfx90a uses buffer_store.
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_private_to_a_lane(arch, count):
     values, others = (f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}" for first in (4, 8))

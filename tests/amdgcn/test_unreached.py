@@ -50,7 +50,8 @@ def test_the_other_entry_is_explained():
     instructions = ["v_mov_b32_e32 v1, 0", *INSTRUCTIONS[1:]]
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0 and share.missed == pytest.approx(3 / 4)
-    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]  # no branch to the other entry
+    # No branch to the other entry.
+    instructions = [INSTRUCTIONS[0], "s_waitcnt lgkmcnt(0)", *INSTRUCTIONS[2:]]
     (share,) = unreached.shares("gfx942", [form(reached=[2], entry=2, instructions=instructions)])
     assert share.explained == 0
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OTHERS = frozenset({"_attn_fwd"})  # a kernel of aiter, which is listed separately
+# A kernel of aiter, which is listed separately.
+OTHERS = frozenset({"_attn_fwd"})
 
 _FILE = re.compile(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"')
 _LOCATION = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
@@ -54,7 +55,8 @@ def source_lines(text: str) -> list[str]:
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            if match[2] != "0":  # 0: code without a source line, which is counted with the line before it
+            # 0: code without a source line, which is counted with the line before it.
+            if match[2] != "0":
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
             out.append(here)

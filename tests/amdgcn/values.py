@@ -16,7 +16,8 @@ from tests.amdgcn.machine.text import Instruction
 
 _COPIES = ("v_mov_b32", "s_mov_b32", "s_mov_b64", "s_movk_i32")
 _SUMS = ("v_add_u32", "v_add_nc_u32", "v_add3_u32")
-_LEAVES = 4  # maximum number of summands in a sum
+# Maximum number of summands in a sum.
+_LEAVES = 4
 _SIGN = 0x80000000
 _UPPER = {"dst_sel": "DWORD", "dst_unused": "UNUSED_PAD", "src0_sel": "WORD_1", "src1_sel": "DWORD"}
 
@@ -92,7 +93,8 @@ class Values:
             return self.shifted(*reversed(self.operands(instruction)))
         if name == "s_lshr_b32":
             return self.shifted(*self.operands(instruction))
-        if name == "v_and_or_b32":  # treated as a sum, which it equals if no bit is set in both parts
+        # Treated as a sum, which it equals if no bit is set in both parts.
+        if name == "v_and_or_b32":
             first, second, third = self.operands(instruction)
             return self.total(self.masked(first, second), third)
         if name == "v_and_b32":

@@ -43,7 +43,8 @@ def test_it_takes_little_cpu_time_and_imports_nothing_heavy(site: Site) -> None:
     install(transformers_path=site.path)
 
     def took(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-        began = resource.getrusage(resource.RUSAGE_CHILDREN)  # CPU time, which depends little on other load
+        # CPU time, which depends little on other load.
+        began = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, done

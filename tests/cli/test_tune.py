@@ -102,7 +102,8 @@ def test_invalid_arguments_cause_one_error(arguments, code, words, tmp_path, cap
 
 def test_the_hint_for_a_float32_model_suggests_a_dtype(tmp_path, capsys):
     path = str(models.save_checkpoint("llama", tmp_path, torch.float32))
-    capsys.readouterr()  # discard the progress bar that transformers prints when it saves
+    # Discard the progress bar that transformers prints when it saves.
+    capsys.readouterr()
     assert main(["tune", path, "--prompt", "5"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("note: this process has no AMD GPU under ROCm") and "--dtype bfloat16" in err

@@ -96,13 +96,15 @@ class Case:
             for parameter in model.parameters():
                 if not parameter.is_floating_point():
                     continue
-                if parameter.ndim == 1:  # norms and biases: add noise to the initial values
+                # Norms and biases: add noise to the initial values.
+                if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0, 0.15)
         model.tie_weights()
         model = model.to(dtype).eval()
-        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # from_pretrained keeps these in fp32
+        # from_pretrained keeps these in fp32.
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if any(f".{part}." in f".{name}." for part in kept):
                 tensor.data = tensor.data.float()

@@ -20,7 +20,8 @@ def _built(case: Case, dtype: torch.dtype):
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     exact = copy.deepcopy(stock).double()
     if case.routes() and hasattr(exact, "set_experts_implementation"):
-        exact.set_experts_implementation("eager")  # grouped_mm has no float64
+        # grouped_mm has no float64.
+        exact.set_experts_implementation("eager")
     if case.routes():
         route_in_float64(exact)
     return prepared, stock, exact

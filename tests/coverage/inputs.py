@@ -39,14 +39,16 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         return {**text, "decoder_input_ids": tokens(2, 6, seed=1)}
     if case.kind == "image":
         return {"pixel_values": pixels(2, 16, dtype)}
-    if case.kind == "patches":  # the patches of two images of different shapes
+    # The patches of two images of different shapes.
+    if case.kind == "patches":
         patches = torch.randn(2, 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(
             dtype
         )
         there = torch.arange(16)[None] < torch.tensor([[16], [12]])
         shapes = torch.tensor([[4, 4], [3, 4]])
         return {"pixel_values": patches, "pixel_attention_mask": there.long(), "spatial_shapes": shapes}
-    if case.kind == "images in text":  # two images of different sizes, with four patches per token
+    # Two images of different sizes, with four patches per token.
+    if case.kind == "images in text":
         ids = text["input_ids"]
         ids[0, 2:6], ids[1, 3:5] = IMAGE_TOKEN, IMAGE_TOKEN
         ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
@@ -66,7 +68,8 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         known = inspect.signature(model.forward).parameters
         if case.overlay == "mistral3":
             given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
-        if "pixel_attention_mask" in known:  # a list of images per text, here with one image; the widths differ
+        # A list of images per text, here with one image; the widths differ.
+        if "pixel_attention_mask" in known:
             given["pixel_values"] = given["pixel_values"][:, None]
             given["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
             given["pixel_attention_mask"][1, 0, :, 12:] = 0

@@ -35,7 +35,8 @@ class Choices(TorchFunctionMode):
         largest = function in _LARGEST and isinstance(result, tuple) and scores.ndim < 4
         if function not in _TOP and not largest:
             return result
-        self.scores.append(scores.detach().nan_to_num(neginf=0.0))  # scores of excluded experts are ignored
+        # Scores of excluded experts are ignored.
+        self.scores.append(scores.detach().nan_to_num(neginf=0.0))
         ids = result[1]
         if self.told is not None:
             ids = self.told.pop(0)

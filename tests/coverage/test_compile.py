@@ -76,7 +76,8 @@ def in_one_graph(model, given):
         return graph.forward
 
     torch._dynamo.reset()
-    gc.disable()  # every garbage collection would traverse all of transformers
+    # Every garbage collection would traverse all of transformers.
+    gc.disable()
     try:
         return torch.compile(model, fullgraph=True, backend=backend)(**given), origins
     finally:

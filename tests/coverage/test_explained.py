@@ -26,7 +26,8 @@ SHORT = (
     *("paligemma", "idefics2", "qwen2_vl", "qwen3_omni_moe", "qwen3_5_moe", "qwen3_next"),
 )
 
-ALIKE = ("rope", "add_rms_norm")  # operations whose calls are exactly those that are listed
+# Operations whose calls are exactly those that are listed.
+ALIKE = ("rope", "add_rms_norm")
 
 
 def constant(spec):

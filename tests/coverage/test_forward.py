@@ -28,12 +28,14 @@ def compare(case, models, run):
                 same_dtype = run(stock)
             with inputs.in_float64(), choosing(case, chosen) as exactly:
                 expected = run(exact)
-        assert routes == []  # the other two models stayed stock
+        # The other two models stayed stock.
+        assert routes == []
         with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
             actual = run(prepared)
         assert_served(prepared, case.classes(), routes, hits)
         assert_experts_served(prepared, case.moe_class(), routes, hits)
-    dtype = next(stock.parameters()).dtype  # scores are fp32, but computed from results of GEMMs in this dtype
+    # Scores are fp32, but computed from results of GEMMs in this dtype.
+    dtype = next(stock.parameters()).dtype
     assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
     if alike.scores:
         left, reference = (numbered(score.to(dtype) for score in seen.scores) for seen in (alike, chosen))

@@ -122,7 +122,8 @@ def test_an_overlay_is_listed_if_and_only_if_it_passes_pages(model):
 @params(PAGED)
 def test_attention_is_called_as_stock_calls_it(case, trio, calls):
     prepared, stock, _ = trio()
-    cache = SimpleNamespace()  # a placeholder: only transformers' own attention for a paged cache reads it
+    # A placeholder: only transformers' own attention for a paged cache reads it.
+    cache = SimpleNamespace()
     with choosing(case) as chosen:
         expected, wanted = run(stock, calls, cache)
     with choosing(case, chosen), ops.recording() as routes:

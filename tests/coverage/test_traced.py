@@ -54,4 +54,5 @@ def test_the_traced_model_equals_stock(case):
     assert torch.equal(graph(other), expected(other))
     with torch.no_grad(), ops.recording() as routes:
         prepared(ids)
-    assert routes  # outside tracing, hf_rocm's operations run
+    # Outside tracing, hf_rocm's operations run.
+    assert routes

@@ -47,7 +47,8 @@ def rounded_once(case, exact, *, times=4):
 def test_loss_and_gradients_equal_stock(case, trio):
     prepared, stock, exact = trio()
     embedding = patch_embeddings.in_force(prepared)
-    patch_embeddings.detach(prepared)  # tests/weights compares the gradients of patch embeddings
+    # tests/weights compares the gradients of patch embeddings.
+    patch_embeddings.detach(prepared)
     try:
         with counted() as hits:
             actual = gradients(case, prepared)

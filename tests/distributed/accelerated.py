@@ -68,7 +68,8 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     accelerator.backward(loss)
     optimizer.step()
     assert not torch.allclose(logits(model), before)
-    follows(model, GROUPS)  # the fused groups have the updated weights
+    # The fused groups have the updated weights.
+    follows(model, GROUPS)
     accelerator.save_model(wrapped, folder / "model")
     if accelerator.is_main_process:
         model.config.save_pretrained(folder / "model")

@@ -197,7 +197,8 @@ def _marked_processes(mark: str) -> dict[int, str]:
     needle = f"{MARK}={mark}".encode()
     processes = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        # The process has ended, or belongs to another user.
+        with contextlib.suppress(OSError):
             if needle in (place / "environ").read_bytes().split(b"\0"):
                 processes[int(place.name)] = (
                     (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

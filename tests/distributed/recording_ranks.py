@@ -126,9 +126,8 @@ def stops_together_where_one_rank_replays_something_else(checkpoint):
 
         def and_spoil():
             replay()
-            *_, (place,) = next(
-                entry for entry in reversed(recording.kept) if "aten.copy_" in str(entry[0])
-            )  # the copy of the logits
+            # The copy of the logits.
+            *_, (place,) = next(entry for entry in reversed(recording.kept) if "aten.copy_" in str(entry[0]))
             place.add_(1)
 
         recording.replay = and_spoil
@@ -152,12 +151,14 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
     assert "in different states" in refused(model)
     state = known(model)
     before = state.replayed
-    generate(model)  # both ranks have started over, so their counts are equal again
+    # Both ranks have started over, so their counts are equal again.
+    generate(model)
     assert state.replayed > before
 
 
 def destroying_another_group_keeps_the_recordings(checkpoint):
-    graph_teardown.release()  # release the caches of earlier checks
+    # Release the caches of earlier checks.
+    graph_teardown.release()
     before = places()
     model = load(checkpoint)
     generate(model)
@@ -171,8 +172,10 @@ def destroying_another_group_keeps_the_recordings(checkpoint):
     hf_rocm.restore(model)
     assert all(now is place for now, place in zip(places(), before, strict=True))
     group = dist.new_group()
-    dist.barrier()  # under load, the other rank may still be connecting to this one
-    dist.destroy_process_group(group)  # only the initial group remains
+    # Under load, the other rank may still be connecting to this one.
+    dist.barrier()
+    # Only the initial group remains.
+    dist.destroy_process_group(group)
 
 
 def recordings_are_emptied_before_their_group_is_destroyed(checkpoint):
@@ -225,8 +228,10 @@ def main(checkpoint: str) -> None:
             results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()
-    print(json.dumps(results), flush=True)  # without a barrier, because the last check destroyed the group
-    os._exit(0)  # under load, gloo's threads may abort the process while the interpreter ends
+    # Without a barrier, because the last check destroyed the group.
+    print(json.dumps(results), flush=True)
+    # Under load, gloo's threads may abort the process while the interpreter ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class Sharded:
         for parameter in self.model.parameters():
             mode.from_tensor(parameter)
         if self.checkpoint.name != "llama":
-            return  # tracing takes seconds, so only one model is traced
+            # Tracing takes seconds, so only one model is traced.
+            return
         with torch.no_grad():
             traced = torch.compile(self.model, backend="eager")(input_ids=tokens(2, 9), use_cache=False).logits
             expected = self.stock(input_ids=tokens(2, 9), use_cache=False).logits
@@ -152,7 +153,8 @@ class Sharded:
         with torch.no_grad():
             block = [live(module) for module, _ in groups(model)]
         assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
-        if self.checkpoint.name != "mixtral":  # stock's experts don't support float64
+        # stock's experts don't support float64.
+        if self.checkpoint.name != "mixtral":
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))
 

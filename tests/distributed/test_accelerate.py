@@ -120,7 +120,8 @@ def test_models_with_a_device_map_equal_stock(checkpoint, tmp_path, name):
     assert getattr(prepared, "hf_device_map", None) == getattr(placed, "hf_device_map", None)
     assert hooks(prepared) == hooks(placed)
     assert list(hooks(prepared)) == list(hooks(placed))
-    assert bool(hooks(prepared)) is (groups < GROUPS)  # without offloading, there are no hooks
+    # Without offloading, there are no hooks.
+    assert bool(hooks(prepared)) is (groups < GROUPS)
     as_good_as(placed, prepared, build().double())
     with ops.recording() as routes:
         logits(prepared)

@@ -20,7 +20,8 @@ from tests.generation.conftest import make
 # accelerate reads the address of every weight
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 
-FIRST, SECOND = "cpu:1", "cpu:2"  # fake tensors treat these as two devices
+# Fake tensors treat these as two devices.
+FIRST, SECOND = "cpu:1", "cpu:2"
 MAP = {
     "model.embed_tokens": FIRST,
     "model.rotary_emb": FIRST,

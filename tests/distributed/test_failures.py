@@ -14,7 +14,8 @@ import hf_rocm
 from tests.distributed.launch import run_ranks, torchrun
 
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
-PATIENCE = 240  # seconds for a run, which imports transformers; a hang takes longer
+# Seconds for a run, which imports transformers; a hang takes longer.
+PATIENCE = 240
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,8 @@ def packages_own(folder: Path) -> Path:
     package = Path(hf_rocm.__file__).parent
     shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
     overlays = folder / "hf_rocm" / "_overlays"
-    if not overlays.is_dir():  # in a checkout, the overlays are next to the package
+    # In a checkout, the overlays are next to the package.
+    if not overlays.is_dir():
         shutil.copytree(package.parent / "overlays", overlays)
     for file in overlays.glob("transformers-*/models/llama/modeling_llama.py"):
         file.write_text(file.read_text() + "\n# edited\n")

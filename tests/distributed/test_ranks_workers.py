@@ -48,7 +48,8 @@ def test_concurrent_imports_use_the_overlay_and_write_no_source_file(whole_site,
     checkpoint = save(tmp_path / "checkpoint", heads=4, groups=2)
     places = [str(site.path), *filter(None, sys.path), str(ROOT)]
     served = {"PYTHONPATH": os.pathsep.join(places), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    world = 4  # the model of the last rank stays stock
+    # The model of the last rank stays stock.
+    world = 4
 
     def environ(rank):
         return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served

@@ -61,7 +61,8 @@ def equal_to_stock(build, change, wrap, **data):
         results.append(gradients(model, wrap, **data))
     actual, eager, expected = results
     assert_run_as_good_as_eager(actual, eager, {name: value.double() for name, value in expected.items()}, least=1e-3)
-    for name, tensor in actual.items():  # gradients are averaged, so they are equal on all ranks
+    # Gradients are averaged, so they are equal on all ranks.
+    for name, tensor in actual.items():
         others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(others, tensor.contiguous())
         assert all(torch.equal(other, tensor) for other in others), name
@@ -98,7 +99,8 @@ def checkpointed(folder: Path) -> None:
         prepared = equal_to_stock(models.build, change, DistributedDataParallel)
         prepared.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
         gradients(prepared, as_it_is)
-        assert counted == 2  # the layer runs a second time in the backward pass
+        # The layer runs a second time in the backward pass.
+        assert counted == 2
 
 
 def some_unused(folder: Path) -> None:
@@ -110,7 +112,8 @@ def some_unused(folder: Path) -> None:
 
     def change(model):
         if next(model.parameters()).dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # PyTorch's grouped GEMM does not support float64
+            # PyTorch's grouped GEMM does not support float64.
+            model.set_experts_implementation("eager")
         return model
 
     alone = build()

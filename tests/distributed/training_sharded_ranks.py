@@ -63,7 +63,8 @@ def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
             reasons = [reason for part in hf_rocm.explain(model).parts for reason in part.not_fused]
             assert reasons and all(any(word in reason for word in words) for reason in reasons), reasons
             twin = models.build()
-            twin.load_state_dict(weights)  # fails unless the weights have stock's layout
+            # Fails unless the weights have stock's layout.
+            twin.load_state_dict(weights)
             assert_as_good_as_eager(output, logits(twin), logits(copy.deepcopy(twin).double()))
     stock, reference, *prepared = results
     for actual in prepared:
@@ -111,7 +112,8 @@ def fsdp2_by_accelerate(folder: Path) -> None:
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=True,  # moves the model to the meta device before sharding
+            # Moves the model to the meta device before sharding.
+            cpu_ram_efficient_loading=True,
         )
         accelerator: Any = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),

@@ -95,7 +95,8 @@ def _used(tree: ast.Module, *, strings: bool) -> Iterator[tuple[str, int]]:
                 yield from _of_library(f"{node.module}.{alias.name}", node.lineno)
         elif isinstance(node, ast.Attribute):
             root = imported.get(_root(node), LIBRARIES[0]).split(".")[0]
-            if root in LIBRARIES:  # attributes of modules of the standard library and of this package are skipped
+            # Attributes of modules of the standard library and of this package are skipped.
+            if root in LIBRARIES:
                 yield node.attr, node.lineno
         elif strings and node not in skipped and re.fullmatch(r"[\w.:]+", _text(node)):
             yield from ((part, node.lineno) for part in re.split("[.:]", _text(node)))

@@ -156,7 +156,8 @@ def _parse(words: list[str]) -> None:
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     inner = getattr(command, "commands", None)
-    if inner is not None and words and words[0] != "--help":  # not a subcommand: a model or an option
+    # Not a subcommand: a model or an option.
+    if inner is not None and words and words[0] != "--help":
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}

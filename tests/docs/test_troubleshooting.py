@@ -40,7 +40,8 @@ def test_every_warning_and_problem_is_explained() -> None:
 
 
 def test_every_check_on_the_page_exists() -> None:
-    known = names() | {"patches"}  # `patches` is a check that never reports a warning or a problem
+    # `patches` is a check that never reports a warning or a problem.
+    known = names() | {"patches"}
     for named in re.findall(r"[Cc]hecks? ((?:`[\w-]+`(?:, | and )?)+)", PAGE):
         assert set(re.findall(r"`([\w-]+)`", named)) <= known, named
 

@@ -37,7 +37,8 @@ def pair(recorded_on_cpu):
     """
 
     def build(name="bert", *, graphs=None, **changes):
-        stock = make(name, **changes)  # `changes` may contain `task`, another class of the family
+        # `changes` may contain `task`, another class of the family.
+        stock = make(name, **changes)
         prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
         return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 

@@ -22,7 +22,8 @@ from tests.forwards.families import make, random_call, random_kind
 from tests.releases import RELEASE, TESTED
 
 CALLS = 200
-KINDS = 40  # number of consecutive calls whose shapes and flags are chosen from the same one or two kinds
+# Number of consecutive calls whose shapes and flags are chosen from the same one or two kinds.
+KINDS = 40
 MODES = (torch.no_grad, torch.inference_mode)
 MASKS = (torch.long, torch.long, torch.int32, torch.bool)
 ADAPTERS = ("first", "second", None)
@@ -135,7 +136,8 @@ def _results(models, batch):
             return result
 
     if models.device == "cuda":
-        torch.cuda.synchronize()  # the inputs were created on another stream
+        # The inputs were created on another stream.
+        torch.cuda.synchronize()
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(work, batch))
 
@@ -151,7 +153,8 @@ def _may_be_concurrent(call):
 
 def _agree(models, call, result, same, *, strictly):
     agree = same(result, call(models.twin), models.dtype)
-    if not agree:  # under a dispatch mode, PyTorch runs some operators with other kernels, which round differently
+    # Under a dispatch mode, PyTorch runs some operators with other kernels, which round differently.
+    if not agree:
         with Observed():
             agree = same(result, call(models.twin), models.dtype)
     return agree and (not strictly or close(result, call(models.stock), models.dtype))

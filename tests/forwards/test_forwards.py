@@ -21,7 +21,8 @@ from hf_rocm.forwards.state import SETTINGS, known
 from tests.forwards.conftest import call, counted, equal, reasons
 from tests.forwards.families import inputs, make
 
-CALLS = 6  # the last call is replayed without a comparison
+# The last call is replayed without a comparison.
+CALLS = 6
 
 
 def test_a_shape_is_recorded_at_its_second_call(pair):
@@ -86,10 +87,12 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
         *[(0, [read, "copies"])] * 3,  # compared
         (0, ["copies", read]),
         (0, [read, "copies"]),  # compared
-        (2, ["copies", read]),  # the results of this replay are dropped
+        # The results of this replay are dropped.
+        (2, ["copies", read]),
         (2, [read]),  # recorded
         (2, [read, "copies"]),  # compared
-        *[(0, [read, "copies"])] * 2,  # the last two calls had different values
+        # The last two calls had different values.
+        *[(0, [read, "copies"])] * 2,
         (0, ["copies", read]),
     ]
     for number, (padded, order) in enumerate(expected):
@@ -120,7 +123,8 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
 )
 def test_calls_with_further_arguments_equal_stock(flags, pair):
     prepared, stock = pair()
-    for seed in range(CALLS + 2):  # the first call with outputs to collect installs transformers' hooks
+    # The first call with outputs to collect installs transformers' hooks.
+    for seed in range(CALLS + 2):
         given = {**inputs("bert", seed=seed, padded=1), **flags}
         assert equal(call(prepared, given), call(stock, given))
     assert counted(prepared)[1] > 2 and not reasons(prepared)
@@ -163,7 +167,8 @@ def test_only_the_shapes_used_last_stay_recorded(pair, monkeypatch):
             given = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, given), call(stock, given))
         assert known(prepared).summary()[0] <= 3
-    assert counted(prepared)[0] == 6  # the recording of length 3 was dropped and made again
+    # The recording of length 3 was dropped and made again.
+    assert counted(prepared)[0] == 6
 
 
 def test_the_memory_of_recordings_is_bounded(pair):

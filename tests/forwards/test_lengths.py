@@ -119,7 +119,8 @@ def test_one_length_is_recorded_by_its_shape(pair):
     for seed in range(8):
         given = inputs("bert", seed=seed)
         assert equal(call(prepared, given), call(stock, given))
-    for seed in range(8):  # calls of other lengths are padded; calls of the recorded length are still not padded
+    # Calls of other lengths are padded; calls of the recorded length are still not padded.
+    for seed in range(8):
         given = inputs("bert", length=(7, 9)[seed % 2], seed=seed)
         assert close(call(prepared, given), call(stock, given))
     assert counted(prepared)[0] == 2 and padded(prepared) == {32: 4}
@@ -198,7 +199,8 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
 
     def time(device, run):
         timed.append(run)
-        return run(), 1.0 if len(timed) == 1 else replay  # the unpadded call is timed first
+        # The unpadded call is timed first.
+        return run(), 1.0 if len(timed) == 1 else replay
 
     monkeypatch.setattr(runner, "_is_timed", lambda device: True)
     monkeypatch.setattr(runner, "_timed", time)
@@ -210,7 +212,8 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
     assert len(lines) == (replay > 1) and all("32 tokens: 1 kind of call" in line for line in lines)
     assert not reasons(prepared) and known(prepared).disabled is None
     given = inputs("bert", length=20)
-    for _ in range(4):  # where calls are no longer padded, a repeated shape is recorded unpadded
+    # Where calls are no longer padded, a repeated shape is recorded unpadded.
+    for _ in range(4):
         assert close(call(prepared, given), call(stock, given))
     assert counted(prepared)[0] == (1 if replay < 1 else 2)
 
@@ -271,7 +274,8 @@ def test_a_forward_that_depends_on_the_length_ends_padding(pair):
     assert padded(prepared) == {32: 1}
     assert known(prepared).unpadded.startswith("a padded forward differed from the unpadded one by")
     assert any(line.startswith("calls are no longer padded") for line in hf_rocm.explain(prepared).forwards)
-    assert counted(prepared)[1] > 0  # recordings by exact shapes are still replayed
+    # Recordings by exact shapes are still replayed.
+    assert counted(prepared)[1] > 0
 
 
 def test_a_wrong_replay_of_a_padded_call_is_noticed(pair, monkeypatch):

@@ -79,7 +79,8 @@ def test_pipelines_of_texts_of_mixed_lengths_equal_stock(task, family, name, bat
     prepared, stock = both(task, make(family, task=name, **window), tokenizer=tokenizer)
     given = texts()
     assert same(prepared(given, batch_size=batch), stock(given, batch_size=batch))
-    if batch == 1:  # also call the pipeline once per text
+    # Also call the pipeline once per text.
+    if batch == 1:
         assert all(same(prepared(text), stock(text)) for text in given)
     recorded, replayed = counted(prepared.model)
     assert recorded in (1, 2) and replayed > (20 if batch == 1 else 0)
@@ -91,7 +92,8 @@ def test_pipelines_of_images_of_mixed_sizes_equal_stock(recorded_on_cpu):
     images = [
         PIL.Image.fromarray(generator.integers(0, 256, (*sizes[number % 3], 3), dtype="uint8")) for number in range(12)
     ]
-    newer = getattr(transformers, "ViTImageProcessorPil", None)  # where it exists, ViTImageProcessor needs torchvision
+    # Where it exists, ViTImageProcessor needs torchvision.
+    newer = getattr(transformers, "ViTImageProcessorPil", None)
     processor = (newer or transformers.ViTImageProcessor)(size={"height": 24, "width": 24})
     prepared, stock = both("image-classification", make("vit"), image_processor=processor)
     assert same(prepared(images), stock(images))

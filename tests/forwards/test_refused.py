@@ -269,7 +269,8 @@ def test_a_read_of_a_computed_value_is_not_recorded(pair):
     def doubled(module, args, output):
         return output * 2 if output.sum() > 0 else output
 
-    doubled.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    doubled.__module__ = "transformers"
     prepared, stock = pair()
     for model in (prepared, stock):
         model.pooler.register_forward_hook(doubled)
@@ -317,7 +318,8 @@ def test_a_failed_recording_does_not_affect_results(pair, monkeypatch):
 
 def test_required_graphs_raise_if_recording_fails(pair, monkeypatch):
     prepared, _ = pair(graphs=True)
-    prepared(**inputs("bert"))  # not recorded, because gradients are enabled
+    # Not recorded, because gradients are enabled.
+    prepared(**inputs("bert"))
     assert len(reasons(prepared)) == 1
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.garbage, first=1))
     prepared, _ = pair("vit", graphs=True)

@@ -66,7 +66,8 @@ def test_guards_replace_the_comparison_in_python(compared):
             compared.clear()
             assert taken.unchanged(model)
             assert len(compared) == (expected if guards else 1)
-    model.requires_grad_(False)  # guards compare requires_grad, which is not part of the state
+    # Guards compare requires_grad, which is not part of the state.
+    model.requires_grad_(False)
     for expected in (1, 0):
         compared.clear()
         assert taken.unchanged(model) and len(compared) == (expected if guards else 1)

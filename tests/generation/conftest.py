@@ -245,7 +245,8 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     is recorded before that of `other`.
     """
     between = []
-    stocks = prepared._update_model_kwargs_for_generation  # runs between the step and the read
+    # Runs between the step and the read.
+    stocks = prepared._update_model_kwargs_for_generation
 
     def update(*args, **kwargs):
         for run in between:
@@ -286,7 +287,8 @@ def chosen(monkeypatch):
     draw, largest = RecordedDraw.draw, token_choice._Processed.__torch_function__.__func__
 
     def drawing(self, generator=None):
-        counts["drawn"] += generator is None  # a draw from a separate generator belongs to a comparison
+        # A draw from a separate generator belongs to a comparison.
+        counts["drawn"] += generator is None
         return draw(self, generator)
 
     def taking(cls, function, types, args=(), kwargs=None):

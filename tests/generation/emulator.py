@@ -25,7 +25,8 @@ class EmulatedRecorder:
         pass
 
     def record(self, run):
-        with _one_at_a_time, Operators() as recording:  # unlike on a GPU, operators run while they are recorded
+        # Unlike on a GPU, operators run while they are recorded.
+        with _one_at_a_time, Operators() as recording:
             result = run()
         return recording, result
 
@@ -48,7 +49,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(getattr(cls, "__name__", "") == "DTensor" for cls in types):
-            return NotImplemented  # DTensor dispatches the operators on local tensors again
+            # DTensor dispatches the operators on local tensors again.
+            return NotImplemented
         if str(operator).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
         result = operator(*args, **kwargs)

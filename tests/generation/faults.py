@@ -22,7 +22,8 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
                 return recording, result
 
             def faulty_replay():
-                wrong = fault(list(right), memory)  # called in every replay, because a fault may use earlier inputs
+                # Called in every replay, because a fault may use earlier inputs.
+                wrong = fault(list(right), memory)
                 if first <= recording.replays + 1 <= last:
                     recording.kept = wrong
                 try:

@@ -38,7 +38,8 @@ def _recorded(prefix):
 DECODERS = [name for name, (prefix, _) in {**conftest.KINDS, **conftest.FURTHER}.items() if _recorded(prefix)]
 FAMILIES = [*DECODERS, *test_encoder_decoder.CLASSES]
 THREADS = 4
-_ROUNDS = 5  # the number of initial rounds that `grown` does not count
+# The number of initial rounds that `grown` does not count.
+_ROUNDS = 5
 
 _STATIC = Version("4.54") <= RELEASE
 # before 5.14, stock may be unable to remove drafts from a cache with sliding windows
@@ -179,10 +180,12 @@ class Soak:
         elif form != "plain" and self._drafts(form, arguments):
             inputs = {name: tensor[:1] for name, tensor in inputs.items()}
             arguments.pop("num_return_sequences", None)
-            arguments.setdefault("eos_token_id", 61)  # beyond the vocabulary; stock before 5.0 needs an end token
+            # Beyond the vocabulary; stock before 5.0 needs an end token.
+            arguments.setdefault("eos_token_id", 61)
             if form == "assistant":
                 arguments["assistant"] = True
-                cache = "none"  # stock can't pass the name of a cache to the assistant
+                # Stock can't pass the name of a cache to the assistant.
+                cache = "none"
             else:
                 arguments["prompt_lookup_num_tokens"] = pick.choice((2, 4, 10))
         drafts = "assistant" in arguments or "prompt_lookup_num_tokens" in arguments
@@ -211,7 +214,8 @@ class Soak:
         """The tokens of a call as lists; if the call passes a cache, also the cache's length, for one or two turns."""
         arguments = self.call(number, short=short)
         if model is self.stock:
-            arguments["disable_compile"] = True  # by default, stock compiles steps with a static cache
+            # By default, stock compiles steps with a static cache.
+            arguments["disable_compile"] = True
         if arguments.pop("assistant", False):
             arguments["assistant_model"] = assistant or self._assistant(model)
         form = arguments.pop("cache", None)

@@ -99,7 +99,8 @@ def test_rejected_drafts_lose_no_keys_of_a_window(kind, pair):
     """Windows move while an assistant drafts, and its drafts are longer than the spare rows of its buffers."""
     prepared, stock = pair()
     drafting = make(kind)
-    if kind == "mistral":  # with equal weights, some drafts are accepted
+    # With equal weights, some drafts are accepted.
+    if kind == "mistral":
         drafting.load_state_dict(stock.state_dict())
     config = drafting.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = 9, "constant"
@@ -136,7 +137,8 @@ def test_later_calls_replay_the_same_recordings(trio):
     state = known(ours[1])
     assert counts[1] == counts[-1] and state.pool.summary()[0] == 1
     lengths = {step.tensors[0].shape[1] for step in steps_of(ours[1])}
-    assert lengths == {1} and len(steps_of(ours[1])) <= 4  # steps of one token and of two
+    # Steps of one token and of two.
+    assert lengths == {1} and len(steps_of(ours[1])) <= 4
 
 
 def test_a_model_drafts_for_itself(pair):
@@ -149,7 +151,8 @@ def test_a_model_drafts_for_itself(pair):
         inputs = repeating(seed)
         drafted.clear()
         assert torch.equal(assisted((prepared, prepared), inputs), generate(stock, inputs, new=NEW))
-        assert len(drafted) < NEW / 2  # most drafts are accepted
+        # Most drafts are accepted.
+        assert len(drafted) < NEW / 2
     assert known(prepared).pool.summary()[0] == 2 and counted(prepared)[1] > NEW
 
 
@@ -269,11 +272,13 @@ def test_assistants_that_cannot_be_recorded_draft_uncaptured(pair, trio):
     prepared, stock = pair(graphs=None)
     expected = generate(stock, repeating(), new=NEW)
     plain = assistant_of(stock)
-    assert torch.equal(assisted((prepared, plain), repeating()), expected)  # the assistant is not prepared
+    # The assistant is not prepared.
+    assert torch.equal(assisted((prepared, plain), repeating()), expected)
     assert "uncaptured × 1: drafts of an assistant model that is not prepared" in hf_rocm.explain(prepared).details()
 
     own = hf_rocm.prepare(assistant_of(stock), force=True)
-    assert torch.equal(assisted((stock, own), repeating()), expected)  # the main model is not prepared
+    # The main model is not prepared.
+    assert torch.equal(assisted((stock, own), repeating()), expected)
     assert set(known(own).turned_away) == {
         "the model that it drafts for is not prepared, or runs uncaptured in this call"
     }
@@ -282,7 +287,8 @@ def test_assistants_that_cannot_be_recorded_draft_uncaptured(pair, trio):
     handle = own.model.layers[0].register_forward_hook(lambda *_: None)
     for seed in range(2):
         assert torch.equal(assisted((prepared, own), repeating(seed)), generate(stock, repeating(seed), new=NEW))
-    assert known(own).turned_away == {"a replay would not run the hook of model.layers.0": 2}  # once per call
+    # Once per call.
+    assert known(own).turned_away == {"a replay would not run the hook of model.layers.0": 2}
     handle.remove()
     assert torch.equal(assisted((prepared, own), repeating()), expected) and counted(own)[1] > 0
 

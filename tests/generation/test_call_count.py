@@ -17,11 +17,14 @@ import hf_rocm
 from hf_rocm import ops
 
 LAYERS = 8
-MOST_CALLS = 1300  # per step; stock makes 1,184 in transformers 5.23 with torch 2.13
-MOST_FILES = 10  # modules of hf_rocm, without the overlay, whose functions run in one call of a decoder layer
+# Per step; stock makes 1,184 in transformers 5.23 with torch 2.13.
+MOST_CALLS = 1300
+# Modules of hf_rocm, without the overlay, whose functions run in one call of a decoder layer.
+MOST_FILES = 10
 NEWEST = transformers.__version__.startswith("5.23")
 PACKAGE = str(Path(hf_rocm.__file__).parent)
-OVERLAYS = str(Path(PACKAGE, "_overlays"))  # in an installed package; a checkout has another path
+# In an installed package; a checkout has another path.
+OVERLAYS = str(Path(PACKAGE, "_overlays"))
 
 pytestmark = pytest.mark.skipif(not NEWEST, reason="the number of stock calls differs in other releases")
 

@@ -108,7 +108,8 @@ def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
         output.last_hidden_state = output.last_hidden_state.roll(_seen(output.past_key_values), -1)
         return output
 
-    shift.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    shift.__module__ = "transformers"
     for model in (prepared, stock):
         model.model.register_forward_hook(shift)
     assert torch.equal(generate(prepared), generate(stock))
@@ -131,7 +132,8 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(pair):
     def wait(module, args, output):
         return output * (1 + bool(output.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    wait.__module__ = "transformers"
     for model in (prepared, stock):
         model.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(prepared), generate(stock))

@@ -37,7 +37,8 @@ def value_of(model):
     return model.model.layers[0].self_attn.v_proj
 
 
-Adapter.__module__ = "peft.tuners.lora.layer"  # as in PEFT: a user's own class would be refused
+# As in PEFT: a user's own class would be refused.
+Adapter.__module__ = "peft.tuners.lora.layer"
 
 
 def moved(model):
@@ -138,7 +139,8 @@ def test_preparing_twice_keeps_the_setting_and_restore_frees_the_state(pair):
     generate(prepared)
     assert hf_rocm.prepare(prepared, force=True) is prepared
     assert torch.equal(generate(prepared), generate(stock))
-    assert counted(prepared)[1]  # graphs are still required, because the first call of `prepare` required them
+    # Graphs are still required, because the first call of `prepare` required them.
+    assert counted(prepared)[1]
     hf_rocm.restore(prepared)
     assert known(prepared) is None and not any(name.startswith("_hf_rocm") for name in prepared.__dict__)
     assert torch.equal(generate(prepared), generate(stock))

@@ -117,7 +117,8 @@ def requests(monkeypatch):
 
 def test_compilation_by_transformers_uses_the_settings(model, requests):
     expected = generate(model)
-    assert [options["mode"] for options in requests] == ["reduce-overhead"]  # stock's setting
+    # stock's setting.
+    assert [options["mode"] for options in requests] == ["reduce-overhead"]
     hf_rocm.prepare(model, force=True, graphs=False)
     assert torch.equal(generate(model), expected)
     assert requests[1]["mode"] is None and requests[1]["options"] == dict(compiling.SETTINGS)
@@ -159,7 +160,8 @@ def test_mixing_both_tf32_settings_raises_a_clear_error(model, monkeypatch):
 def test_a_faulty_allocator_setting_causes_a_warning(model, monkeypatch, caplog):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
     compiling.check()
-    assert not caplog.records  # NVIDIA builds accept both
+    # NVIDIA builds accept both.
+    assert not caplog.records
     monkeypatch.setattr(compiling, "is_rocm", lambda: True)
     compiling.check()
     assert "max_split_size_mb" in caplog.text

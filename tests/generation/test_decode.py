@@ -142,7 +142,8 @@ def test_each_batch_size_is_recorded_once(pair):
     for rows in (1, 3, 2, 1, 3):
         inputs = prompt(rows=rows, seed=rows)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
-    assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)  # each batch size was recorded once
+    # Each batch size was recorded once.
+    assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -153,7 +154,8 @@ def test_caches_and_recordings_are_reused(kind, pair):
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     assert known(prepared).pool.summary()[0] == 1
     recordings, replayed = counted(prepared)
-    assert recordings <= 2 and replayed >= 2 * 11 - FIRST  # padding changes the mask, which may need another recording
+    # Padding changes the mask, which may need another recording.
+    assert recordings <= 2 and replayed >= 2 * 11 - FIRST
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

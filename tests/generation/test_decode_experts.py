@@ -35,7 +35,8 @@ def test_a_comparison_with_another_implementation_is_repeated(pair, monkeypatch)
 
     def uncaptured(model, *rest):
         compared.append(model)
-        if 5 < len(compared) < 11:  # the runs of three comparisons, except the second run of the third one
+        # The runs of three comparisons, except the second run of the third one.
+        if 5 < len(compared) < 11:
             with call_of_another_thread(model):
                 return run(model, *rest)
         return run(model, *rest)
@@ -79,7 +80,8 @@ def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_thr
     assert len(made) == 1 and counted(prepared)[0] == 1 and known(prepared).switches == 0
 
 
-@in_the_newest  # in transformers 5.0, `generate` sets the implementation before every step
+# In transformers 5.0, `generate` sets the implementation before every step.
+@in_the_newest
 def test_every_implementation_has_its_own_recording(pair):
     prepared, stock = pair("mixtral")
 

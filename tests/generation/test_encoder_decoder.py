@@ -22,7 +22,8 @@ SIZES = {
     "whisper": {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "num_mel_bins": 8},
     "t5": {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
 }
-FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}  # the same decoders with other class names
+# The same decoders with other class names.
+FURTHER = {"mbart": SIZES["bart"], "mt5": SIZES["t5"]}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 SPECIAL = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
 CLASSES = {"bart": "Bart", "mbart": "MBart", "whisper": "Whisper", "t5": "T5", "mt5": "MT5"}
@@ -121,7 +122,8 @@ def test_returned_outputs_equal_stock(kind, couple):
         assert torch.equal(got.sequences, wanted.sequences)
         close(torch.stack(got.scores), torch.stack(wanted.scores))
         caches = got.past_key_values, wanted.past_key_values
-        if kind == "whisper":  # Whisper's `generate` splits the caches
+        # Whisper's `generate` splits the caches.
+        if kind == "whisper":
             assert type(caches[0]) is type(caches[1])
             continue
         assert [type(cache) for cache in caches] == [EncoderDecoderCache] * 2
@@ -148,7 +150,8 @@ def test_a_wrong_replay_is_noticed(kind, couple):
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        layer.keys = layer.keys.clone()  # has an address that the recording does not read
+        # Has an address that the recording does not read.
+        layer.keys = layer.keys.clone()
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))

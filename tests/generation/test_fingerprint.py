@@ -74,7 +74,8 @@ def test_a_freed_object_never_equals_a_later_one(model):
     layer(model).attribute = Equal()
     before = taken(model)
     for _ in range(20):
-        layer(model).attribute = None  # the next object may get the same address
+        # The next object may get the same address.
+        layer(model).attribute = None
         layer(model).attribute = Equal()
         assert taken(model) != before
 

@@ -45,7 +45,8 @@ def test_uncaptured_steps_run_the_operation_and_replays_run_no_python(pair):
     with torch.no_grad(), ops.recording() as routes:
         generate(prepared, new=30)
     calls = sum(route.operation == "gated_delta_step" for route in routes)
-    assert 0 < calls < 2 * 29  # two recurrent layers in 29 steps
+    # Two recurrent layers in 29 steps.
+    assert 0 < calls < 2 * 29
 
 
 @recorded
@@ -93,7 +94,8 @@ def test_rows_may_end_early(pair, ends_checked_late):
     with torch.no_grad():
         end = int(generate(stock)[0, -4])
         assert torch.equal(generate(prepared, eos_token_id=end), generate(stock, eos_token_id=end))
-        assert torch.equal(generate(prepared), generate(stock))  # with the same cache
+        # With the same cache.
+        assert torch.equal(generate(prepared), generate(stock))
 
 
 @recorded

@@ -20,7 +20,8 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
 NEW = 12
-PREPARED = NEW - 1  # number of steps after the prompt; their inputs are prepared in place
+# Number of steps after the prompt; their inputs are prepared in place.
+PREPARED = NEW - 1
 
 
 @pytest.fixture
@@ -75,7 +76,8 @@ CALLS = {
 def test_tokens_equal_stock(name, pair, steps):
     prepared, stock = pair("llama", graphs=None)
     got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (prepared, stock))
-    assert steps[0] > 1  # the call may end early
+    # The call may end early.
+    assert steps[0] > 1
     if name == "scores":
         inputs.switch_off(prepared)
         same = generate(prepared, prompt(padded=2), new=NEW, **CALLS[name])
@@ -132,7 +134,8 @@ def test_calls_with_other_masks_positions_or_embeddings_equal_stock(call, pair, 
     if call in (hole, right):
         assert steps[0] == 0
         assert inputs.noted(served) == "the attention mask is not that of a sequence with left padding"
-    assert torch.equal(generate(served, new=NEW), generate(stock, new=NEW))  # the next call is prepared in place
+    # The next call is prepared in place.
+    assert torch.equal(generate(served, new=NEW), generate(stock, new=NEW))
     assert inputs.noted(served) is None
     assert steps[0] >= PREPARED
 

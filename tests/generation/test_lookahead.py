@@ -26,14 +26,16 @@ from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, b
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monkeypatch):
-    monkeypatch.setattr(cache_layer, "SLACK", 30)  # no step is launched early if a window must move before it
+    # No step is launched early if a window must move before it.
+    monkeypatch.setattr(cache_layer, "SLACK", 30)
     prepared, stock = pair(kind)
     for seed in (0, 1, 0, 1, 2, 3, 2):
         inputs = repeating(seed, padded=3 * (seed % 2))
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
     in_vain = [step for step in launched if not step.served]
-    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14  # those at the end of a call
+    # Those at the end of a call.
+    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14
 
 
 @pytest.mark.parametrize("unseen", [False, True])
@@ -179,7 +181,8 @@ def test_criteria_of_transformers_do_not_prevent_early_launches(pair, launched):
         criteria = StoppingCriteriaList([MaxTimeCriteria(600.0)])
         results = [looked_up(model, repeating(seed), stopping_criteria=criteria) for model in (prepared, stock)]
         assert torch.equal(*results)
-    assert len(launched) > 4 or before("5.14")  # before 5.14, the criteria also receive the drafts
+    # Before 5.14, the criteria also receive the drafts.
+    assert len(launched) > 4 or before("5.14")
 
 
 def test_the_logits_of_the_last_step_are_kept(pair, monkeypatch):
@@ -198,7 +201,8 @@ def test_the_logits_of_the_last_step_are_kept(pair, monkeypatch):
 
     monkeypatch.setattr(verification.Verification, "select", selecting)
     looked_up(prepared, repeating(1))
-    assert not all(seen)  # the launched step wrote to the same tensor
+    # The launched step wrote to the same tensor.
+    assert not all(seen)
 
 
 def test_a_second_argmax_of_a_step_returns_the_same_tokens(pair, monkeypatch):
@@ -209,7 +213,8 @@ def test_a_second_argmax_of_a_step_returns_the_same_tokens(pair, monkeypatch):
 
     def twice(self, *args, **kwargs):
         first = argmax(self, *args, **kwargs)
-        before = self._choice.lookahead.logits  # a copy, if a later replay overwrites the logits
+        # A copy, if a later replay overwrites the logits.
+        before = self._choice.lookahead.logits
         again = argmax(self, *args, **kwargs)
         assert torch.equal(first.tensor(), again if before is not None else again.tensor())
         counts.append(before is not None)
@@ -244,7 +249,8 @@ def test_a_call_that_ends_after_a_launch_overwrote_earlier_tokens_raises(pair, m
     def launching(self, *arguments):
         launch(self, *arguments)
         if self.launched is not None:
-            criterion.max_time = -1.0  # the loop ends before it calls the launched step
+            # The loop ends before it calls the launched step.
+            criterion.max_time = -1.0
 
     monkeypatch.setattr(Lookahead, "_next", earlier)
     monkeypatch.setattr(Lookahead, "launch", launching)
@@ -331,7 +337,8 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     assert not ahead.prepares(5, candidates) and not ahead.expects()
     assert ahead.take(5) is None and ahead.expects()
     ahead.launch(*[torch.tensor([[7, 9, 1, 2]])] * 2, torch.empty(0), SimpleNamespace(launch=launch))
-    assert steps == [(7, [9])] and not ahead.expects()  # the token 9 is new
+    # The token 9 is new.
+    assert steps == [(7, [9])] and not ahead.expects()
     assert not ahead.prepares(5, candidates) and ahead.take(6) is None
     ahead.launch(*[torch.tensor([[7, 8, 6, 2]])] * 2, torch.empty(0), SimpleNamespace(launch=launch))
     assert steps[1] == (8, [6, 7, 8, 5])
@@ -342,7 +349,8 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     assert candidates[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 3
     assert not ahead.prepares(7, candidates) and not ahead.prepares(8, candidates.clone())
     ahead.candidates(after, search._replace(most=2))
-    assert Counting.searches == 4  # other settings
+    # Other settings.
+    assert Counting.searches == 4
     other = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 5, 6]])
     assert ahead.candidates(other, search)[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 5
     ahead.candidates(after, search)

@@ -56,7 +56,8 @@ def steps(monkeypatch):
             take_away(model, inputs.MARK)
     monkeypatch.setattr(inputs, "_prepare", remembering)
     yield compared
-    inputs._steps.clear()  # the steps' `stock` functions would keep the models alive
+    # The steps' `stock` functions would keep the models alive.
+    inputs._steps.clear()
     gc.collect()
 
 
@@ -94,7 +95,8 @@ def test_every_step_equals_stock_with_transformers_static_cache(kind, pair, step
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_every_step_equals_stock_while_windows_move(kind, pair, steps, monkeypatch):
-    monkeypatch.setattr(cache_layer, "SLACK", 4)  # spare rows; with 4 of them, the window moves every few steps
+    # Spare rows; with 4 of them, the window moves every few steps.
+    monkeypatch.setattr(cache_layer, "SLACK", 4)
     in_place, stock = pair(kind)
     call = prompt(padded=5)
     assert torch.equal(generate(in_place, call, new=40), generate(stock, call, new=40))

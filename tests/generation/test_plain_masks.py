@@ -105,11 +105,13 @@ def test_a_users_own_function_goes_through_vmap(calls):
     assert calls == {"vmap": 1, "hf_rocm": 0}
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # a warning of PyTorch's vmap
+# A warning of PyTorch's vmap.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
     served, stock = prepared("llama")
     hf_rocm.restore(served)
-    monkeypatch.setattr(plain_masks, "_seen", None)  # a call of `_seen` would raise
+    # A call of `_seen` would raise.
+    monkeypatch.setattr(plain_masks, "_seen", None)
     with torch.no_grad():
         wanted = stock(**prompt(padded=3)).logits
         assert torch.equal(served(**prompt(padded=3)).logits, wanted)

@@ -35,7 +35,8 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
 def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
     """A model with learned position embeddings has none for later positions; reading one is a device-side error."""
     monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
-    last = []  # the last positions of the queued steps
+    # The last positions of the queued steps.
+    last = []
 
     def launch(position, tokens, source):
         assert position is None
@@ -45,7 +46,8 @@ def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
         tokens, ids = HostTokens(), torch.tensor([[5, 6, 7, 5, 6]])
         ahead = Lookahead(tokens, early=True)
         ahead.candidates(ids, Search(4, 2, limit, frozenset()))
-        selected = torch.tensor([[7, 5, 6, 7, 5]])[:, :count]  # all drafts are accepted
+        # All drafts are accepted.
+        selected = torch.tensor([[7, 5, 6, 7, 5]])[:, :count]
         step = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
         ahead.queue(selected, step, torch.empty(0), SimpleNamespace(launch=launch))
         assert not last or last[-1] < limit
@@ -66,7 +68,8 @@ def search_wrongly(monkeypatch):
 
     def wrong(*tensors, **how):
         search(*tensors, **how)
-        tensors[3][1] -= 1  # where the drafts begin
+        # Where the drafts begin.
+        tensors[3][1] -= 1
 
     monkeypatch.setattr(lookahead, "look_up_drafts", wrong)
 

@@ -87,7 +87,8 @@ def test_probabilities_and_tokens_equal_stock(seed):
         assert torch.equal(probabilities_of(step.last_logits, processors), expected)
         before = torch.get_rng_state()
         assert recorded.agrees(step, processors)
-        assert torch.equal(torch.get_rng_state(), before)  # a comparison draws from separate generators
+        # A comparison draws from separate generators.
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_every_recorded_processor_is_tested():
@@ -104,7 +105,8 @@ def test_a_wrong_draw_is_detected():
     assert not recorded.agrees(step, [TemperatureLogitsWarper(0.8)])
     torch.rand(1)
     noise, recorded._noise = recorded._noise, torch.ones_like(recorded._noise)
-    assert not recorded.agrees(step, processors)  # the recording reads the noise of the last comparison
+    # The recording reads the noise of the last comparison.
+    assert not recorded.agrees(step, processors)
     recorded._noise = noise
     assert recorded.agrees(step, processors)
 

@@ -116,7 +116,8 @@ def test_a_replaced_module_takes_effect(pair):
     for model in (prepared, stock):
         for layer in model.model.layers:
             del layer.mlp.act_fn
-            layer.mlp.act_fn = nn.Tanh()  # may have the address of the old activation
+            # May have the address of the old activation.
+            layer.mlp.act_fn = nn.Tanh()
     assert torch.equal(generate(prepared), generate(stock))
     assert counted(prepared)[0] == recorded + 1
 
@@ -178,7 +179,8 @@ def test_a_custom_generation_loop_gets_transformers_cache(pair):
     if transformers.__version__.startswith("4.53"):
         pytest.skip("this release only accepts the name of a loop")
     generate(prepared, custom_generate=loop)
-    assert seen in (["DynamicCache"], ["NoneType"])  # transformers 5.0 creates no cache for a custom loop
+    # transformers 5.0 creates no cache for a custom loop.
+    assert seen in (["DynamicCache"], ["NoneType"])
     generate(prepared)
     assert counted(prepared)[1] > 0
 

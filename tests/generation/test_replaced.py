@@ -170,7 +170,8 @@ def test_a_hook_registered_during_a_call_is_called(pair):
             return output * 1.25
 
         def criterion(ids, scores, **_):
-            handles.append(nn.Linear(1, 1).register_forward_hook(change))  # a module outside the model
+            # A module outside the model.
+            handles.append(nn.Linear(1, 1).register_forward_hook(change))
             if len(handles) == 5:
                 handles.append(model.model.layers[0].mlp.register_forward_hook(change))
             return torch.zeros(len(ids), dtype=torch.bool)
@@ -185,7 +186,8 @@ def test_a_hook_registered_during_a_call_is_called(pair):
     assert not torch.equal(expected, generate(stock))
     before = counted(prepared)[1]
     assert torch.equal(run(prepared), expected)
-    assert counted(prepared)[1] > before  # the hook of another module changed nothing
+    # The hook of another module changed nothing.
+    assert counted(prepared)[1] > before
     assert "registered during a call" in str(hf_rocm.explain(prepared).decoding)
 
 

@@ -64,7 +64,8 @@ def test_a_fault_is_detected_at_the_next_comparison(fault, first, faulty):
     prepared, stock = faulty(fault, first)
     assert torch.equal(generate(prepared, new=25), generate(stock, new=25))
     (event,) = ledger.events()
-    expected = NEXT[max(first, 2) if fault is faults.stale_input else first]  # the first replay has no stale input
+    # The first replay has no stale input.
+    expected = NEXT[max(first, 2) if fault is faults.stale_input else first]
     # results that are not finite may be detected earlier
     assert event.replays == expected or (fault is faults.not_finite and first < event.replays < NEXT[first])
     assert event.reason in known(prepared).disabled and event.model == "LlamaForCausalLM" and event.operators > 50
@@ -120,7 +121,8 @@ def test_nonfinite_logits_of_the_model_itself_are_not_a_fault(pair):
     def banned(module, args, output):
         return output.index_fill(-1, torch.tensor([5, 9]), -math.inf)
 
-    banned.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    banned.__module__ = "transformers"
     for model in (prepared, stock):
         model.lm_head.register_forward_hook(banned)
     for _ in range(2):
@@ -205,7 +207,8 @@ def test_required_graphs_raise(pair, monkeypatch):
 
 @pytest.mark.parametrize("call", [2, 3])
 def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
-    faulty_replay = 10 + 11 * (call - 2)  # nine replays in the first call, 11 in each later call
+    # Nine replays in the first call, 11 in each later call.
+    faulty_replay = 10 + 11 * (call - 2)
     prepared, stock = faulty(faults.garbage, faulty_replay)
     first = generate(stock, new=12)
     for _ in range(call):
@@ -219,7 +222,8 @@ def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(fault
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)
     for _ in range(4):
-        assert torch.equal(generate(prepared, new=12), first)  # replays 1 to 42; 32 is the last that is compared
+        # Replays 1 to 42; 32 is the last that is compared.
+        assert torch.equal(generate(prepared, new=12), first)
     assert not ledger.events()
     assert torch.equal(generate(prepared, new=12), first)
     assert [event.replays for event in ledger.events()] == [43]
@@ -267,7 +271,8 @@ def test_comparisons_add_few_uncaptured_steps(pair):
     def count(module, args, output):
         calls.append(1)
 
-    count.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    count.__module__ = "transformers"
     prepared.lm_head.register_forward_hook(count)
     generate(prepared, new=25)
     first = len(calls)
@@ -279,4 +284,5 @@ def test_comparisons_add_few_uncaptured_steps(pair):
     generate(prepared, new=10)
     second = len(calls)
     generate(prepared, new=10)
-    assert len(calls) - second == 1  # a fourth call: only the prompt
+    # A fourth call: only the prompt.
+    assert len(calls) - second == 1

@@ -23,7 +23,8 @@ from tests.generation.conftest import Streamer, alike_from_threads, assistant_of
 from tests.generation.test_user_caches import alike, close
 
 NEW = 40
-NEVER = 61  # an end token beyond the vocabulary: stock before 5.0 fails without one
+# An end token beyond the vocabulary: stock before 5.0 fails without one.
+NEVER = 61
 KINDS = ["llama", "mistral", "gemma2", "gemma3"]
 
 
@@ -91,7 +92,8 @@ def test_the_last_step_of_a_call_is_recorded_in_a_later_call(pair, monkeypatch):
     run = Runner._run
     monkeypatch.setattr(Runner, "_run", lambda self, *args: uncaptured.append(args) or run(self, *args))
     prepared, stock = pair()
-    for _ in range(3):  # buffers may grow in the first call, and steps are then recorded again
+    # Buffers may grow in the first call, and steps are then recorded again.
+    for _ in range(3):
         uncaptured.clear()
         assert alike_greedy(looked_up(prepared, repeating(1)), stock, repeating(1))
     uncaptured.clear()
@@ -116,15 +118,18 @@ def in_place(monkeypatch):
 def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
     prepared, stock = pair(kind)
     recorded = []
-    for _ in range(4):  # buffers may grow in the first round; a step that occurs once in a call is recorded in the next
+    # Buffers may grow in the first round; a step that occurs once in a call is recorded in the next.
+    for _ in range(4):
         for seed, padded in itertools.product(range(2), (0, 3)):
             drafted.clear()
             in_place.clear()
             call = repeating(seed, padded=padded)
             assert alike_greedy(looked_up(prepared, call), stock, call)
-            assert in_place == [drafts + 1 for drafts in drafted[1:]]  # all steps except the prompt's
+            # All steps except the prompt's.
+            assert in_place == [drafts + 1 for drafts in drafted[1:]]
         recorded.append(counted(prepared)[0])
-    assert recorded[2] == recorded[3] > 1  # alternating the padding records nothing new
+    # Alternating the padding records nothing new.
+    assert recorded[2] == recorded[3] > 1
 
 
 def test_transformers_prepares_steps_while_a_mask_function_is_replaced(pair, monkeypatch, drafted, in_place):
@@ -160,7 +165,8 @@ def test_each_number_of_drafts_has_a_recording(pair, drafted):
         counts.append(list(drafted))
         drafted.clear()
     assert all(map(torch.equal, *results)) and counts[0] == counts[1]
-    lengths = [step.tensors[0].shape[1] for step in steps_of(prepared)]  # tokens per step, from the logits' shape
+    # Tokens per step, from the logits' shape.
+    lengths = [step.tensors[0].shape[1] for step in steps_of(prepared)]
     assert len(lengths) > 2 and {length - 1 for length in lengths} <= set(counts[0])
     assert counted(prepared)[1] > len(counts[0]) / 2 and known(prepared).turned_away == {}
 
@@ -292,12 +298,14 @@ def test_calls_that_cannot_be_recorded_run_as_in_stock(pair):
     expected = looked_up(stock, inputs)
     assert torch.equal(looked_up(prepared, inputs, past_key_values=DynamicCache()), expected)
     assert "the call passes a cache, and rejected drafts are removed from it" in known(prepared).turned_away
-    if before("5.0") or not before("5.3"):  # stock fails in 5.0 to 5.2
+    # Stock fails in 5.0 to 5.2.
+    if before("5.0") or not before("5.3"):
         assert torch.equal(generate(prepared, inputs, new=NEW, assistant_early_exit=1), expected)
         assert "assistant_early_exit changes the model's config during the call" in known(prepared).turned_away
     sliding, _ = pair("mistral", graphs=None)
     if before("4.54"):
-        return  # no cache layer of this release discards keys
+        # No cache layer of this release discards keys.
+        return
     if before("4.56") or not before("5.14"):
         result = generate(sliding, inputs, new=NEW, assistant_model=assistant_of(stock))
         assert torch.equal(result, generate(sliding, inputs, new=NEW))
@@ -342,7 +350,8 @@ def test_a_prompt_of_embeddings_runs_as_in_stock(pair):
     embeddings = stock.get_input_embeddings()(inputs.pop("input_ids")).detach()
     inputs["inputs_embeds"] = embeddings
     prompts = [{**inputs, "input_ids": repeating(1)["input_ids"]}]
-    if not before("5.14"):  # before 5.14, stock fails without token ids
+    # Before 5.14, stock fails without token ids.
+    if not before("5.14"):
         prompts.append(inputs)
     for given in prompts:
         assert torch.equal(*(looked_up(model, given) for model in (prepared, stock)))

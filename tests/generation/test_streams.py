@@ -35,7 +35,8 @@ def handed_over(monkeypatch):
     """The arguments of every call of `record_current_stream`, as lists of tensors."""
     calls = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: calls.append(list(tensors)))
-    other = Stream()  # the stream of every other device, including the current device
+    # The stream of every other device, including the current device.
+    other = Stream()
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: Stream.current if device == Stream.device else other
     )
@@ -74,7 +75,8 @@ def test_all_tensors_of_a_cache_are_found(kind, padded, drafts, pair):
         expected += [start for start in (residents._padding, *residents._starts) if start is not None]
     result = memory(tensors_in(cache, everything))
     assert memory(expected) <= result
-    assert not result & memory(prepared.parameters())  # the traversal doesn't leave the cache
+    # The traversal doesn't leave the cache.
+    assert not result & memory(prepared.parameters())
 
 
 def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, handed_over):
@@ -118,4 +120,5 @@ def test_separate_streams_differ(monkeypatch):
         torch.cuda.Stream("cuda:0")
     assert [first, *(streams.separate("cuda:0") for _ in range(3))] == [("cuda:0", number) for number in range(4)]
     assert streams.separate("cuda:1") == ("cuda:1", 0)
-    streams.separate("cuda:0")  # all are in use
+    # All are in use.
+    streams.separate("cuda:0")

@@ -99,7 +99,8 @@ def test_streamers_receive_the_values_of_stock(how, pair, chosen):
 def test_a_deferred_check_restores_the_random_state(pair, ends_checked_late, chosen):
     prepared, stock = pair()
     free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
-    for at in (8, 9, 12, 20, 31):  # from the first steps, which run uncaptured, to the last step
+    # From the first steps, which run uncaptured, to the last step.
+    for at in (8, 9, 12, 20, 31):
         how = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
         for _ in range(2):
             assert same(prepared, stock, prompt(rows=1), new=25, **how)
@@ -272,7 +273,8 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_argmax_in_two_stages_equals_argmax_in_one(dtype, vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
-    for values in (3, 1000):  # with 3 values, many of the largest logits are equal
+    # With 3 values, many of the largest logits are equal.
+    for values in (3, 1000):
         logits = torch.randint(0, values, (2, 5, vocabulary), generator=generator).to(dtype)
         logits[1, 0, 7::11] = float("nan")
         logits[1, 1] = -float("inf")
@@ -284,7 +286,8 @@ def test_argmax_in_two_stages_equals_argmax_in_one(dtype, vocabulary):
     "fault", [faults.stale_logits, faults.filter_dropped, faults.garbage_draws], ids=lambda fault: fault.__name__
 )
 def test_a_wrong_draw_is_detected_and_withdrawn(fault, first, pair, monkeypatch, tmp_path):
-    if first > 2:  # an assertion could raise for a wrong draw that is not compared; ROCm's kernels have no assertions
+    # An assertion could raise for a wrong draw that is not compared; ROCm's kernels have no assertions.
+    if first > 2:
         asserts = torch._assert_async
         monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))

@@ -32,7 +32,8 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
     """Functions are called as often as in stock, and with tensors, even if they are replaced during a call."""
     owner, attribute, how = PLACES[name]
     prepared, stock = pair("llama", graphs=None)
-    for _ in range(3):  # later calls compare few of their draws, and a comparison calls the functions too
+    # Later calls compare few of their draws, and a comparison calls the functions too.
+    for _ in range(3):
         generate(prepared, prompt(rows=1), seed=0, new=20, **how)
     original, calls = getattr(owner, attribute), []
 
@@ -52,7 +53,8 @@ def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
             assert calls and all(calls)
         monkeypatch.setattr(owner, attribute, original)
     assert torch.equal(counts[0][1], counts[1][1])
-    if name != "softmax":  # attention may call it too
+    # Attention may call it too.
+    if name != "softmax":
         assert counts[0][0] == counts[1][0]
 
 

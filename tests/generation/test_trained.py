@@ -16,7 +16,8 @@ def trained(tiny_checkpoint, recorded_on_cpu):
 def test_512_greedy_tokens_equal_stock(trained):
     prepared, _ = generates_stocks_tokens(trained)
     recorded, replayed = counted(prepared)
-    assert recorded > 1 and replayed > NEW - 4 * recorded  # a step is recorded again whenever the buffers grow
+    # A step is recorded again whenever the buffers grow.
+    assert recorded > 1 and replayed > NEW - 4 * recorded
 
 
 def test_bf16_predictions_are_as_good_as_those_of_eager(trained):

@@ -17,7 +17,8 @@ from tests.generation import faults
 from tests.generation.conftest import counted, generate, prompt
 
 RELEASE = Version(transformers.__version__)
-SLIDING_STATIC = Version("4.54") <= RELEASE  # earlier releases have another class of static cache for sliding windows
+# Earlier releases have another class of static cache for sliding windows.
+SLIDING_STATIC = Version("4.54") <= RELEASE
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2"]
 
@@ -94,7 +95,8 @@ def test_a_chat_continues_with_a_passed_cache(kind, how, pair):
     caches = [brought(kind, how, model) for model in (prepared, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
-    for more in (0, 5, 1):  # number of new prompt tokens: none, a user's turn, a single token
+    # Number of new prompt tokens: none, a user's turn, a single token.
+    for more in (0, 5, 1):
         further = torch.randint(3, 61, (2, more), generator=torch.Generator().manual_seed(more))
         sequences = [torch.cat((tokens, further), 1) for tokens in sequences]
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)
@@ -157,7 +159,8 @@ def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
             if self.calls > 9:
                 raise KeyboardInterrupt
 
-    Streamer.__module__ = "transformers"  # a user's own class would be refused
+    # A user's own class would be refused.
+    Streamer.__module__ = "transformers"
     prepared, stock = pair()
     caches = [DynamicCache(), DynamicCache()]
     for model, cache in zip((prepared, stock), caches, strict=True):

@@ -119,7 +119,8 @@ def test_a_criterion_of_the_user_may_change_the_tokens(pair, searched):
 def test_a_streamer_may_change_the_values_that_it_receives(pair, searched):
     class Changes(Streamer):
         def put(self, value):
-            if self.values:  # on a CPU, the first value is the prompt itself
+            # On a CPU, the first value is the prompt itself.
+            if self.values:
                 value.fill_(1)
             self.values.append(value.shape)
 
@@ -207,7 +208,8 @@ def test_the_result_of_criteria_that_stop_nothing():
         {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(torch.tensor([6, 9]))])}, tokens
     )["stopping_criteria"]
     rows = torch.ones(1, dtype=torch.long)
-    assert criteria(ids, None).tolist() == [True]  # the host has no copy of the tokens yet
+    # The host has no copy of the tokens yet.
+    assert criteria(ids, None).tolist() == [True]
     assert tokens.of(ids).tolist() == [4, 5, 6] and criteria(ids, None).tolist() == [True]
     ids = torch.tensor([[4, 5, 7]])
     tokens = criteria._tokens = HostTokens()
@@ -252,14 +254,16 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
     candidates = torch.cat((ids, other), dim=1)
     tokens.draft([7, 8, 9], candidates)
-    tokens._step[1] = 0  # shows whether the values on the host are returned
+    # Shows whether the values on the host are returned.
+    tokens._step[1] = 0
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
     assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
     assert tokens.drafts_of(candidates[:, 2:]).tolist() == [[6, 7, 8, 9]] and tokens.last(after) is None
     drafts = tokens.of(ids)[1:].tolist()
     candidates = torch.cat((ids, ids[:, 1:]), dim=1)
     tokens.draft(drafts, candidates)
-    tokens.of(other)  # as in a nested call
+    # As in a nested call.
+    tokens.of(other)
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 6]]
     candidates[0, -1] = 1
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 1]] and tokens.last(candidates) is None

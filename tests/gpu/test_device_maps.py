@@ -28,7 +28,8 @@ MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 @pytest.fixture(autouse=True)
 def unprobed():
-    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
+    # first-use checks take seconds, and other tests cover them.
+    with options.override(probe=False):
         yield
 
 
@@ -113,7 +114,8 @@ def test_layers_offloaded_to_the_cpu_run_as_in_stock(kind, checkpoint, tmp_path)
 def test_layers_that_do_not_fit_are_offloaded_as_in_stock(checkpoint):
     """accelerate places the first layers on the GPU and the others on the CPU."""
     embeddings, layer = 4 * 503 * 256, 4 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 256 * 512)
-    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}  # accelerate may reserve memory for an offloaded layer
+    # accelerate may reserve memory for an offloaded layer.
+    memory = {0: embeddings + 7 * layer // 2, "cpu": "4GiB"}
     folder = checkpoint("llama")
     prepared, stock = (load(folder, prepared=which, device_map="auto", max_memory=memory) for which in (True, False))
     on_gpu = sum(not layer.mlp.up_proj.weight.is_meta for layer in stock.model.layers)

@@ -25,5 +25,6 @@ def test_the_settings_of_the_allocator_take_effect(settings: str, monkeypatch: p
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     answer = ThisMachine().ask("torch", timeout=240)
     assert answer.error is None and answer.facts["allocator"]["error"] is None
-    if torch.version.hip is None:  # some ROCm builds ignore the setting, and doctor reports this
+    # Some ROCm builds ignore the setting, and doctor reports this.
+    if torch.version.hip is None:
         assert answer.facts["allocator"]["expandable"] is ("expandable" in settings)

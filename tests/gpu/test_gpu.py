@@ -37,7 +37,8 @@ def test_outputs_equal_stock_within_tolerance(name, padded, dtype, checkpoint):
         with ops.recording() as routes:
             actual = prepared(input_ids=ids, attention_mask=mask).logits
         served(name, prepared, routes, calls=1)
-        fused_ran(prepared, routes)  # the move to the GPU fused the weights again
+        # The move to the GPU fused the weights again.
+        fused_ran(prepared, routes)
         expected = exact(input_ids=ids, attention_mask=mask).logits
         same_dtype = stock(input_ids=ids, attention_mask=mask).logits
     keep = mask.bool()
@@ -74,8 +75,10 @@ def large_llama(device):
         torch.set_default_dtype(torch.float32)
 
 
-LAYER = 2 * 14336 * 4096 * 2  # bytes of the largest fused weight
-SLACK = 4 * 2**20  # the allocator reserves in steps of 2 MiB
+# Bytes of the largest fused weight.
+LAYER = 2 * 14336 * 4096 * 2
+# The allocator reserves in steps of 2 MiB.
+SLACK = 4 * 2**20
 
 
 def memory():
@@ -123,4 +126,5 @@ def test_moving_a_prepared_model_to_the_gpu_needs_only_its_weights():
     assert abs(memory()[0] - before - size) <= 0.01 * size
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
-    fused_ran(model, routes)  # the move fused the weights again
+    # The move fused the weights again.
+    fused_ran(model, routes)

@@ -31,7 +31,8 @@ def pair(monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
+    # first-use checks take seconds, and other tests cover them.
+    with options.override(probe=False):
         yield build
 
 
@@ -97,7 +98,8 @@ def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
         )
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch warns about its first graph
+# PyTorch warns about its first graph.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_recorded_steps_work_together_with_graphs_of_torch_compile(pair):
     """torch.compile's graphs make PyTorch free the BLAS workspaces, so recorded steps must not depend on them."""
     prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
@@ -145,7 +147,8 @@ def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pa
             for _ in range(2000):
                 try:
                     torch.multinomial(torch.ones(8, device="cuda"), 2)
-                except RuntimeError as error:  # raised when a capture begins
+                except RuntimeError as error:
+                    # Raised when a capture begins.
                     assert "Offset increment outside graph capture" in str(error)
                     caught.append(error)
         except Exception as error:  # noqa: BLE001  shown by the test
@@ -168,7 +171,8 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
     def wait(module, args, out):
         return out * (1 + bool(out.isnan().any()))
 
-    wait.__module__ = "transformers"  # a user's own hook would be refused
+    # A user's own hook would be refused.
+    wait.__module__ = "transformers"
     handle = prepared.lm_head.register_forward_hook(wait)
     assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
     assert "can't be recorded" in known(prepared).disabled
@@ -183,7 +187,8 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
 
 
 def test_memory_is_freed_with_the_model(pair):
-    generate(pair()[0], asked())  # this call makes the permanent allocations
+    # This call makes the permanent allocations.
+    generate(pair()[0], asked())
     gc.collect()
     before = torch.cuda.memory_allocated()
     prepared, stock = pair()

@@ -23,7 +23,8 @@ SIZES = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
-KINDS = {  # model, config, settings, kernels per layer now, kernels per layer before norms and routers were fused
+# Model, config, settings, kernels per layer now, kernels per layer before norms and routers were fused.
+KINDS = {
     "qwen3": ("Qwen3", "Qwen3Config", {}, 7, 11),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 8, 15),
     "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 10, 30),
@@ -35,8 +36,10 @@ KINDS = {  # model, config, settings, kernels per layer now, kernels per layer b
         19,
     ),
 }
-FEW, MANY = 2, 6  # numbers of layers; kernels that run once per step cancel out in the difference
-AT = 11  # the measured step; a run in which its replay is compared has more kernels, so that run is not returned
+# Numbers of layers; kernels that run once per step cancel out in the difference.
+FEW, MANY = 2, 6
+# The measured step; a run in which its replay is compared has more kernels, so that run is not returned.
+AT = 11
 RUNS = 3
 
 
@@ -59,7 +62,8 @@ def kernels(kind, layers):
     model, config, settings, *_ = KINDS[kind]
     torch.manual_seed(0)
     depth = {"num_hidden_layers": layers}
-    if "sliding_window" in settings:  # models of any depth need both layer types: each has its own mask and angles
+    # Models of any depth need both layer types: each has its own mask and angles.
+    if "sliding_window" in settings:
         depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
     made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)

@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(Version(transformers.__version__) < Version("4.55"), reason="not run: gpt-oss needs 4.55"),
 ]
-SIZES = [(5, 4, 2880, 2880), (8, 8, 2048, 768), (7, 3, 544, 96)]  # E, k, H, I
+# E, k, H, I.
+SIZES = [(5, 4, 2880, 2880), (8, 8, 2048, 768), (7, 3, 544, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,8 @@ def test_a_checkpoint_stays_packed_and_its_steps_are_recorded(tmp_path):
     before = torch.cuda.memory_allocated()
     model = hf_rocm.from_pretrained(tmp_path, force=True, device_map="cuda", attn_implementation="eager")
     gc.collect()
-    assert abs(torch.cuda.memory_allocated() - before - file) < 0.03 * file + 2**20  # the allocator rounds sizes up
+    # The allocator rounds sizes up.
+    assert abs(torch.cuda.memory_allocated() - before - file) < 0.03 * file + 2**20
     ids = torch.arange(3, 35, device="cuda").view(2, 16)
     for given in (ids, ids[:, :1]):
         assert_as_good_as_eager(model(given).logits, stock(given).logits, wide(given).logits)

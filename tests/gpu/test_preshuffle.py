@@ -21,10 +21,13 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, LAYERS = 2048, 12  # 8 MiB per layer in bf16
+# 8 MiB per layer in bf16.
+WIDTH, LAYERS = 2048, 12
 LAYER = 2 * WIDTH * WIDTH
-MARGIN = 2 * 2**20  # the allocator rounds sizes up
-SEGMENT = 20 * 2**20  # the allocator reserves this much memory for a tensor of 1 to 10 MiB
+# The allocator rounds sizes up.
+MARGIN = 2 * 2**20
+# The allocator reserves this much memory for a tensor of 1 to 10 MiB.
+SEGMENT = 20 * 2**20
 
 
 @pytest.fixture
@@ -32,9 +35,11 @@ def machine(monkeypatch):
     release = recorded.release(recorded.RELEASES[-1])
     monkeypatch.setattr(detect, "load", lambda: release)
     pretend(monkeypatch, "gfx942")
-    with options.override(probe=False):  # a first-use check would run in a child process, which has no aiter
+    # A first-use check would run in a child process, which has no aiter.
+    with options.override(probe=False):
         yield
-    recorded.kernels.CALLS.clear()  # the recorded calls keep their tensors alive
+    # The recorded calls keep their tensors alive.
+    recorded.kernels.CALLS.clear()
     shuffled_copy.unwatch()
     options._forget_choices()
 
@@ -66,13 +71,15 @@ def test_shuffling_in_place_needs_no_additional_memory_and_peaks_at_two_layers(m
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     state = model.state_dict()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN  # saving does not copy the whole model
+    # Saving does not copy the whole model.
+    assert torch.cuda.max_memory_allocated() - before <= 2 * LAYER + MARGIN
     assert all(torch.equal(tensor, weight) for tensor, weight in zip(state.values(), build().parameters(), strict=True))
 
 
 def test_copies_stay_within_the_budget(machine):
     gc.collect()
-    before = torch.cuda.memory_allocated()  # including the workspaces of the BLAS libraries
+    # Including the workspaces of the BLAS libraries.
+    before = torch.cuda.memory_allocated()
     model = build()
     budget = 5 * LAYER
     allocated, _, _ = measured(model, 64, budget=budget)
@@ -97,7 +104,8 @@ def test_a_captured_graph_reads_the_original_weights(machine):
         with torch.cuda.graph(graph):
             output = model(x)
         for layer in model:
-            layer.weight.mul_(2)  # a copy would still have the old values when the graph is replayed
+            # A copy would still have the old values when the graph is replayed.
+            layer.weight.mul_(2)
         graph.replay()
         torch.cuda.synchronize()
         eager, expected = x, x.double()

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = [((1,), 64, 48), ((3,), 128, 4096), ((2, 17), 256, 64), ((300,), 4096, 512), ((0,), 64, 64)]
-WORKSPACE = 128 * 2**20  # workspaces of the vendor libraries, and fragmentation
+# Workspaces of the vendor libraries, and fragmentation.
+WORKSPACE = 128 * 2**20
 EXPECTED = {
     ("fp8", BF16): "_scaled_mm",
     ("fp8", FP16): "_scaled_mm, scaled after",
@@ -151,7 +152,8 @@ def test_a_quantised_model_halves_the_memory_and_runs_one_gemm_per_group(kind):
     assert 0.49 * linear - WORKSPACE <= saved <= linear / 2
     assert memory()[1] <= reserved - saved + WORKSPACE
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + WORKSPACE
-    rounded = {"linear": "torch"}  # the triton tier does not round x
+    # The triton tier does not round x.
+    rounded = {"linear": "torch"}
     with torch.inference_mode(), ops.recording() as routes, options.override(tiers=rounded):
         after = model(input_ids=ids, use_cache=False).logits
     shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]
@@ -197,7 +199,8 @@ def test_a_model_moves_to_the_gpu_and_back():
     del output
     model.cpu()
     gc.collect()
-    assert memory()[0] - before < WORKSPACE  # the 8-bit weights took up 900 MB
+    # The 8-bit weights took up 900 MB.
+    assert memory()[0] - before < WORKSPACE
 
 
 # N, K: multiples of the tile sizes, the sizes of a small model, and a K that is not a multiple of the kernel's step
@@ -318,6 +321,7 @@ def test_a_recorded_step_reads_the_packed_weights(kind):
     assert counted(model)[1] > before[1] + 4 and known(model).disabled is None
     for column, step in enumerate(plain.logits, start=ids.shape[1]):
         token, expected = recorded[0, column], plain.sequences[0, column]
-        if token != expected:  # all later tokens may differ
+        # All later tokens may differ.
+        if token != expected:
             assert step[0, expected] - step[0, token] <= 2**-5 * step.abs().max()
             break

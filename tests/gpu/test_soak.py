@@ -12,7 +12,8 @@ from tests.generation.soak import CHANGES, DECODERS, FAMILIES, Soak
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # PyTorch warns about its first graph
+    # PyTorch warns about its first graph.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 DECODER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 503}
@@ -38,7 +39,8 @@ def short_buffers(monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    with options.override(probe=False):  # first-use checks take seconds, and other tests cover them
+    # first-use checks take seconds, and other tests cover them.
+    with options.override(probe=False):
         yield
 
 

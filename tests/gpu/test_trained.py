@@ -22,7 +22,8 @@ def test_512_greedy_tokens_equal_stock(trained):
     prepared, served = generates_stocks_tokens(trained)
     recorded, replayed = counted(prepared)
     assert recorded > 0 and replayed >= NEW - 4 * recorded
-    assert served >= KERNELS  # on a GPU, fp32 attention is left to PyTorch
+    # On a GPU, fp32 attention is left to PyTorch.
+    assert served >= KERNELS
 
 
 def test_bf16_predictions_are_as_good_as_those_of_eager(trained):

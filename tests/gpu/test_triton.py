@@ -115,7 +115,8 @@ def test_a_recorded_graph_writes_at_the_position_on_the_device(counted, b):
         return ops.rope_into_cache(query, key, value, *tables, keys=keys, values=values, position=position)
 
     with options.override(tier="triton"), torch.no_grad():
-        step()  # compiles the kernels
+        # Compiles the kernels.
+        step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -35,7 +35,8 @@ def by_kernel(*arguments, **keywords):
     return output
 
 
-CASES = {  # shape, lengths, starts, other arguments
+# Shape, lengths, starts, other arguments.
+CASES = {
     "llama": ((2, 32, 8, 1, 1000, 128, 128), [1000, 63], None, {}),
     "padded": ((2, 32, 8, 1, 5000, 128, 128), [4999, 1], [100, 0], {}),
     "speculative": ((2, 16, 2, 5, 700, 80, 80), [700, 63], [3, 61], {"window": 50}),

@@ -12,7 +12,8 @@ from tests.tolerance import assert_as_good_as_eager
 pytestmark = pytest.mark.gpu
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]  # E, k, H, I
+# E, k, H, I.
+SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]
 
 
 @pytest.fixture(autouse=True)

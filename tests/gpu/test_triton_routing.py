@@ -11,7 +11,8 @@ from tests.ops.test_routing import FORMS, check, drawn
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8), (512, 10)]  # E, k
+# E, k.
+SIZES = [(8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8), (512, 10)]
 
 
 @pytest.fixture(autouse=True)

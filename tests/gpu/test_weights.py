@@ -26,8 +26,10 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 1000}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
-LAYER = 2 * (2 * 6144 * 2048 + (2048 + 2 * 512) * 2048)  # bytes of one layer's fused weights in bf16
-SLACK = 8 * 2**20  # the allocator reserves in steps of 2 MiB and rounds sizes up
+# Bytes of one layer's fused weights in bf16.
+LAYER = 2 * (2 * 6144 * 2048 + (2048 + 2 * 512) * 2048)
+# The allocator reserves in steps of 2 MiB and rounds sizes up.
+SLACK = 8 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,8 @@ def model(tmp_path):
     """A small model, loaded by hf_rocm and moved to the GPU, with fused weights."""
     models.build().save_pretrained(tmp_path)
     loaded = hf_rocm.from_pretrained(tmp_path, force=True).eval().cuda()
-    assert blocks(loaded) == GROUPS  # the move fused them, before any call
+    # The move fused them, before any call.
+    assert blocks(loaded) == GROUPS
     return loaded
 
 
@@ -62,7 +65,8 @@ def load(folder, *, prepared):
 
 def follows(model, groups):
     """Check that results are as accurate as stock's with the current weights, and that `groups` fused GEMMs ran."""
-    twin = models.stock_with_weights_of(model).cuda()  # also copies the rotary frequencies, which `.half()` rounds
+    # Also copies the rotary frequencies, which `.half()` rounds.
+    twin = models.stock_with_weights_of(model).cuda()
     with torch.inference_mode(), ops.recording() as routes:
         actual = model(IDS.cuda(), use_cache=False).logits
     with torch.no_grad():
@@ -102,7 +106,8 @@ def test_loading_and_saving_stay_within_the_memory_bound(large, tmp_path, monkey
     checkpoint's order, because the threads of transformers 5 may swap neighbouring weights in the single allocation for
     all of them. Some fused blocks are then allocated separately, which only increases the reserved memory.
     """
-    load(large, prepared=True)  # the first call loads kernels and creates library handles
+    # The first call loads kernels and creates library handles.
+    load(large, prepared=True)
     print("in threads", measure(large, tmp_path, prepared=True))
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     stock, prepared = measure(large, tmp_path, prepared=False), measure(large, tmp_path, prepared=True)
@@ -199,7 +204,8 @@ def test_replays_use_changed_weights_and_captures_use_no_stale_group():
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            outputs = group(x)  # drops the fused block, but its parts do not move during the capture
+            # Drops the fused block, but its parts do not move during the capture.
+            outputs = group(x)
         assert group.a.weight.data_ptr() == kept
         again.replay()
         for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):

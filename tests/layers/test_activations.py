@@ -60,7 +60,8 @@ def test_a_function_set_on_a_module_is_called(name, dtype):
         put(model, FUNCTIONS[name]())
     expected = models.logits(stock)
     assert_as_good_as_eager(models.logits(actual), expected, models.logits(copy.deepcopy(stock).double()))
-    assert products(actual) == before  # the GEMMs are still fused
+    # The GEMMs are still fused.
+    assert products(actual) == before
     for model in (actual, stock):
         put(model, torch.relu)
     assert not torch.allclose(models.logits(actual), expected, atol=0.05)

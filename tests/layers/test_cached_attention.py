@@ -14,7 +14,8 @@ from hf_rocm.layers.cached_attention import rotate_and_update_cache, slot
 
 B, H, KV, D, LENGTH = 2, 4, 2, 8, 12
 RELEASE = Version(transformers.__version__)
-FROM = Version("4.56")  # earlier releases don't distinguish static layers from offloaded ones
+# Earlier releases don't distinguish static layers from offloaded ones.
+FROM = Version("4.56")
 
 since = pytest.mark.skipif(RELEASE < FROM, reason="before 4.56, static caches have no slot")
 
@@ -55,7 +56,8 @@ def test_the_rows_are_those_that_update_writes():
             )
             result = slot(actual, 0, key, value, arguments)
             if not seed:
-                assert result is None  # nothing is allocated yet
+                # Nothing is allocated yet.
+                assert result is None
                 rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, angles, actual, arguments)
                 continue
             rotated = ops.rope_into_cache(

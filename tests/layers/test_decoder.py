@@ -44,7 +44,8 @@ TOUCHABLE = {
 
 
 def build(name: str) -> Any:
-    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}  # older releases ignore softcaps with sdpa
+    # Older releases ignore softcaps with sdpa.
+    further = {"attn_logit_softcapping": None} if name == "Gemma2" else {}
     config = getattr(transformers, f"{name}Config")(**SMALL, **further)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -268,6 +269,7 @@ def test_a_restored_model_is_stock(pair, few):
 
 def test_nothing_is_fused_on_a_cpu_or_with_gradients():
     x = torch.randn(1, 1, 64)
-    assert not norm.can_fuse(x)  # gradients are enabled
+    # Gradients are enabled.
+    assert not norm.can_fuse(x)
     with torch.no_grad():
         assert not norm.can_fuse(x)

@@ -70,7 +70,8 @@ def test_a_step_runs_as_one_operation(dtype, name):
     ids = tokens(2, 9)
     expected, its = run(stock, ids)
     reference = deepcopy(stock).double()
-    reference.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
+    # The grouped GEMM does not support float64.
+    reference.config._experts_implementation = "eager"
     exact, wide = run(reference, ids)
     with ops.recording() as routes:
         actual, cache = run(prepared, ids)
@@ -90,7 +91,8 @@ def exactly(model, call):
     A float64 copy with stock layers would be less exact, because they call functions that always compute in fp32.
     """
     copy = hf_rocm.prepare(deepcopy(model).double(), force=True)
-    copy.config._experts_implementation = "eager"  # the grouped GEMM does not support float64
+    # The grouped GEMM does not support float64.
+    copy.config._experts_implementation = "eager"
     with options.override(tier="eager"):
         return call(copy)
 

@@ -183,7 +183,8 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
         calls.append(seen)
         for place, _ in _dropouts(model):
             parent, _, child = place.rpartition(".")
-            setattr(model.get_submodule(parent), child, nn.Identity())  # has no attribute `p`
+            # Has no attribute `p`.
+            setattr(model.get_submodule(parent), child, nn.Identity())
         outputs.append(model(ids)[0])
     assert calls[0] == calls[1] and calls[0]
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-3, atol=1e-4)

@@ -74,7 +74,8 @@ def test_every_way_of_loading_prepares_the_model_once(llama, prepares):
     assert is_prepared(model) and list(info["missing_keys"]) == []
 
 
-@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # raised by the tokenizer in 5.0
+# Raised by the tokenizer in 5.0.
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 def test_pipelines_are_prepared(bert, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))

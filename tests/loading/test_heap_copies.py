@@ -16,7 +16,8 @@ from hf_rocm.loading import auto, heap_copies
 from hf_rocm.weights import mmap_pages
 
 USUAL, STALLS = "6.14.0-35-generic", "7.0.0-28-generic"
-SIZE = 64 * 2**20  # bytes of the large tensor
+# Bytes of the large tensor.
+SIZE = 64 * 2**20
 
 needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="not run: needs /proc/self/pagemap")
 
@@ -68,7 +69,8 @@ MACHINES = [
     (USUAL, ("gfx1200",), None),
     (STALLS, ("gfx1151",), "stalls"),
     (USUAL, ("gfx1100",), None),
-    (USUAL, ("gfx1100", "gfx1036"), None),  # the weights go to the discrete GPU, not to the integrated one
+    # The weights go to the discrete GPU, not to the integrated one.
+    (USUAL, ("gfx1100", "gfx1036"), None),
     ("7.0.0-280-generic", ("gfx1100",), None),
     ("7.0.0-14-generic", ("gfx1100",), None),
     ("7.0.120", ("gfx1100",), None),
@@ -103,7 +105,8 @@ def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(on, fold
     else:
         model = hf_rocm.from_pretrained(folder, force=True)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight) is not copied
-    assert vars(modeling_utils)["safe_open"] is stock  # the stock function is restored
+    # The stock function is restored.
+    assert vars(modeling_utils)["safe_open"] is stock
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -148,7 +151,8 @@ def test_the_copy_is_moved_to_another_device(on, large) -> None:
     with heap_copies.where_needed():
         file = modeling_utils.safe_open(large, framework="pt", device="meta")
         assert file.get_slice("weight")[:2].device.type == "meta"
-        assert file._wrapped.get_slice("weight")[:2].device.type == "cpu"  # the file is read on the CPU
+        # The file is read on the CPU.
+        assert file._wrapped.get_slice("weight")[:2].device.type == "cpu"
 
 
 def test_the_facts_describe_this_machine() -> None:

@@ -126,7 +126,8 @@ def test_stock_transformers_reads_the_checkpoint(kind, read_by_stock):
     for name, weight in weights.items():
         torch.testing.assert_close(weight, ordinary.get_submodule(name).weight, rtol=2**-8, atol=0)
     expected = logits(ordinary, torch.tensor([[3, 1, 4, 1, 5]]))
-    if kind.startswith("int4"):  # with 8 bits, stock rounds the activations, too
+    # With 8 bits, stock rounds the activations, too.
+    if kind.startswith("int4"):
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
     if kind == "mxfp4":
         assert all(torch.equal(weight, ordinary.get_submodule(name).weight) for name, weight in weights.items())

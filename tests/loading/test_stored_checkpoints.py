@@ -45,7 +45,8 @@ def folder(folders, tmp_path):
 def untouched():
     """Check after the test that transformers' own tables and functions are restored."""
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")  # the second one exists only before 5.0
+    # The second one exists only before 5.0.
+    names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")
     before = [dict(table) for table in tables]
     functions = [getattr(modeling_utils, name, None) for name in names]
     yield
@@ -180,7 +181,8 @@ def left_to_stock(path, caplog, reason):
 def outcome(call):
     try:
         model = call()
-    except LoadError as error:  # names the checkpoint, and has stock's error as its cause
+    except LoadError as error:
+        # Names the checkpoint, and has stock's error as its cause.
         return type(error.__cause__)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return type(error)
@@ -244,7 +246,8 @@ def test_nothing_is_replaced_for_a_folder_without_a_quantiser(folder, tmp_path, 
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain, config=model.config)
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, folder())
     assert len(entered) == 2
-    (plain / "adapter_config.json").write_text("{}")  # the weights may be in another folder
+    # The weights may be in another folder.
+    (plain / "adapter_config.json").write_text("{}")
     stored_checkpoints.load(lambda path: None, plain)
     assert len(entered) == 3
 

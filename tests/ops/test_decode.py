@@ -17,7 +17,8 @@ from hf_rocm.ops.triton import decode, tiles
 from tests.ops.test_attention import reference, tensors
 from tests.tolerance import assert_as_good_as_eager
 
-MODULE = sys.modules["hf_rocm.ops.attention"]  # the package's attribute `attention` is the operation, not the module
+# The package's attribute `attention` is the operation, not the module.
+MODULE = sys.modules["hf_rocm.ops.attention"]
 CPU = torch.device("cpu")
 DECODING = DecodeSpec(
     dtype=torch.bfloat16,
@@ -170,10 +171,12 @@ def _answer(*_, **__):
 def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
         how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
-        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16  # the minimum sizes of tl.dot
+        # The minimum sizes of tl.dot.
+        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16
         assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())
-        assert 2 * how.keys * wide * size <= 64 * 1024  # LDS must hold a block of keys and a block of values
+        # LDS must hold a block of keys and a block of values.
+        assert 2 * how.keys * wide * size <= 64 * 1024
 
 
 def test_the_number_of_splits_depends_on_the_batch_and_the_keys():

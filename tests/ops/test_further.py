@@ -236,7 +236,8 @@ def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated)
             expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
         if tier == "eager":
             assert_as_good_as_eager(output, measure, expected)
-        else:  # as in unfused layers, results are rounded three times
+        else:
+            # As in unfused layers, results are rounded three times.
             allowed = 3 * torch.finfo(dtype).eps * expected.abs().max() + 1e-12
             assert (output.double() - expected).abs().max() <= allowed
 
@@ -249,7 +250,8 @@ def test_shuffling_is_a_permutation_with_an_inverse(n, k):
     assert torch.equal(unshuffle(ops.shuffle(weight).data), weight)
     assert not torch.equal(shuffled.data, weight)
     assert torch.equal(shuffled.data.flatten()[:8], weight[0, :8])
-    assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])  # the next row, not the next columns
+    # The next row, not the next columns.
+    assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])
 
 
 @each_tier

@@ -10,7 +10,8 @@ from hf_rocm.ops import mask_patterns, registry
 from hf_rocm.ops.mask_patterns import recognise
 from tests.ops.test_attention import tensors
 
-PADDING = {  # 1 marks a real key; two rows of 9 keys
+# 1 marks a real key; two rows of 9 keys.
+PADDING = {
     "left": [[0] * 4 + [1] * 5, [1] * 9],
     "right": [[1] * 5 + [0] * 4, [1] * 9],
     "none": [[1] * 9, [1] * 9],
@@ -57,7 +58,8 @@ def check(mask, s_q, s_k, **layer):
 def test_a_left_padded_causal_mask_is_recognised(padding, s_q):
     route = check(causal_mask(PADDING[padding], s_q), s_q, 9)
     real = sum(map(sum, PADDING[padding]))
-    assert route.shapes[1][0] == real  # padding keys are removed instead of masked
+    # Padding keys are removed instead of masked.
+    assert route.shapes[1][0] == real
 
 
 @pytest.mark.parametrize("padding", PADDING)
@@ -87,7 +89,8 @@ def windowed(real, s_q, window):
 def test_a_sliding_window_is_recognised(padding, s_q):
     mask = windowed(PADDING[padding], s_q, 3)
     check(mask, s_q, 9, window=3)
-    assert recognise(mask, *qkv(s_q, 9)) is None  # without the window the mask can't be recognised
+    # Without the window the mask can't be recognised.
+    assert recognise(mask, *qkv(s_q, 9)) is None
     assert recognise(mask, *qkv(s_q, 9), window=4) is None
 
 
@@ -154,7 +157,8 @@ def test_masks_without_a_version_or_without_a_kernel_are_not_examined(monkeypatc
     with torch.inference_mode():
         assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None
     monkeypatch.undo()
-    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None  # the torch tier supports masks
+    # The torch tier supports masks.
+    assert recognise(causal_mask(PADDING["left"], 9), *qkv(9, 9)) is None
 
 
 def test_gradients_equal_those_with_the_mask():

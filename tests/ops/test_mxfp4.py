@@ -49,7 +49,8 @@ def nearest(value):
 def test_numbers_are_rounded_to_the_nearest_code(dtype):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 8 * BLOCK, generator=generator) * 2.0 ** torch.randint(-9, 5, (3, 1), generator=generator)
-    weight[:, -8:] = 7.9 * weight.abs().amax()  # these values saturate, because the largest number is 6
+    # These values saturate, because the largest number is 6.
+    weight[:, -8:] = 7.9 * weight.abs().amax()
     weight = weight.to(dtype)
     codes, scales = quantize(weight)
     for row, row_codes, row_scales in zip(weight.double(), codes, scales, strict=True):

@@ -83,7 +83,8 @@ def test_the_child_warms_up_once_per_device_and_then_runs_checks():
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        for device in ("cuda:97", "cuda:97", "cuda:96"):  # no such devices; the child ignores errors
+        # No such devices; the child ignores errors.
+        for device in ("cuda:97", "cuda:97", "cuda:96"):
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
         assert worker.ask(question(), 60.0) == {"reason": None}

@@ -90,7 +90,8 @@ def within_the_bound(output, x, weight, bias, format):
     assert torch.isfinite(output).all()
     error = (output.reshape(expected.shape).double() - expected).abs()
     assert (error <= bound).all(), f"off by {(error / bound).max():.2f} times the bound"
-    assert (error > 0).any() or not error.numel()  # some rounding must have occurred
+    # Some rounding must have occurred.
+    assert (error > 0).any() or not error.numel()
 
 
 @pytest.mark.parametrize(("shape", "n"), SHAPES, ids=str)
@@ -169,7 +170,8 @@ def test_a_refusal_of_this_cpu_causes_one_warning(monkeypatch):
     with pytest.warns(RuntimeWarning, match="won't use torch's _scaled_mm.* in this process: .*primitive descriptor"):
         ops.quantized_linear(x, data, scale)
     registry.forget_choices()
-    ops.quantized_linear(x, data, scale)  # a second warning would be an error
+    # A second warning would be an error.
+    ops.quantized_linear(x, data, scale)
     probe.forget()
     registry.forget_choices()
 
@@ -206,7 +208,8 @@ def test_zeros_tiny_numbers_and_nan_affect_only_their_row(format, tier, dtype):
     assert output[2].isnan().all() and not torch.isfinite(output[3]).any()
     clean = x.clone()
     clean[2:4] = 0
-    assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])  # no other row is affected
+    # No other row is affected.
+    assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])
 
 
 @each_tier
@@ -240,7 +243,8 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
     shuffled = shuffle_rows(rows)
     assert torch.equal(unshuffle_rows(shuffled).double(), rows.double())
     part = shuffle_rows(rows[:16])
-    assert torch.equal(shuffled[:16].double(), part.double())  # every 16 rows are shuffled separately
+    # Every 16 rows are shuffled separately.
+    assert torch.equal(shuffled[:16].double(), part.double())
 
 
 @each_tier

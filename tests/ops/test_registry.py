@@ -122,7 +122,8 @@ def test_recording_is_limited_to_its_block():
     assert inner[0].shapes == ((2, 4), (4,))
 
 
-CALLS = {  # a call, and the shapes that it records, which are not always those of its first arguments
+# A call, and the shapes that it records, which are not always those of its first arguments.
+CALLS = {
     "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
     "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
     "add_layer_norm": (lambda: ops.add_layer_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),
@@ -171,7 +172,8 @@ ANGLES = (ONES(1, 1, 8), ONES(1, 1, 8))
 @pytest.mark.parametrize("name", CALLS)
 def test_recording_collects_the_shapes_of_every_call(name):
     call, shapes = CALLS[name]
-    call()  # select the implementation before recording starts
+    # Select the implementation before recording starts.
+    call()
     with torch.no_grad(), ops.recording() as routes:
         call()
         call()
@@ -241,7 +243,8 @@ def test_operations_compile_without_a_graph_break(tier):
     torch._dynamo.reset()
     compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")
     with torch.no_grad(), options.override(tier=tier):
-        for length in (7, 9, 12):  # the shape is dynamic from the second length on
+        # The shape is dynamic from the second length on.
+        for length in (7, 9, 12):
             arguments = (
                 torch.randn(2, 4, length, 16),
                 torch.randn(2, 2, length, 16),

@@ -13,9 +13,11 @@ import pytest
 import hf_rocm.ops
 from hf_rocm.ops import registry
 
-assert hf_rocm.ops  # registers every operation
+# Registers every operation.
+assert hf_rocm.ops
 
-BUILDERS = {  # operation → the function that builds its specification
+# Operation → the function that builds its specification.
+BUILDERS = {
     "act": "act._specification",
     "act_and_mul": "pointwise._activation_specification",
     "add_layer_norm": "layer_norm.add_layer_norm",
@@ -43,7 +45,8 @@ BUILDERS = {  # operation → the function that builds its specification
     "round_rows": "round_rows._specification",
     "varlen_attention": "varlen.varlen_attention",
 }
-SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}  # operation → operation with the same spec type
+# Operation → operation with the same spec type.
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}
 
 
 def test_every_operation_is_listed():

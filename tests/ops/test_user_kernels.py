@@ -37,7 +37,8 @@ def test_a_user_kernel_is_preferred_until_it_is_removed(register):
     assert linear()[1] == ("user", "mine")
     remove()
     assert linear()[1] == ("torch", "F.linear")
-    remove()  # removing it again changes nothing
+    # Removing it again changes nothing.
+    remove()
 
 
 def test_the_refusal_of_a_user_kernel_is_recorded(register):
@@ -66,7 +67,8 @@ def test_a_wrong_implementation_is_disabled_with_one_warning(register, call, rea
         output, route = linear()
     assert len(caught) == 1 and reason in str(caught[0].message)
     assert route == ("torch", "F.linear") and torch.equal(output, torch.full((2, 4), 8.0))
-    assert linear(16)[1] == ("torch", "F.linear")  # it is disabled for every size
+    # It is disabled for every size.
+    assert linear(16)[1] == ("torch", "F.linear")
 
 
 def test_an_implementation_that_is_wrong_in_one_dtype_serves_the_others(register):

@@ -21,7 +21,8 @@ COMMANDS = [
     for line in re.findall(r"^    ((?:scripts|pytest|python|hf-rocm)\b.*)$", PAGE, re.M)
 ]
 
-_SOURCES = {"scripts/test": "scripts/lib/testing.py"}  # the file that defines the script's options
+# The file that defines the script's options.
+_SOURCES = {"scripts/test": "scripts/lib/testing.py"}
 
 
 def test_every_command_accepts_the_options_on_the_page() -> None:
@@ -37,7 +38,8 @@ def test_every_command_accepts_the_options_on_the_page() -> None:
             assert (ROOT / command[0]).stat().st_mode & 0o111
             options = [word for word in command if word.startswith("--")]
             text = (ROOT / _SOURCES.get(command[0], command[0])).read_text(encoding="utf-8")
-            options = options[: options.index("--")] if "--" in options else options  # pytest's options follow `--`
+            # pytest's options follow `--`.
+            options = options[: options.index("--")] if "--" in options else options
             assert all(option in text for option in options), command
         elif command[0] == "hf-rocm":
             help_of = [sys.executable, "-m", "hf_rocm", command[1], "--help"]

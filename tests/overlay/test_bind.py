@@ -93,7 +93,8 @@ def test_signature_and_docstring_equal_stock(binding):
 def test_unbinding_and_binding_again_keeps_one_dispatcher(binding):
     layer = Layer()
     bind.set_mode(layer, bind.ON)
-    layer.forward = layer.forward  # transformers and accelerate store the bound method on instances
+    # transformers and accelerate store the bound method on instances.
+    layer.forward = layer.forward
     assert served(layer)
     assert bind.unbind(Layer) is None
     assert not served(layer) and list(bind.bindings()) == []

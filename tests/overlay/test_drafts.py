@@ -27,7 +27,8 @@ from tests.overlay.conftest import installed_package
 from tests.overlay.test_scripts import load
 from tests.tolerance import assert_run_as_good_as_eager
 
-DIRECTORY = "transformers-4.0"  # not a shipped directory, so that no shipped overlay is mistaken for a draft
+# Not a shipped directory, so that no shipped overlay is mistaken for a draft.
+DIRECTORY = "transformers-4.0"
 DRAFTED = ("cohere", "gemma2", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 WHOLE = [case for case in CASES if case.overlay in DRAFTED and case.here and not case.variant]
 NEWEST = transformers.__version__.startswith("5.23")
@@ -48,7 +49,8 @@ def overlays(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def unbound() -> Iterator[None]:
-    deactivate()  # the shipped overlay would serve a model that an earlier test activated
+    # The shipped overlay would serve a model that an earlier test activated.
+    deactivate()
     yield
     deactivate()
 
@@ -178,7 +180,8 @@ def test_a_factor_of_the_queries_becomes_the_scale(script: ModuleType, tmp_path:
     assert "ops.attention(query, key, value, scale=self.scaling, **seen)" in result.text
     for number, (line, terms) in enumerate(
         (
-            ("query = query * self.scaling", ", scaling=self.scaling"),  # the query would be scaled twice
+            # The query would be scaled twice.
+            ("query = query * self.scaling", ", scaling=self.scaling"),
             ("key = key * self.scaling", ", scaling=1.0"),
             ("query = self.q_norm(query * self.scaling)", ", scaling=1.0"),
             ("query = query + self.scaling", ", scaling=1.0"),

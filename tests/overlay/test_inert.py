@@ -64,7 +64,8 @@ def test_an_inert_block_is_cheap_and_imports_only_the_listed_modules(blocks: str
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     runs = []
-    for _ in range(40):  # the first run compiles the files, as installers do; the fastest time of a block counts
+    # The first run compiles the files, as installers do; the fastest time of a block counts.
+    for _ in range(40):
         done = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},

@@ -221,7 +221,8 @@ class Faulty(Disk):
             self.calls += 1
             if self.calls == self.fail_at and self.fault is not None:
                 if name == "close":
-                    value(*arguments)  # the descriptor is closed even if close reports an error
+                    # The descriptor is closed even if close reports an error.
+                    value(*arguments)
                 raise self.fault()
             return value(*arguments)
 

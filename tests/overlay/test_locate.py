@@ -143,7 +143,8 @@ def test_several_installations_on_the_search_path_are_refused(
     refused = refusal()
     assert "more than one" in refused.message
     assert {str(first.root), str(second.root)} <= set(refused.facts.values())
-    check_writable(locate(first.path))  # passing a path resolves the ambiguity
+    # Passing a path resolves the ambiguity.
+    check_writable(locate(first.path))
 
 
 def test_the_same_transformers_twice_on_the_path_is_accepted(

@@ -104,7 +104,8 @@ def test_without_force_an_installed_overlay_changes_nothing(installed, whole_sit
     inert = report(installed, checkpoints, INERT)
     imported = inert.pop("imported")
     assert not [name for name in imported if name.startswith(("hf_rocm.ops", "hf_rocm.layers", "aiter"))]
-    assert "hf_rocm.overlay.bind" in imported  # the block ran
+    # The block ran.
+    assert "hf_rocm.overlay.bind" in imported
     assert [name for name in stock["imported"] if name.startswith("hf_rocm")] == []
     text = json.dumps(inert).replace(str(installed.path), str(whole_site.path))
     assert json.loads(text) == {name: stock[name] for name in checkpoints}
@@ -132,7 +133,8 @@ facts["active"] = [name for name in sys.modules if name.startswith("hf_rocm._act
 
 def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_values(installed, checkpoints):
     facts = report(installed, checkpoints, FORCED, HF_ROCM_FORCE="1")
-    assert facts.pop("active") == []  # the installed block runs, and no overlay is activated in memory
+    # The installed block runs, and no overlay is activated in memory.
+    assert facts.pop("active") == []
     assert facts.keys() == checkpoints.keys()
     for name, result in facts.items():
         heads, kv_heads = result["expected"]

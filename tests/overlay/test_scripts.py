@@ -176,7 +176,8 @@ def test_releases_after_the_newest_recorded_one_are_only_read_on_request(
     refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = overlays.parent / "wheels"
-    run(refresh, overlays)  # records 5.0.0 to 5.10.0
+    # Records 5.0.0 to 5.10.0.
+    run(refresh, overlays)
 
     def pip(*arguments: str) -> str:
         if arguments[0] == "index":

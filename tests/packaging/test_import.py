@@ -8,7 +8,8 @@ import pytest
 
 from tests.packaging.conftest import Run
 
-LIMIT = 0.050  # seconds; on slower machines, the limit is the time that importing asyncio takes
+# Seconds; on slower machines, the limit is the time that importing asyncio takes.
+LIMIT = 0.050
 HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
 
 TIMED = """
@@ -26,7 +27,8 @@ print(json.dumps([seconds, brought, time.process_time() - began]))
 @pytest.mark.parametrize("module", ["hf_rocm", "hf_rocm.overlay"])
 def test_the_import_is_fast_and_imports_no_heavy_module(module: str, run: Run) -> None:
     seconds, standard = [], []
-    for _ in range(7):  # take the fastest run, because other processes slow some runs down
+    # Take the fastest run, because other processes slow some runs down.
+    for _ in range(7):
         done = run("-c", TIMED.format(module=module, heavy=HEAVY))
         assert done.returncode == 0, done.stderr
         took, brought, asyncio = json.loads(done.stdout)

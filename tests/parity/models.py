@@ -51,7 +51,8 @@ def save_checkpoint(name: str, folder: Path, dtype: torch.dtype) -> Path:
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
+            # Norms and biases: keep the mean and add noise.
+            if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0, 0.15)

@@ -35,7 +35,8 @@ def compare(name, trio, tier, dtype, run, calls, attended=None):
     fused_ran(prepared, routes)
     with ops.recording() as routes:
         same_dtype, expected = run(stock), run(exact)
-    assert routes == []  # the other two models stayed stock
+    # The other two models stayed stock.
+    assert routes == []
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 

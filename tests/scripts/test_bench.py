@@ -142,5 +142,6 @@ def test_the_computed_table_follows_from_the_shapes(lib):
     assert re.search(r"MI300X \(gfx942\) .* 2\.83 ms \(353 tokens/s\)", text)
     fits = {line.split("|")[1].strip(): 4 - line.count("does not fit") for line in text.splitlines()[2:]}
     assert fits["MI300X (gfx942)"] == 4 and fits["RX 7900 XTX (gfx1100)"] == fits["Ryzen AI Max+ 395 (gfx1151)"] == 3
-    assert fits["RX 9060 XT (gfx1200)"] == 0  # the weights of the smallest model take 16.06 GB
+    # The weights of the smallest model take 16.06 GB.
+    assert fits["RX 9060 XT (gfx1200)"] == 0
     assert "| 59 TFLOP/s (computed) |" in text and "| 1307 TFLOP/s |" in text

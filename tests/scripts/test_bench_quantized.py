@@ -66,11 +66,13 @@ def test_a_loaded_checkpoint_gives_the_results_of_its_dequantised_weights(checkp
     cls = getattr(transformers, model.config.architectures[0])
     dequantised = stored_checkpoints.load(cls.from_pretrained, tmp_path, torch_dtype="auto")
     actual, eager, exact = logits(model), logits(dequantised), logits(copy.deepcopy(dequantised).double())
-    assert 0.5 < exact.std() < 2  # the scales preserve the magnitude of the inputs
+    # The scales preserve the magnitude of the inputs.
+    assert 0.5 < exact.std() < 2
     if name not in ROUNDED:
         assert_as_good_as_eager(actual, eager, exact)
     else:
-        in_sequence = 4 * LAYERS  # GEMMs, whose errors are independent
+        # GEMMs, whose errors are independent.
+        in_sequence = 4 * LAYERS
         assert (actual - exact).norm() <= ROUNDED[name] * math.sqrt(in_sequence) * exact.norm()
 
 

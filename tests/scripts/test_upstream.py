@@ -107,7 +107,8 @@ def test_one_bad_test_does_not_affect_the_others(lib: SimpleNamespace, settings)
     assert results[f"{PREFIX}test_g_is_skipped"].reason == "not today"
     again = lib.passes.run(settings)
     drawn = f"{PREFIX}test_i_draws"
-    assert again[drawn].reason == results[drawn].reason  # both passes draw the same random numbers
+    # Both passes draw the same random numbers.
+    assert again[drawn].reason == results[drawn].reason
 
 
 @pytest.mark.slow

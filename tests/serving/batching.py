@@ -16,7 +16,8 @@ RELEASE = Version(transformers.__version__)
 NEW = 12
 
 # The block size is left to transformers: 32 in 4.57 and 5.0, and pages of 256 in later releases.
-BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}  # not enough for all prompts at once, so that some prompts wait
+# Not enough for all prompts at once, so that some prompts wait.
+BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}
 
 # The attention implementation that supports pages. In 4.x, the user selects it. 5.0 selects it for the model. Later
 # releases pass the pages to sdpa.

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # the requirements of transformers[serving]
+# The requirements of transformers[serving].
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")
 
 # A program that runs transformers' command line. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,
 # and the output of explain for the models that are loaded when the server stops.
@@ -58,7 +59,8 @@ finally:
     os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
 """
 
-WAIT = 90  # maximum number of seconds to start, answer or stop on a busy machine
+# Maximum number of seconds to start, answer or stop on a busy machine.
+WAIT = 90
 
 
 def missing() -> list[str]:

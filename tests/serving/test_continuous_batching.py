@@ -59,7 +59,8 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     with paged(stock):
         expected = batch(stock, prompts())
-    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)  # repeated tokens would prove little
+    # Repeated tokens would prove little.
+    assert all(len(set(tokens)) > NEW / 3 for tokens in expected)
 
     with paged(prepared), ops.recording() as routes, counted() as hits:
         actual = batch(prepared, prompts())
@@ -74,7 +75,8 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     decoders = sum(count for name, count in hits.items() if name.endswith("DecoderLayer"))
     assert decoders >= layers * NEW and ran["rms_norm"] + ran["add_rms_norm"] >= 2 * decoders
     assert ran["experts" if kind == "mixtral" else "act_and_mul"] == decoders
-    (reason,) = reasons  # all attention layers stayed stock, for the same reason
+    # All attention layers stayed stock, for the same reason.
+    (reason,) = reasons
     assert reason is not None and ("sdpa_paged" in reason or "paged|" in reason or "cache" in reason)
     assert f"stock at the last call × {layers}: {reason}" in told
 
@@ -91,7 +93,8 @@ def test_norms_are_computed_before_stocks_attention_instead_of_fused(kind, monke
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
     with paged(model), ops.recording() as routes:
         assert batch(model, prompts()) == expected
-    assert any(route.operation == "fused_linear" for route in routes)  # the MLP still fuses its norm
+    # The MLP still fuses its norm.
+    assert any(route.operation == "fused_linear" for route in routes)
     assert not any(route.operation in ATTENTION for route in routes)
 
 

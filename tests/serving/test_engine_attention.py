@@ -80,7 +80,8 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
     assert len(got) == len(wanted) == stock.config.num_hidden_layers
     for (module, tensors, mask, arguments), (_, stocks, stocks_mask, stocks_arguments) in zip(got, wanted, strict=True):
         assert type(module).__name__ == KINDS[kind] and module in set(prepared.modules())
-        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]  # keys aren't expanded
+        # Keys aren't expanded.
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]
         assert same(mask, stocks_mask) and arguments.keys() <= stocks_arguments.keys()
         assert all(same(value, stocks_arguments[name]) for name, value in arguments.items())
         left_out = {name: stocks_arguments[name] for name in stocks_arguments.keys() - arguments.keys()}
@@ -92,12 +93,14 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
     assert_as_good_as_eager(actual, expected, exact)
     ran = Counter(route.operation for route in routes)
     assert not ran.keys() & {"attention", "decode_attention", "varlen_attention"}
-    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)  # the rest of the layer runs in hf_rocm
+    # The rest of the layer runs in hf_rocm.
+    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)
 
 
 def in_float64(model):
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # PyTorch's grouped GEMM doesn't support float64
+        # PyTorch's grouped GEMM doesn't support float64.
+        model.set_experts_implementation("eager")
     return model.double()
 
 

@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("flash_attn") is not None, reason="not run: flash-attn is installed and is used"),
 ]
 
-WAIT = 60.0  # maximum number of seconds for all answers on a busy machine
+# Maximum number of seconds for all answers on a busy machine.
+WAIT = 60.0
 # name → the prompt and the arguments of a request that can't be answered
 FAULTS = {
     "unknown argument": (prompts()[2], {"nonsense": 3}),

@@ -34,14 +34,16 @@ newer = pytest.mark.skipif(
     RELEASE.release < (5, 19), reason="not run: continuous batching in this release lacks these settings"
 )
 
-KINDS = {  # the tokens of gemma2, gpt_oss and mistral reveal a wrong window, softcap or sink
+# The tokens of gemma2, gpt_oss and mistral reveal a wrong window, softcap or sink.
+# stock's sdpa ignores the softcap, or refuses it from 5.23 on.
+KINDS = {
     "llama": {},
     "qwen3": {},
     "gemma2": {
         "attn_implementation": "eager",
         "sliding_window": 8,
         "tie_word_embeddings": False,
-    },  # stock's sdpa ignores the softcap, or refuses it from 5.23 on
+    },
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
     "mistral": {"sliding_window": 8},
 }
@@ -81,7 +83,8 @@ def test_a_batch_uses_flash_attention_and_returns_the_same_tokens_as_stock(kind)
         assert batch(model) == expected
     assert ran(routes) == {"varlen_attention"}
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    assert {noted(layer) for layer in layers} == {None}  # the attention layers run in their overlay
+    # The attention layers run in their overlay.
+    assert {noted(layer) for layer in layers} == {None}
     assert kind == "gpt_oss" or "rope" in {route.operation for route in routes}
     assert model.config._attn_implementation == own
     assert f"continuous batching runs {NAME!r}, computed by hf_rocm" in hf_rocm.explain(model).details()

@@ -31,8 +31,10 @@ KINDS = {
     "gemma2": {"attn_implementation": "eager", "sliding_window": 8, "tie_word_embeddings": False},
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 8},
 }
-LONGEST = 12  # maximum number of new tokens
-WAIT = 60.0  # maximum number of seconds for all answers on a busy machine
+# Maximum number of new tokens.
+LONGEST = 12
+# Maximum number of seconds for all answers on a busy machine.
+WAIT = 60.0
 # Enough pages for only three or four of the requests below, so that some wait and some are preempted.
 CACHE = {"page_size": 8, "num_blocks": 14, "max_batch_tokens": 24}
 # Stock's batch fails if a request is forked while a single token of its prompt remains to be processed. This happens
@@ -74,9 +76,10 @@ class Walk:
         self.chance, self.forks = random.Random(seed), forks
         model, self.alone = prepared(kind)
         self.asked, self.cancelled, self.answers = {}, set(), {}
+        # top_k=1 selects the most likely token; transformers forks only requests that sample.
         config = transformers.GenerationConfig(
             max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
-        )  # top_k=1 selects the most likely token; transformers forks only requests that sample
+        )
         batching = ContinuousBatchingConfig(**{**CACHE, **(FORKED if forks > 1 else {}), **settings})
         self.manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)
         self.manager.start()
@@ -160,7 +163,8 @@ def walk(kind, forks, **settings):
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
         pytest.skip(f"not run: {flash_provider.batches_refused(model)}")
     own = model.config._attn_implementation
-    gc.freeze()  # speeds up transformers' garbage collection after every batch
+    # Speeds up transformers' garbage collection after every batch.
+    gc.freeze()
     try:
         with ops.recording() as routes:
             for seed in range(3):
@@ -171,5 +175,6 @@ def walk(kind, forks, **settings):
                 assert model.config._attn_implementation == own
     finally:
         gc.unfreeze()
-    assert one_by_one(model, prompts()[:2]) == alone[:2]  # the model still works
+    # The model still works.
+    assert one_by_one(model, prompts()[:2]) == alone[:2]
     return {route.operation for route in routes if route.operation.endswith("attention")}

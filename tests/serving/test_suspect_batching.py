@@ -29,7 +29,8 @@ def graphs_are_there(monkeypatch):
         return
     from transformers.generation import continuous_batching as package
 
-    if CONFIG is None:  # in 5.0
+    # In 5.0.
+    if CONFIG is None:
         monkeypatch.setattr(package.continuous_api, "attn_mask_is_needed", lambda config: False)
     else:
         monkeypatch.setattr(package.initialization, "get_accelerator_graph_name", lambda: "cuda")
@@ -77,7 +78,8 @@ def test_nothing_is_recorded_with_a_known_fault(given, suspect_gpu, caplog):  # 
     config, arguments = configs()
     arguments = arguments if given else {}
     assert [records(model, **arguments) for _ in range(2)] == [False, False]
-    assert getattr(config, "use_cuda_graph", None) is None  # the user's config is unchanged
+    # The user's config is unchanged.
+    assert getattr(config, "use_cuda_graph", None) is None
     assert getattr(model.generation_config, "use_cuda_graph", None) is None
     (line,) = lines(caplog)
     assert LINK in line.message and line.levelno == logging.WARNING
@@ -143,6 +145,7 @@ def test_copies_are_affected_and_other_models_are_not(suspect_gpu):  # noqa: F81
 def test_restore_returns_the_original_method_of_the_class(suspect_gpu):  # noqa: F811
     model = prepared()
     assert "init_continuous_batching" in vars(type(model))
-    gc.collect()  # free the models of other tests; the next operation undoes their changes
+    # Free the models of other tests; the next operation undoes their changes.
+    gc.collect()
     hf_rocm.restore(model)
     assert "init_continuous_batching" not in vars(type(model))

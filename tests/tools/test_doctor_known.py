@@ -139,7 +139,8 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     assert "GPU 1 (gfx942): a GEMM of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
     crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit GEMM on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
-    assert any("older than 0.50" in finding.what for finding in packages(facts))  # no results: the version is checked
+    # No results: the version is checked.
+    assert any("older than 0.50" in finding.what for finding in packages(facts))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_the_slower_backward_of_rocm_10_is_reported(good: Facts) -> None:
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
         ("0.17.1", {}, []),
-        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),  # this release is out of range, so no Hub kernel is used
+        # This release is out of range, so no Hub kernel is used.
+        ("0.18.0", {"hub_rope": 2, "hub_flash": True}, []),
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
@@ -297,7 +299,8 @@ def test_rules_that_do_not_apply_are_listed_on_request(
     long = capsys.readouterr().out
     for rule in RULES:
         assert f"ok       {rule.name} " in long and rule.link in long
-    assert short.splitlines()[-1] == long.splitlines()[-1]  # rules that do not apply are not counted in the verdict
+    # Rules that do not apply are not counted in the verdict.
+    assert short.splitlines()[-1] == long.splitlines()[-1]
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)["findings"]
     main(["doctor", "-v", "--json"])

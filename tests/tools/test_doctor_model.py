@@ -28,14 +28,16 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     (tmp_path / "model-00001.safetensors").write_bytes(b"\0" * 3000)
     (tmp_path / "model-00002.safetensors").write_bytes(b"\0" * 1000)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)  # the same weights in a different format
+    # The same weights in a different format.
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\0" * 4000)
     return tmp_path
 
 
 def test_a_models_memory_is_computed_from_its_folder(checkpoint: Path) -> None:
     facts = model_facts(str(checkpoint), cache=Path("/nowhere"), memory=None)
     assert (facts.weights, facts.dtype) == (4000, "bfloat16")
-    assert facts.per_token == 2 * 4 * 2 * 64 * 2  # K and V, layers, KV heads, head dim, bytes
+    # K and V, layers, KV heads, head dim, bytes.
+    assert facts.per_token == 2 * 4 * 2 * 64 * 2
 
 
 def test_a_hub_model_is_found_only_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
@@ -52,8 +54,10 @@ def test_a_hub_model_is_found_only_in_the_cache(checkpoint: Path, tmp_path: Path
     ("weights", "release", "expected"),
     [
         (16 * GIB, "5.23.0", {"model": "ok", "model-memory": "ok"}),
-        (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # 200 GiB in fp32
-        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),  # fits in two GPUs
+        # 200 GiB in fp32.
+        (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),
+        # Fits in two GPUs.
+        (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),
         (500 * GIB, "5.23.0", {"model": "ok", "model-memory": "problem", "model-host": "warning"}),
         (0, "5.23.0", {"model": "problem"}),
     ],
@@ -68,9 +72,12 @@ def test_models_that_do_not_fit_are_reported(good: Facts, weights: int, release:
     ("free", "total", "available", "carved_out", "expected"),
     [
         (63, 64, 120, 0.5, "ok"),
-        (120, 32, 120, 0.5, "problem"),  # limited by the GPU's total memory
-        (63, 64, 20, 0.5, "problem"),  # host processes use the remaining memory
-        (63, 64, 20, 64, "ok"),  # the firmware reserves the GPU's memory
+        # Limited by the GPU's total memory.
+        (120, 32, 120, 0.5, "problem"),
+        # Host processes use the remaining memory.
+        (63, 64, 20, 0.5, "problem"),
+        # The firmware reserves the GPU's memory.
+        (63, 64, 20, 64, "ok"),
     ],
 )
 def test_a_gpu_without_dedicated_memory_can_use_the_available_host_memory(

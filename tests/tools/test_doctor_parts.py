@@ -85,7 +85,8 @@ def test_missing_or_unreadable_device_files_are_reported(good: Facts) -> None:
     rootless = replace(good, container="podman", driver=replace(good.driver, kfd=kfd))
     assert "keep-groups" in next(driver(rootless)).fix
     some = dict(good.driver.render)
-    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")  # another container's GPU
+    # Another container's GPU.
+    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")
     assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
 
 
@@ -271,7 +272,8 @@ def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) 
     (finding,) = options(with_environment(good, HF_ROCM_PROBE="0", HF_ROCM_TIER="attention=torch"))
     assert finding.level.value == "warning" and finding.fix.startswith("unset HF_ROCM_PROBE HF_ROCM_TIER")
     assert levels(options(with_environment(good, HF_ROCM_AUTO="1"))) == ["ok"]
-    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))  # valid variables would add a finding
+    # Valid variables would add a finding.
+    (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or rename it to HF_ROCM_FORCE"
     _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
     assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")

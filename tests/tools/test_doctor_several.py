@@ -81,7 +81,8 @@ def test_inconsistent_rank_variables_are_reported(
     [
         ("GLOO_SOCKET_IFNAME", "eno1", False),
         ("GLOO_SOCKET_IFNAME", "eno1,eno2", True),
-        ("GLOO_SOCKET_IFNAME", "eno", True),  # gloo accepts no prefixes
+        # Gloo accepts no prefixes.
+        ("GLOO_SOCKET_IFNAME", "eno", True),
         ("NCCL_SOCKET_IFNAME", "en,ib", False),
         ("NCCL_SOCKET_IFNAME", "^lo,docker", False),
         ("NCCL_SOCKET_IFNAME", "=eno", True),
@@ -110,7 +111,8 @@ def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
     for changes in ({"numa_balancing": True}, {"iommu": ""}, {"iommu": "soft"}):
         assert levels(several(with_host(good, **changes))) == ["ok", "warning"], changes
     assert levels(several(with_host(good, iommu="force,pt"))) == ["ok"]
-    assert levels(several(with_host(good, locked=65536))) == ["ok"]  # without an RDMA network, no memory is locked
+    # Without an RDMA network, no memory is locked.
+    assert levels(several(with_host(good, locked=65536))) == ["ok"]
     assert levels(several(with_host(good, locked=65536, networks=("mlx5_0",)))) == ["ok", "warning"]
     assert levels(several(with_host(good, locked=None, networks=("mlx5_0",)))) == ["ok"]
     assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]

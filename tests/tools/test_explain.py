@@ -37,7 +37,8 @@ def test_a_served_model_is_described_by_class_and_kernel(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
-    report = llama.__dict__.pop(REPORT)  # as with installed overlays, whose models have no report
+    # As with installed overlays, whose models have no report.
+    report = llama.__dict__.pop(REPORT)
     assert hf_rocm.explain(llama).state == explanation.state
     llama.__dict__[REPORT] = report
     assert explanation.machine["ROCm"] == "none" and explanation.machine["dtype"] == "float32"
@@ -88,7 +89,8 @@ def test_the_details_state_a_shared_reason_once(llama):
     assert shared, "no reason is shared on a machine without an AMD GPU"
     text = explanation.details()
     assert all(text.count(reason) == 1 for reason in set.union(*everywhere))
-    for kernel in explanation.kernels:  # every refused kernel is named
+    # Every refused kernel is named.
+    for kernel in explanation.kernels:
         assert all(name in text for name, _ in kernel.refused)
 
 
@@ -139,7 +141,8 @@ def test_prepare_is_the_next_step_for_a_model_that_only_an_installed_overlay_ser
     assert hf_rocm.explain(llama).prepared and "next:" not in str(hf_rocm.explain(llama))
     modes = {module: bind.mode_of(module) for module in llama.modules()}
     hf_rocm.restore(llama)
-    for module, mode in modes.items():  # as after plain loading with HF_ROCM_FORCE=1
+    # As after plain loading with HF_ROCM_FORCE=1.
+    for module, mode in modes.items():
         if bind.binding_of(module) is not None:
             bind.set_mode(module, mode)
     explanation = hf_rocm.explain(llama)
@@ -165,7 +168,8 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     model = transformers.StableLmForCausalLM(config).eval()
-    hf_rocm.deactivate("stablelm")  # other tests may have activated it
+    # Other tests may have activated it.
+    hf_rocm.deactivate("stablelm")
     monkeypatch.setattr("hf_rocm.options.force_requested", lambda: forced)
     reasons = stock_reasons(model)
     attention = type(model.model.layers[0].self_attn).__name__
@@ -205,7 +209,8 @@ def test_a_count_is_on_the_same_line_as_its_class(llama, monkeypatch, columns):
 
 
 def test_every_module_is_counted_once(llama):
-    class Attention(type(llama.model.layers[0].self_attn)):  # a subclass of a stock class, as in remote code
+    # A subclass of a stock class, as in remote code.
+    class Attention(type(llama.model.layers[0].self_attn)):
         pass
 
     llama.model.layers[0].self_attn.__class__ = Attention

@@ -135,7 +135,8 @@ def patched_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     stock_patch, stock_type = interpreter._patch_lang, interpreter._get_np_dtype
-    patched = set[str]()  # modules patched in the current launch
+    # Modules patched in the current launch.
+    patched = set[str]()
 
     @cache
     def named(function: Any) -> frozenset[str]:

@@ -86,7 +86,8 @@ def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     weight = (random(n, k, dtype=torch.float32, seed=1) * 40).round().clamp(-127, 127)
     half = (k - 2) // 2
     x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
-    middle = 2 / torch.finfo(dtype).eps  # above this value, odd integers are midway between two numbers of the dtype
+    # Above this value, odd integers are midway between two numbers of the dtype.
+    middle = 2 / torch.finfo(dtype).eps
     x[:, 2 * half :], weight[:, 2 * half :] = 0, 0
     x[:, -2:] = 1 - 2 * (torch.arange(rows) % 2)[:, None]
     weight[:, -2], weight[:, -1] = middle, torch.arange(n) % 64

@@ -24,14 +24,16 @@ TERMS = {"limit": 2.0, "alpha": 1.702}
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(65, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
 def test_act_and_mul(shape, activation, interleaved, dtype):
-    for scale in (3, 60):  # 60 makes the exponential of some gates overflow
+    # 60 makes the exponential of some gates overflow.
+    for scale in (3, 60):
         x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * scale
         output = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
         expected = eager_act_and_mul(x.double(), activation, interleaved, **TERMS)
         # compare with unfused layers, which round the activation
         assert_as_good_as_eager(output, torch_act_and_mul(x, activation, interleaved, **TERMS), expected)
     gates = x.unflatten(-1, (-1, 2))[..., 0] if interleaved else x[..., : shape[-1]]
-    for first in range(3):  # a NaN affects only its own element
+    # A NaN affects only its own element.
+    for first in range(3):
         lost = (torch.arange(output.numel()) % 3 == first).view(output.shape)
         kept = gates.clone()
         gates.masked_fill_(lost, torch.nan)
@@ -42,10 +44,12 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_rounds_like_unfused_layers(activation):
-    x = random(64, 256, dtype=torch.bfloat16)  # no large gates, for which terms of the formula cancel
+    # No large gates, for which terms of the formula cancel.
+    x = random(64, 256, dtype=torch.bfloat16)
     actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)
-    if activation != CLAMPED:  # PyTorch's functions are approximations on a CPU
+    # PyTorch's functions are approximations on a CPU.
+    if activation != CLAMPED:
         gate, up = x.chunk(2, -1)
         ones = torch.ones_like(gate, dtype=torch.float64)
         expected = eager_act_and_mul(torch.cat((gate.double(), ones), -1), activation).bfloat16() * up
@@ -118,12 +122,14 @@ def test_experts_include_the_activation(name):
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("shape", [(1,), (3, 63), (2, 2, 600)], ids=str)
 def test_act(shape, activation, dtype):
-    for scale in (3, 60):  # 60 makes the exponential of some values overflow
+    # 60 makes the exponential of some values overflow.
+    for scale in (3, 60):
         x = random(*shape, dtype=dtype) * scale
         output = routed("act", x, activation=activation)
         expected = eager_act(x.double(), activation)
         assert_as_good_as_eager(output, torch_act(x, activation), expected)
-    for first in range(3):  # a NaN affects only its own element
+    # A NaN affects only its own element.
+    for first in range(3):
         lost = (torch.arange(x.numel()) % 3 == first).view(shape)
         apart = routed("act", x.masked_fill(lost, torch.nan), activation=activation)
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])

@@ -21,7 +21,8 @@ from tests.triton.routed import random
 
 pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="aiter's kernels are only executed as machine code")
 
-TILED = ("gfx942", "gfx950")  # the architectures in this release's table of tile sizes
+# The architectures in this release's table of tile sizes.
+TILED = ("gfx942", "gfx950")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def flash_attn_func(tmp_path_factory):
     from tests.aiter import standins
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # aiter's imports raise warnings
+        # aiter's imports raise warnings.
+        warnings.simplefilter("ignore")
         for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
             patch.setenv(name, value)
         standins.install()
@@ -49,7 +51,8 @@ def flash_attn_func(tmp_path_factory):
 def test_attention(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     attend(flash_attn_func, shape, causal, dtype)
-    if d < 128:  # the same compiled variant with one more sequence and more blocks of keys
+    # The same compiled variant with one more sequence and more blocks of keys.
+    if d < 128:
         attend(flash_attn_func, (b + 1, h, kv_heads, s_q, s_k + 66, d), causal, dtype)
 
 
@@ -57,9 +60,8 @@ def attend(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     query = random(b, h, s_q, d, dtype=dtype)
     key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
-    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[
-        ..., :d
-    ]  # strides that differ from those of the keys
+    # Strides that differ from those of the keys.
+    value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[..., :d]
     how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
     further = {} if suite.arch() in TILED else {"config": dict(_TILE)}
     output = flash_attn_func(

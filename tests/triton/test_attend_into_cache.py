@@ -22,7 +22,7 @@ from tests.triton.test_rope import angles
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]  # on a GPU, fp32 is left to PyTorch
+SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new keys"
 
@@ -278,7 +278,7 @@ def test_padding_among_several_new_tokens_may_be_nan(units, monkeypatch):
     splits(monkeypatch, units)
     given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
     given[2][1, :, :2] = torch.nan
-    places = torch.arange(26, 30).repeat_interleave(2)[::2]  # not contiguous
+    places = torch.arange(26, 30).repeat_interleave(2)[::2]
     where = {"keys": keys, "values": values, "position": places, "starts": torch.tensor([0, 28], dtype=torch.int32)}
     output = routed(OPERATION, *given, torch.tensor([30]), **where, scale=0.2)
     assert output[1, 2:].isfinite().all() and torch.equal(output[1, :2], torch.zeros_like(output[1, :2]))
@@ -351,7 +351,7 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
     monkeypatch.setattr(decode, "forward", lambda *given: stock(*given) + 1)
     assert "wrong by" in probe_cases.check(OPERATION, "triton", KERNEL, kind)
     monkeypatch.setattr(decode, "forward", lambda q, k, *rest: stock(q, k.clone(), *rest))
-    assert "wrong by" in probe_cases.check(OPERATION, "triton", KERNEL, kind)  # the key is not written
+    assert "wrong by" in probe_cases.check(OPERATION, "triton", KERNEL, kind)
     monkeypatch.setattr(decode, "forward", stock)
     check_more_keys(monkeypatch, OPERATION, KERNEL, FORMS[name])
 

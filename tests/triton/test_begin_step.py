@@ -15,7 +15,8 @@ from hf_rocm.ops.specs.step import BeginStepCall
 from hf_rocm.ops.triton import step
 from tests.triton.routed import routed
 
-NONE = -7  # the value of the kernels' int64 outputs before a step
+# The value of the kernels' int64 outputs before a step.
+NONE = -7
 
 
 def begins(

@@ -24,7 +24,8 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", one.ARCHITECTURES)  # other architectures have the same instruction sets
+# Other architectures have the same instruction sets.
+@pytest.mark.parametrize("architecture", one.ARCHITECTURES)
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr

@@ -39,7 +39,8 @@ def several_splits(monkeypatch):
 
 def tensors(shape, dtype):
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
-    query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)  # the layout of a projection
+    # The layout of a projection.
+    query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)
     return (
         query,
         random(b, kv_heads, s_k, d, dtype=dtype, seed=1),
@@ -52,7 +53,8 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape
-        for units, more in ((0, 256), (8, 2048)):  # one split, or several
+        # One split, or several.
+        for units, more in ((0, 256), (8, 2048)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "units", lambda device, units=units: units)
                 decode._work.cache_clear()
@@ -162,7 +164,8 @@ def test_the_softcap_of_large_scores_is_finite(factor):
 
 def test_every_key_can_have_all_the_weight(monkeypatch):
     """Every row of the batch attends to a different key, so a wrong weight of any key changes the output."""
-    monkeypatch.setattr(decode, "units", lambda device: 0)  # one split
+    # One split.
+    monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
     softcapped(torch.ones_like(query), torch.eye(127, dtype=USUAL)[:, None, :, None].expand_as(key).contiguous(), value)
@@ -212,7 +215,8 @@ def check_mask(shape, kind, per, dtype):
     query, key, value = tensors(shape, dtype)
     sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
     mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
-    mask[..., 64:128] = False  # no query sees this block
+    # No query sees this block.
+    mask[..., 64:128] = False
     mask[..., 0] = True
     hidden = ~mask[..., :s_k].flatten(0, -2).any(0)
     if kind == "additive":
@@ -270,7 +274,8 @@ def test_empty_batches_and_calls_without_keys_are_supported(monkeypatch):
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
-    monkeypatch.setattr(decode, "units", lambda device: 0)  # one split, like the call without keys
+    # One split, like the call without keys.
+    monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
     how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
@@ -293,7 +298,8 @@ DENSE = AttentionSpec(
     weights=False,
 )
 PLAIN = DecodeSpec(**HEADS, softcap=False, sinks=False, grad=False)
-FORMS = {  # the kernel's specifications: two of `attention`, three of `decode_attention`
+# The kernel's specifications: two of `attention`, three of `decode_attention`.
+FORMS = {
     "attention, dynamic cache": DENSE,
     "attention, mask": DENSE._replace(
         one_query=False, few_queries=True, window=5, softcap=True, sinks=True, mask=torch.bool
@@ -349,7 +355,8 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
     """In MiniMax, the mask of a step has one key, because the first layer has no keys. SDPA expands this mask."""
     query, key, value = (random(2, 2, s, 16, dtype=USUAL, seed=s) for s in (1, 9, 10))
     value = value[:, :, :9]
-    memory = torch.zeros(2, 1, 1, 64, dtype=dtype)  # the following elements would hide keys
+    # The following elements would hide keys.
+    memory = torch.zeros(2, 1, 1, 64, dtype=dtype)
     memory[..., 1:] = 0 if dtype == torch.bool else torch.finfo(dtype).min
     memory[..., :1] = 1 if dtype == torch.bool else 0
     mask = memory[..., :1]
@@ -365,7 +372,8 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
 @pytest.mark.skipif(suite.gpu() is not None, reason="the memory of machine code is not filled")
 def test_partial_results_that_no_program_wrote_are_not_used(monkeypatch):
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    # Fills new tensors with NaN.
+    torch.use_deterministic_algorithms(True)
     try:
         check_once((2, 4, 2, 1, 300, 64, 64), (1, 70))
     finally:

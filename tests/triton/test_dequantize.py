@@ -42,8 +42,10 @@ def extreme(n: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
 def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     data, scale = rounded(extreme(5, k), format)
-    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)  # every code, if K is large enough
-    data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)  # weights have no NaN codes
+    # Every code, if K is large enough.
+    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)
+    # Weights have no NaN codes.
+    data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)
     scale[4] = torch.nan
     same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
@@ -96,9 +98,11 @@ def test_many_rows_use_a_dequantised_weight(kind, form):
     routes = [route for route in routes if route.operation == "quantized_linear"]
     assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
     as_good_as_eager(output, x, data, scale, bias, **more)
-    if suite.gpu() is not None and not isinstance(kind, int):  # every code, in the same compiled variant
+    # Every code, in the same compiled variant.
+    if suite.gpu() is not None and not isinstance(kind, int):
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)
-        data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)  # weights have no NaN codes
+        # Weights have no NaN codes.
+        data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)
         same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
 
 

@@ -24,7 +24,8 @@ FP32 = torch.float32
 RDNA3 = (suite.arch() or "").startswith("gfx11")
 GFX1100 = Device("cuda", True, "gfx1100")
 served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual_are_fused shows")
-LAPS = 1 if suite.gpu() is None else 9  # in machine code, the loop over K takes several iterations
+# In machine code, the loop over K takes several iterations.
+LAPS = 1 if suite.gpu() is None else 9
 
 
 def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +49,8 @@ def test_every_class_of_rows(m):
 )
 @pytest.mark.parametrize("m", [1, 3])
 def test_odd_sizes(m, n, k, dtype):
-    for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:  # several iterations of the loop
+    # Several iterations of the loop.
+    for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:
         check_once(random(2, m, columns, dtype=dtype)[:1], *blocks(n, columns), random(n, dtype=dtype, seed=2))
 
 
@@ -112,7 +114,8 @@ def test_zeros_extremes_and_nan_affect_only_their_block(m):
 @pytest.mark.parametrize("k", [1, 16, 67, 128, 2048, 2100, 4352])
 def test_dequantised_weights_equal_the_torch_tier(k, dtype):
     data, scale = blocks(130, k)
-    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)  # every code, if K is large enough
+    # Every code, if K is large enough.
+    codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(FP8)
     scale[1, -1] = torch.nan
     same(quantized._dequantized(data, scale, dtype), dequantize_blocks(data, scale, dtype))

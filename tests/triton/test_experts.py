@@ -23,7 +23,8 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
-ODD = (5, 7, 3, 20, 9)  # T, E, k, H, I
+# T, E, k, H, I.
+ODD = (5, 7, 3, 20, 9)
 # added to the sizes; with machine code, larger sizes also run, which have several full blocks
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
@@ -126,7 +127,8 @@ def test_it_rounds_like_separate_layers():
         tensors = (x.round(), *((tensor * 16).round() / 16 for tensor in (gate_up, down)), ids, weights.bfloat16())
         expected = eager(tensors, keywords)
         differs = routed("experts", *tensors, **keywords) != expected
-        assert differs.float().mean() < 2e-2, layout  # exponentials may differ in the last bit
+        # Exponentials may differ in the last bit.
+        assert differs.float().mean() < 2e-2, layout
 
 
 def test_unselected_experts_are_not_read():
@@ -214,11 +216,13 @@ def test_gradients_are_refused_when_the_tier_is_named():
 @pytest.mark.parametrize(("tiers", "most"), [({}, experts.PAIRS), ({"experts": "torch"}, moe_torch.FEW)], ids=str)
 def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
     x = torch.empty(0, dtype=BF16)
-    assert moe.most_pairs(x) == moe_torch.FEW  # gradients are enabled, so no Triton kernel is used
+    # Gradients are enabled, so no Triton kernel is used.
+    assert moe.most_pairs(x) == moe_torch.FEW
     with torch.no_grad():
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
-        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW  # without a Triton kernel
+        # Without a Triton kernel.
+        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW
 
@@ -232,7 +236,8 @@ def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
         assert_as_good_as_eager(output, eager(call, keywords), reference(call, keywords))
     if suite.gpu() is None or len(tensors[0]) < 2:
         return
-    for first in (0, 1):  # NaN in some tokens affects only the outputs of these tokens
+    # NaN in some tokens affects only the outputs of these tokens.
+    for first in (0, 1):
         rows = torch.arange(len(tensors[0])) % 2 == first
         apart = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
         assert apart[rows].isnan().all() and torch.equal(apart[~rows], output[~rows])

@@ -91,9 +91,11 @@ def test_every_value_is_decoded_at_every_position(dtype):
     nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
     for column in range(0, 32, 1 if suite.gpu() is not None else 5):
         bias = torch.zeros(1, 64, dtype=dtype)
-        bias[0, 1::2] = -1  # up + 1 is zero in all columns but one
+        # Up + 1 is zero in all columns but one.
+        bias[0, 1::2] = -1
         bias[0, 2 * column], bias[0, 2 * column + 1] = 64, 1 / 32 - 1
-        inner = 64 / 32  # the sigmoid of 64 is 1
+        # The sigmoid of 64 is 1.
+        inner = 64 / 32
         first = gate_up, scales[64], bias
         output = routed("mxfp4_experts", nothing, *first, down, scales[32], nothing, ids, one, limit=64.0, alpha=1.0)
         assert torch.equal(output[0], inner * weight[:, column])
@@ -118,7 +120,8 @@ def test_zeros_extremes_and_nan_affect_only_their_row():
     scales[:, 3] = 0
     scales[:, 4] = 254 - 40
     down[:, 5] = 0
-    down[:, 6] = 0x88  # two negative zeros
+    # Two negative zeros.
+    down[:, 6] = 0x88
     bias[:, 3:7] = 0
     tensors = (x, *first, down, scales, bias, ids, weights)
     output = routed("mxfp4_experts", *tensors, **keywords)

@@ -18,7 +18,8 @@ from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
 
 @pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 64])
 def test_every_class_of_rows(m):
-    for k in (512,) if suite.gpu() is None else (512, 2560):  # several iterations of the loop
+    # Several iterations of the loop.
+    for k in (512,) if suite.gpu() is None else (512, 2560):
         x, weight = random(m, k, dtype=BF16), random(21, k, dtype=BF16, seed=1)
         check(x, *quantize_groups(weight, 128))
 
@@ -29,7 +30,8 @@ def test_every_class_of_rows(m):
 @pytest.mark.parametrize("m", [1, 3])
 def test_every_group_and_run(m, k, group):
     dtype = FP16 if k == 640 else BF16
-    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):  # odd factors don't change the run length
+    # Odd factors don't change the run length.
+    for columns in (k,) if suite.gpu() is None or k > 640 else (k, 5 * k):
         x, weight = random(m, columns, dtype=dtype), random(18, columns, dtype=dtype, seed=1)
         check(x, *quantize_groups(weight, group), random(18, dtype=dtype, seed=2))
 
@@ -93,7 +95,8 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
 def test_every_value_is_decoded_at_every_position(m, dtype):
     """The nonzero elements of every row of x are 1 and 16, so a result is exactly one number plus 16 times another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
-    groups = 1 if suite.gpu() is None else 9  # several iterations of the loop
+    # Several iterations of the loop.
+    groups = 1 if suite.gpu() is None else 9
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int().repeat(1, groups)
     k = levels.shape[1]
     words, scale = four_bit.packed(levels, four_bit.run_length(k, 128)), torch.ones(16, groups, dtype=BF16)
@@ -105,6 +108,7 @@ def test_every_value_is_decoded_at_every_position(m, dtype):
         x.scatter_(1, pairs, torch.tensor([1, 16], dtype=dtype).expand(m, 2))
         output = routed("quantized_linear", x, words, scale)
         assert torch.equal(output, (weight[:, pairs[:, 0]] + 16 * weight[:, pairs[:, 1]]).T)
-    if suite.gpu() is not None:  # distinct rows and columns that fill a block
+    # Distinct rows and columns that fill a block.
+    if suite.gpu() is not None:
         scale = torch.arange(1, 65, dtype=BF16)[:, None].repeat(1, groups)
         check_once(random(m if m == 1 else 13, k, dtype=dtype), words.repeat(4, 1), scale, None)

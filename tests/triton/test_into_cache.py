@@ -113,7 +113,8 @@ def test_norms_are_part_of_the_kernel():
     stock, without = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
     assert operations == ["rope_into_cache"] and without == ["rms_norm", "rms_norm", "rope"]
     for one, other in zip(actual, stock, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7)  # F.rms_norm rounds once
+        # F.rms_norm rounds once.
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7)
     plain, _ = normalised_call(module, written_cache())
     assert not torch.equal(plain[0], actual[0])
 
@@ -169,7 +170,8 @@ def test_a_user_kernel_for_a_part_is_called():
     finally:
         remove()
     assert len(calls) == 1 and operations == ["rms_norm", "rms_norm", "rope"]
-    assert named == ["rope_into_cache"]  # a tier that is named takes precedence
+    # A tier that is named takes precedence.
+    assert named == ["rope_into_cache"]
     expected, operations = normalised_call(module, written_cache(), tier="", norms=NORMS)
     assert operations == ["rope_into_cache"]
     for one, other in zip(results, expected, strict=True):

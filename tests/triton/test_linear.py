@@ -100,7 +100,8 @@ def test_it_rounds_like_separate_layers(form):
     with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
         expected = composed(*flattened(*arguments, **keywords))
     assert torch.equal(routed("fused_linear", *arguments, **keywords), expected)
-    if suite.gpu() is not None:  # several full blocks, whose sums are not exact
+    # Several full blocks, whose sums are not exact.
+    if suite.gpu() is not None:
         as_good_as_eager(*call(2, torch.bfloat16, k=1091, **form))
 
 
@@ -147,7 +148,8 @@ def test_a_part_with_a_named_tier_runs_separately(tiers):
 
 def test_a_users_linear_kernel_is_not_skipped():
     arguments, keywords = call(1, torch.bfloat16, norm=False)
-    ops.fused_linear(*arguments, **keywords)  # the registration must invalidate this cached choice
+    # The registration must invalidate this cached choice.
+    ops.fused_linear(*arguments, **keywords)
     remove = ops.register("linear", name="mine", call=torch.nn.functional.linear, refuses=lambda spec, device: None)
     try:
         with ops.recording() as routes:
@@ -191,7 +193,8 @@ def test_an_output_head_runs_here_for_few_rows_and_in_pytorch_for_many():
         with torch.no_grad():
             many, few = model.head(x), model.head(x[:1])
             stock = torch.nn.functional.linear(x, model.head.weight, model.head.bias)
-        model.head(x[:1])  # with gradients
+        # With gradients.
+        model.head(x[:1])
     assert [(route.operation, route.tier) for route in routes] == [("linear", "triton")]
     assert torch.equal(many, stock)
     with torch.no_grad():
@@ -276,7 +279,8 @@ def call(
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     """Return arguments of fused_linear. norm: whether the norm uses 1 + w; None for no norm. whole: sums are exact."""
     if m > 1 and activation is not None and (suite.arch() or "").startswith("gfx11"):
-        k -= k % 16  # other values of K are refused
+        # Other values of K are refused.
+        k -= k % 16
     x, weight = random(1, m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
     if whole:
         weight = (weight * 16).round() / 16

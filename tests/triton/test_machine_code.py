@@ -14,10 +14,12 @@ pytestmark = pytest.mark.skipif(suite.gpu() is None, reason="kernels are interpr
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_every_kernel_is_among_the_builds(name):
     module = modules()[name]
-    assert entries(module) == built(module)  # both are empty for a module of device functions
+    # Both are empty for a module of device functions.
+    assert entries(module) == built(module)
 
 
-LARGEST_SHARE = 0.05  # maximum share of unreached instructions in all compiled variants that ran
+# Maximum share of unreached instructions in all compiled variants that ran.
+LARGEST_SHARE = 0.05
 
 
 def test_instructions_are_reached(request):
@@ -32,7 +34,8 @@ def test_instructions_are_reached(request):
 def test_every_kernel_was_executed(request):
     executed = suite.record().kernels()
     wanted = {name: entries(module) for name, module in modules().items() if module.BUILDS}
-    if request.config.getoption("--machine-code-share") in ("few", "sample"):  # one kernel per module is enough
+    # One kernel per module is enough.
+    if request.config.getoption("--machine-code-share") in ("few", "sample"):
         missing = [name for name, kernels in wanted.items() if not kernels & executed]
     else:
         missing = [kernel for kernels in wanted.values() for kernel in sorted(kernels - executed)]

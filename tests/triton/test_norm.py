@@ -26,11 +26,13 @@ def test_rms_norm(shape, one_plus, dtype):
     output = routed("rms_norm", x, weight, eps=1e-6, one_plus=one_plus)
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
-    for first in (0, 1):  # NaN in x affects only its row
+    # NaN in x affects only its row.
+    for first in (0, 1):
         lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
         apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
         assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
-    for first in range(3):  # NaN in the weight affects only its column
+    # NaN in the weight affects only its column.
+    for first in range(3):
         lost = torch.arange(shape[-1]) % 3 == first
         apart = routed("rms_norm", x, weight.masked_fill(lost, torch.nan), eps=1e-6, one_plus=one_plus)
         assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
@@ -47,7 +49,8 @@ def test_add_rms_norm(shape, one_plus, dtype):
     expected = eager_rms_norm(total.double(), weight.double(), 1e-5, one_plus)
     assert_as_good_as_eager(output, eager_rms_norm(total, weight, 1e-5, one_plus), expected)
     assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
-    lost = torch.arange(shape[-1]) % 3 == 1  # NaN in the sum affects the whole row, and NaN in the weight its column
+    # NaN in the sum affects the whole row, and NaN in the weight its column.
+    lost = torch.arange(shape[-1]) % 3 == 1
     residual.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
     weight.masked_fill_(lost, torch.nan)
     output, total = routed("add_rms_norm", x, residual, weight, eps=1e-5, one_plus=one_plus)
@@ -105,14 +108,16 @@ def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
     exact = [None if one is None else one.double() for one in (x + residual, 0 * residual, weight, bias)]
     expected = eager_add_layer_norm(*exact, 1e-5, False)[0]
     assert_as_good_as_eager(output, eager_add_layer_norm(x, residual, weight, bias, 1e-5, False)[0], expected)
-    for first in (0, 1):  # NaN in a term affects only its row
+    # NaN in a term affects only its row.
+    for first in (0, 1):
         lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
         for apart in (
             run(x=x.masked_fill(lost[..., None], torch.nan)),
             run(residual=residual.masked_fill(lost[..., None], torch.nan)),
         ):
             assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
-    for first in range(3):  # NaN in weight or bias affects only its column
+    # NaN in weight or bias affects only its column.
+    for first in range(3):
         lost = torch.arange(shape[-1]) % 3 == first
         damaged = [run(weight=weight.masked_fill(lost, torch.nan))]
         damaged += [run(bias=bias.masked_fill(lost, torch.nan))] if biased else []

@@ -28,14 +28,16 @@ def pages_of(lengths, page, kv_heads, dims, dtype, columns):
     """Returns a page table in random order, and pages filled up to the given lengths. The rest is NaN."""
     rows = len(lengths)
     order = 1 + torch.randperm(rows * columns + 1, generator=torch.Generator().manual_seed(1))
-    order = torch.cat((torch.zeros(1, dtype=order.dtype), order))  # page 0 is an ordinary page
+    # Page 0 is an ordinary page.
+    order = torch.cat((torch.zeros(1, dtype=order.dtype), order))
     table = order[: rows * columns].view(rows, columns).to(torch.int32)
     pages = [torch.full((len(order), page, kv_heads, dim), torch.nan, dtype=dtype) for dim in dims]
     for row, length in enumerate(lengths):
         for j in range(length):
             for seed, tensor in enumerate(pages):
                 tensor[table[row, j // page], j % page] = random(*tensor.shape[2:], dtype=dtype, seed=9 * j + seed)
-        table[row, -(-(length + 1) // page) :] = -1  # the remaining pages are not allocated
+        # The remaining pages are not allocated.
+        table[row, -(-(length + 1) // page) :] = -1
     return table, *pages
 
 
@@ -43,7 +45,8 @@ def check(lengths, *, page, columns=4, **terms):
     """Compare once, and in machine code also with enough keys for several iterations of a program's loop."""
     check_once(lengths, page=page, columns=columns, **terms)
     if suite.gpu() is not None:
-        for units, more in ((0, 256), (8, 640)):  # one split, or several
+        # One split, or several.
+        for units, more in ((0, 256), (8, 640)):
             longer = [None if length is None else length + more for length in lengths]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "units", lambda device, units=units: units)
@@ -65,7 +68,8 @@ def check_once(
     b = len(lengths)
     total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
     kept = [0 if length is None else length + (0 if new and not full else s_q) for length in lengths]
-    if s_q > 1:  # enough pages for the last query
+    # Enough pages for the last query.
+    if s_q > 1:
         columns += 1
     table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)
     for row, length in enumerate(total.tolist()):
@@ -79,7 +83,8 @@ def check_once(
     ]
     sinks = random(h, dtype=dtype, seed=3) if terms.pop("sinks", False) else None
     slots = terms.pop("slots", None)
-    if slots is not None:  # a new key replaces another one; the slots are a strided view
+    # A new key replaces another one; the slots are a strided view.
+    if slots is not None:
         slots = torch.tensor([slots, [-9] * b], dtype=torch.int32).T.contiguous()[:, 0]
     how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, "slots": slots, **terms}
 
@@ -93,7 +98,8 @@ def check_once(
     output, written = run(lambda *a, **k: routed("paged_attention", *a, **k), torch.Tensor.clone, sinks)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
-    for actual, oracle in zip(written, wide, strict=True):  # only the new rows were written, at their positions
+    # Only the new rows were written, at their positions.
+    for actual, oracle in zip(written, wide, strict=True):
         assert torch.equal(actual.double().nan_to_num(7e3), oracle.nan_to_num(7e3))
     for row, length in enumerate(lengths):
         assert length is not None or (output[row] == 0).all()

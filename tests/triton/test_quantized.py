@@ -107,7 +107,8 @@ def assert_apart(
         lost = rows % 3 == first
         nan = routed("quantized_linear", x.masked_fill(lost[..., None], torch.nan), weight, scale, bias, **more)
         assert nan[lost].isnan().all() and torch.equal(nan[~lost], output[~lost])
-        if scale.dtype == torch.uint8:  # double quantisation
+        # Double quantisation.
+        if scale.dtype == torch.uint8:
             continue
         lost = columns % 3 == first
         filled = (lost.repeat(2) if more.get("activation") else lost).view(-1, *[1] * (scale.dim() - 1))
@@ -227,7 +228,8 @@ def test_every_value_of_a_format_is_decoded():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
-            for first in range(0, 0 if suite.gpu() is None else 16, 2):  # two columns, one per row
+            # Two columns, one per row.
+            for first in range(0, 0 if suite.gpu() is None else 16, 2):
                 columns = torch.tensor([first, first + 1])
                 x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)
                 output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)

@@ -23,7 +23,8 @@ def test_a_step_has_four_gemms_per_layer(kind):
         actual = model(ids, use_cache=False).logits
     counted = Counter((route.operation, route.tier) for route in routes)
     assert counted["quantized_linear", "triton"] == 4 * LAYERS
-    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0  # only the model's final norm
+    # Only the model's final norm.
+    assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0
     hf_rocm.dequantize(model)
     hf_rocm.restore(model)
     with torch.no_grad(), options.override(tier="eager"):

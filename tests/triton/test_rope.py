@@ -43,7 +43,8 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(actual, expected):
-    atol = 2e-6 if actual.dtype == torch.float32 else 0  # the compiler may fuse a product and a sum
+    # The compiler may fuse a product and a sum.
+    atol = 2e-6 if actual.dtype == torch.float32 else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
 
@@ -57,7 +58,8 @@ def put_nan(tensor, first):
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
-    for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):  # both have the same compiled variant
+    # Both have the same compiled variant.
+    for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):
         query, key, _ = (heads if length == 5 else partial(separate, step=16))(batch, length, dtype, d=d)
         cos, sin = angles(1 if tables == 1 else batch, length, rotated, dtype, interleaved=interleaved)
         for lost in (None, query, cos, sin):

@@ -29,7 +29,8 @@ def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
     assert rows.dtype == format and rows.is_contiguous() and scale.is_contiguous()
     assert scale.dtype == FP32 and torch.equal(scale.isnan(), its_scale.isnan())
     assert torch.equal(scale.nan_to_num(), its_scale.nan_to_num())
-    finite = its_scale.isfinite()[:, 0]  # with any other scale, the row is not finite, whatever its 8-bit numbers
+    # With any other scale, the row is not finite, whatever its 8-bit numbers.
+    finite = its_scale.isfinite()[:, 0]
     assert torch.equal(rows[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
@@ -98,7 +99,8 @@ def test_a_tier_that_was_named_for_linear_layers_is_not_replaced(tier):
     x = random(3, 64, dtype=BF16)
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         rows, scale = round_rows(x, INT8)
-    assert routes == []  # PyTorch's operations ran, which record no route
+    # PyTorch's operations ran, which record no route.
+    assert routes == []
     expected, its_scale = quantize_rows(x, INT8)
     assert torch.equal(rows, expected) and torch.equal(scale, its_scale)
 

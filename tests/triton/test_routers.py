@@ -58,7 +58,8 @@ def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     agree(module, dtype)
     alike = torch.arange(16)
-    alike[8:12] = alike[4:8]  # experts 8–11 equal experts 4–7, so either may be selected
+    # Experts 8–11 equal experts 4–7, so either may be selected.
+    alike[8:12] = alike[4:8]
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data[alike]
     agree(module, dtype, alike)

@@ -26,16 +26,19 @@ def test_choose_experts(form, dtype):
         actual = routed("choose_experts", logits, **keywords)
         assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score is not first"
         check(actual, logits, keywords)
-    weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)  # one large score
+    # One large score.
+    weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)
     assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()
-    for first in range(0 if suite.gpu() is None else 3):  # a NaN affects only its row, and counts as the largest score
+    # A NaN affects only its row, and counts as the largest score.
+    for first in range(0 if suite.gpu() is None else 3):
         lost = torch.arange(tokens) % 3 == first
         broken = logits.masked_fill(lost[:, None] & (torch.arange(16) == 5 * first), torch.nan)
         weights, ids = routed("choose_experts", broken, **keywords)
         assert torch.equal(weights[~lost], actual[0][~lost]) and torch.equal(ids[~lost], actual[1][~lost])
         if keywords.get("scores") == routing_torch.SIGMOID:
             assert torch.equal(ids[lost].sort().values, eager(broken, keywords)[1][lost].sort().values)
-            none = torch.arange(16) % 4 == first  # scores of 0 are the lowest
+            # Scores of 0 are the lowest.
+            none = torch.arange(16) % 4 == first
             changed = {**keywords, "bias": keywords["bias"].masked_fill(none, 0)}
             broken = logits.masked_fill(none, -torch.inf)
             ids = routed("choose_experts", broken, **changed)[1]
@@ -75,8 +78,10 @@ def test_for_any_logits_the_experts_are_valid_and_distinct(scores):
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in ids.tolist())
     assert weights[0].isnan().all() and weights[3].isnan().any()
     usual, keywords = drawn(4, {"top": 3, "scores": scores}, torch.float32, experts=5)
-    check(routed("choose_experts", usual, **keywords), usual, keywords)  # the same variant with ordinary scores
-    if scores == routing_torch.SIGMOID:  # the scores of the logits below are all 1 in fp32
+    # The same variant with ordinary scores.
+    check(routed("choose_experts", usual, **keywords), usual, keywords)
+    # The scores of the logits below are all 1 in fp32.
+    if scores == routing_torch.SIGMOID:
         ids = routed("choose_experts", torch.tensor([[17.0, 20.0, 18.0, 17.1, 30.0]]), top=3, scores=scores)[1]
         assert ids.tolist() == [[0, 1, 2]]
 
@@ -121,5 +126,6 @@ def test_the_custom_op_passes_opcheck():
     checks = ("test_schema", "test_faketensor")
     operator = torch.ops.hf_rocm.triton_choose_experts.default
     torch.library.opcheck(operator, arguments, test_utils=checks)
-    weights, ids = operator(torch.eye(8) * 1000, *arguments[1:])  # exp(1000) would overflow
+    # exp(1000) would overflow.
+    weights, ids = operator(torch.eye(8) * 1000, *arguments[1:])
     assert torch.equal(ids[:, 0], torch.arange(8)) and weights.tolist() == [[1.0, 0.0]] * 8

@@ -39,7 +39,8 @@ def test_finish_step(shape, dtype):
     logits = random(*shape, dtype=dtype)
     check(logits)
     check(logits, further=torch.tensor([2**61 + 3]))
-    check(-logits.abs() - 1)  # every logit is less than the 0 that masked lanes load
+    # Every logit is less than the 0 that masked lanes load.
+    check(-logits.abs() - 1)
 
 
 @each_dtype

@@ -9,7 +9,8 @@ from tests.trained import KERNELS, Trained, generates_stocks_tokens, judges_toke
 
 @pytest.fixture
 def trained(tiny_checkpoint):
-    return Trained(tiny_checkpoint, graphs=False)  # on a CPU, a replay does not repeat the interpreter's work
+    # On a CPU, a replay does not repeat the interpreter's work.
+    return Trained(tiny_checkpoint, graphs=False)
 
 
 @pytest.mark.slow

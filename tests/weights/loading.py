@@ -33,7 +33,8 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     # run imports and one-time checks first, so that they are not counted
     with torch.inference_mode():
         hf_rocm.prepare(LlamaForCausalLM(transformers.LlamaConfig(**TINY)), force=True)(ids)
-        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")  # mapped, so no heap memory remains
+        # Mapped, so no heap memory remains.
+        LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")
     measured = {}
     base, start = settled(), _status("VmRSS")
     with torch.inference_mode():
@@ -65,7 +66,8 @@ def settled() -> int:
             is_weights = line.endswith(".safetensors")
         elif is_weights and word == "Rss:":
             mapped += int(line.split()[1]) * 1024
-        elif is_weights and word == "Anonymous:":  # RssAnon below includes these pages
+        elif is_weights and word == "Anonymous:":
+            # RssAnon below includes these pages.
             mapped -= int(line.split()[1]) * 1024
     return mapped + _status("RssAnon") + _status("VmSwap")
 

@@ -18,7 +18,8 @@ from hf_rocm.weights.fuse import Fused, unfuse
 from tests.tolerance import assert_as_good_as_eager
 
 LAYERS = 2
-GROUPS = 2 * LAYERS  # attention and MLP of every layer
+# Attention and MLP of every layer.
+GROUPS = 2 * LAYERS
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
 
@@ -106,7 +107,8 @@ def stock_with_weights_of(model: Any) -> Any:
     """Build a stock model of the same dtype with copies of the current weights."""
     twin = build(vocab_size=model.config.vocab_size).to(next(model.parameters()).dtype)
     twin.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    for name, buffer in model.named_buffers():  # the state dict does not contain the rotary frequencies
+    # The state dict does not contain the rotary frequencies.
+    for name, buffer in model.named_buffers():
         twin.get_buffer(name).copy_(buffer)
     return twin
 

@@ -19,7 +19,8 @@ from tests.weights import models
 from tests.weights.models import IDS, LAYERS
 
 NEWEST = recorded.RELEASES[-1]
-PRODUCTS = 4 * LAYERS + 1  # q + k + v, o, gate + up and down of every layer, and lm_head
+# q + k + v, o, gate + up and down of every layer, and lm_head.
+PRODUCTS = 4 * LAYERS + 1
 ROWS = IDS.numel()
 
 

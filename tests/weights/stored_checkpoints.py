@@ -116,7 +116,8 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
         levels[:, order], exact[:, order] = sorted_levels, sorted_exact
         groups[order] = numpy.arange(k) // (k if group == -1 else group)
         stored = (zero - 1) % 16 if version == "gptq" else zero
-        if version == "gptq":  # a zero point of 0 is stored as 15, which is read as 16
+        # A zero point of 0 is stored as 15, which is read as 16.
+        if version == "gptq":
             exact -= torch.from_numpy(numpy.where(zero == 0, 16, 0)[:, groups]) * scale.double()[:, groups]
         return {
             "qweight": words(levels.T.reshape(k, n).T).t(),

@@ -86,7 +86,8 @@ def saved(request, tmp_path):
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # norms and biases: keep the mean and add noise
+                # Norms and biases: keep the mean and add noise.
+                if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.normal_(0, 0.15)
@@ -128,7 +129,8 @@ def test_every_layout_of_a_checkpoint_is_loaded_as_in_stock(name, saved, gated):
     eager = logits(stock)
     with ops.recording() as routes:
         actual = logits(prepared)
-    if kind in MLPS:  # not every release runs these mixture-of-experts models in float64
+    # Not every release runs these mixture-of-experts models in float64.
+    if kind in MLPS:
         torch.testing.assert_close(actual, eager)
     else:
         assert_as_good_as_eager(actual, eager, logits(stock_class.from_pretrained(folder).eval().double()))

@@ -33,7 +33,8 @@ class Expert(nn.Module):
         return self.w2(self.act_fn(self.w1(x)) * self.w3(x))
 
 
-Expert.forward.__module__ = "transformers.models.some.modeling_some"  # only stock forwards may be skipped
+# Only stock forwards may be skipped.
+Expert.forward.__module__ = "transformers.models.some.modeling_some"
 
 
 class MoE(nn.Module):
@@ -92,7 +93,8 @@ def test_stacking_and_unstacking_keep_values_and_objects(bias):
         for name, parameter in moe.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
         storages = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        assert len(storages) == len(parameters)  # PyTorch reports separate storages
+        # PyTorch reports separate storages.
+        assert len(storages) == len(parameters)
         assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters.values())
         Stacked.restore(moe)
     assert stacked(moe) is None and not [name for name in moe.__dict__ if name.startswith("_hf_rocm")]

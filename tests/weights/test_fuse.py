@@ -161,7 +161,8 @@ def _new_layer(group):
 
 
 def _transposed_in_place(group):
-    group.a.weight.data = group.a.weight.data.t()  # the weight is square, so its address and shape don't change
+    # The weight is square, so its address and shape don't change.
+    group.a.weight.data = group.a.weight.data.t()
     return False, False
 
 
@@ -305,7 +306,8 @@ def test_with_gradients_the_layers_run_and_equal_stock(bias):
             torch.optim.AdamW(entry.parameters(), lr=0.1).step()
     for one, other in zip(group.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
-    assert live(group) is not None  # the optimizer's step was in place
+    # The optimizer's step was in place.
+    assert live(group) is not None
     same(group)
 
 

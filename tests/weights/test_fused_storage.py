@@ -12,7 +12,8 @@ from hf_rocm.weights import fused_storage
 from hf_rocm.weights.fuse import fuse
 
 WIDTH = 512
-ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}  # each takes at least 2 MiB in fp32
+# Each takes at least 2 MiB in fp32.
+ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def test_tensors_between_the_parts_are_moved(attention, aside):
     weights, old = dict(attention.named_parameters()), attention.o.weight.data_ptr()
     fuses(attention, values(attention))
     assert aside == [[weights["o.weight"]]] and attention.o.weight.data_ptr() != old
-    assert dict(attention.named_parameters()) == weights  # the objects are unchanged
+    # The objects are unchanged.
+    assert dict(attention.named_parameters()) == weights
     block = fused(attention).weight
     assert not block.data_ptr() <= attention.o.weight.data_ptr() < block.data_ptr() + block.nbytes
 

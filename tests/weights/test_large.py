@@ -32,9 +32,11 @@ pytestmark = [
 ]
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 12, 2048, 6144, 512
-LAYER = 2 * (2 * INTERMEDIATE * HIDDEN + (HIDDEN + 2 * KEYS) * HIDDEN)  # bytes of one layer's fused weights
+# Bytes of one layer's fused weights.
+LAYER = 2 * (2 * INTERMEDIATE * HIDDEN + (HIDDEN + 2 * KEYS) * HIDDEN)
 GROUPS = 2 * LAYERS
-SLACK = 16 * 2**20  # allowance for other memory that the process allocates
+# Allowance for other memory that the process allocates.
+SLACK = 16 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +106,12 @@ def test_loading_takes_at_most_a_tenth_longer(large):
             buffer[: parameter.numel()].copy_(parameter.data.view(-1))
         return time.process_time() - start
 
-    for load in (stock, prepared):  # run imports and one-time checks first
+    # Run imports and one-time checks first.
+    for load in (stock, prepared):
         spent(load)
     ratios = []
-    for _ in range(6):  # other processes affect some runs more than others
+    # Other processes affect some runs more than others.
+    for _ in range(6):
         times = [(spent(stock), spent(prepared)) for _ in range(5)]
         ratios.append(median(own for _, own in times) / median(expected for expected, _ in times))
         if ratios[-1] <= 1.10:

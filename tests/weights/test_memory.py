@@ -112,7 +112,8 @@ def test_saving_peaks_at_most_one_layer_higher_than_stock(tmp_path):
 def test_converting_frees_the_old_blocks(tmp_path):
     model, traffic = count(lambda model: model.bfloat16(), tmp_path, prepared=True)
     assert live(model) == 6
-    assert abs(traffic.change + size(model)) <= size(model) * 0.02  # half of the memory is freed
+    # Half of the memory is freed.
+    assert abs(traffic.change + size(model)) <= size(model) * 0.02
     # an old block is freed before the new one is allocated, so the peak includes only the parts in the new dtype
     assert traffic.peak <= one_layer(model) / 4
 

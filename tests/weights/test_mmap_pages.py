@@ -14,7 +14,8 @@ from hf_rocm.weights import mmap_pages
 
 pytestmark = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="no pagemap on this system")
 
-SIZE = 64 * 2**20  # bytes of the tensor
+# Bytes of the tensor.
+SIZE = 64 * 2**20
 
 
 @pytest.fixture

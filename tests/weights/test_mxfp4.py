@@ -57,7 +57,8 @@ def prepared(folder, **arguments):
 
 def same_as(reference, model):
     wide = copy.deepcopy(reference).double()
-    wide.config._experts_implementation = "eager"  # the default of transformers 5 does not support float64
+    # The default of transformers 5 does not support float64.
+    wide.config._experts_implementation = "eager"
     assert_as_good_as_eager(logits(model), logits(reference), logits(wide))
 
 
@@ -93,13 +94,15 @@ def test_results_and_tokens_equal_the_dequantised_model(tmp_path, experts):
 def test_the_numbers_equal_those_of_transformers(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
-    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")  # loads in bf16 in every release
+    # Loads in bf16 in every release.
+    stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     for path, experts in [(path, one) for path, one in model.named_modules() if isinstance(one, StoredExperts)]:
         tensors, loaded = experts.tensors(), stock.get_submodule(path)
         for name in ("gate_up_proj", "down_proj"):
             stored = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
             wanted = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16)
-            if wanted.shape != getattr(loaded, name).shape:  # 4.55 transposes the weight afterwards
+            # 4.55 transposes the weight afterwards.
+            if wanted.shape != getattr(loaded, name).shape:
                 wanted = wanted.transpose(1, 2)
             assert torch.equal(dequantize(*stored, torch.bfloat16).transpose(1, 2), wanted)
             assert torch.equal(getattr(loaded, name), wanted)

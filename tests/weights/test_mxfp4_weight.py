@@ -35,7 +35,8 @@ def test_a_model_in_mxfp4_has_the_expected_kernels_numbers_and_memory():
     for path, layer in quantizing.layers(model):
         weight = stock.get_submodule(path).weight.detach()
         exact, nearest = rounded(weight)[2], layer.weight.double()
-        other = exact != nearest  # only weights midway between two numbers may differ
+        # Only weights midway between two numbers may differ.
+        other = exact != nearest
         assert torch.equal((exact - weight).abs()[other], (nearest - weight).abs()[other])
         assert other.float().mean() < 0.01
         packed = layer.quantized

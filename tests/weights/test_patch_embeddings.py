@@ -127,8 +127,10 @@ def test_the_use_of_the_patches_is_read_from_the_source():
     flattens = patch_embeddings._flattens
     assert flattens(SiglipVisionEmbeddings, "patch_embedding") is SiglipVisionEmbeddings.forward
     assert flattens(ViTPatchEmbeddings, "projection") is ViTPatchEmbeddings.forward
-    assert flattens(PatchEmbed, "proj") is None  # its forward calls view
-    assert flattens(Embedding, "proj") is None  # not a class of transformers
+    # Its forward calls view.
+    assert flattens(PatchEmbed, "proj") is None
+    # Not a class of transformers.
+    assert flattens(Embedding, "proj") is None
 
 
 def test_an_empty_batch_returns_an_empty_output():
@@ -292,7 +294,8 @@ def test_copies_and_pickles_work_and_can_be_restored():
     assert {name: value for name, value in model.proj.__dict__.items() if not name.startswith("_param")}.keys() == {
         name for name in before if not name.startswith("_param")
     }
-    assert not instance_forward.is_attached(thawed.proj)  # the unpickled module has the stock forward as an attribute
+    # The unpickled module has the stock forward as an attribute.
+    assert not instance_forward.is_attached(thawed.proj)
 
 
 def test_preparing_again_changes_nothing_and_explain_names_the_convolution():

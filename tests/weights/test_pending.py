@@ -34,7 +34,8 @@ def test_loading_reads_nothing_and_the_first_call_fuses(fresh, stock):
     assert len(fresh.__dict__[preparing.REPORT]["fused"]) == GROUPS
     with torch.no_grad():
         assert why_not(fresh.model.layers[0].mlp, GATE) is None
-    assert pending(fresh) == GROUPS  # reading the reason did not fuse anything
+    # Reading the reason did not fuse anything.
+    assert pending(fresh) == GROUPS
     follows(fresh, GROUPS, twin=stock)
     assert blocks(fresh) == GROUPS
 

@@ -214,7 +214,8 @@ def test_machine_environment_and_argument_decide_whether_a_model_is_prepared(sto
     served = [module for module in stock.modules() if type(module).__name__ in ("LlamaAttention", "LlamaMLP")]
     modes = {bind.mode_of(module) for module in served}
     assert modes == {bind.ON if environment == "1" else bind.GPU if rocm else bind.OFF}
-    assert live(stock) == (GROUPS if environment == "1" else 0)  # without force, blocks are not used on the CPU
+    # Without force, blocks are not used on the CPU.
+    assert live(stock) == (GROUPS if environment == "1" else 0)
 
 
 def test_on_rocm_a_model_on_the_cpu_runs_the_stock_forward(stock, monkeypatch):

@@ -37,7 +37,8 @@ def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
     )
     assert set(account_of_model["shuffled"].values()) == {"a copy"}
     serves(model, shuffled=PRODUCTS)
-    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])  # unfused layers run in PyTorch, as without copies
+    # Unfused layers run in PyTorch, as without copies.
+    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])
 
 
 def test_shuffling_in_place_needs_no_memory_and_serves_any_number_of_rows(machine):
@@ -61,7 +62,8 @@ def test_restore_returns_the_stock_model(either):
     expected = build()
     for _ in range(2):
         assert hf_rocm.restore(either) is either
-        gc.collect()  # frees the models of earlier tests, whose copies are tracked, too
+        # Frees the models of earlier tests, whose copies are tracked, too.
+        gc.collect()
         shuffled_copy.unwatch()
         assert not traces(either) and not shuffled_copy._hook.live
         state = either.state_dict()

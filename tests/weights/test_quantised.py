@@ -47,14 +47,16 @@ LIBRARIES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # the libraries warn
+# The libraries warn.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
 def test_layers_of_quantisation_libraries_are_not_fused(checkpoint, config, reason):
     model = hf_rocm.from_pretrained(checkpoint, force=True, quantization_config=config()).eval()
     report = model.__dict__[preparing.REPORT]
     assert not report["fused"] and live(model) == blocks(model) == 0
     assert len(report["skipped"]) == GROUPS and report["skipped"]["model.layers.0.self_attn"] == reason
-    if config is four_bits:  # its GEMM on the CPU needs larger layers
+    # Its GEMM on the CPU needs larger layers.
+    if config is four_bits:
         return
     loader = transformers.LlamaForCausalLM
     stock = loader.from_pretrained(checkpoint, torch_dtype="auto", quantization_config=config()).eval()

@@ -28,10 +28,11 @@ from tests.weights.models import GROUPS, IDS, LAYERS, assert_same_results, logit
 
 LINEARS = 7 * LAYERS
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # q+k+v, o, gate+up, down
+SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
-FOUR_BITS = ["int4-g32", "int4-g64"]  # the models of this file are narrower than a group of 128
+# The models of this file are narrower than a group of 128.
+FOUR_BITS = ["int4-g32", "int4-g64"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -266,7 +267,7 @@ class TestRefusals:
 
     def test_quantised_layers_refuse_gradients(self):
         model = quantized()
-        output = model(IDS, use_cache=False).logits  # outside no_grad: no remaining parameter requires gradients
+        output = model(IDS, use_cache=False).logits
         assert not output.requires_grad and not any(parameter.requires_grad for parameter in model.parameters())
         embedded = model.get_input_embeddings()(IDS).requires_grad_()
         with pytest.raises(OptionError, match="quantised layers don't support gradients"):

@@ -104,7 +104,8 @@ class TestAfterwards:
             owner = name.rpartition(".")[0]
             expected = weights[owner] if owner in weights else model.get_parameter(name)
             assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
-        self.still_one_product(model, logits(model))  # saving did not change the model
+        # Saving did not change the model.
+        self.still_one_product(model, logits(model))
 
     def test_layers_with_biases_are_quantised(self):
         model = models.build(attention_bias=True)

@@ -26,7 +26,8 @@ if Version(transformers.__version__) < Version("4.55"):
 from hf_rocm.weights.quantized_experts import QuantizedExperts
 from tests.weights import mxfp4_checkpoints as gpt_oss
 
-STACKED = Version(transformers.__version__) >= Version("5")  # in 4.x, other MoE models have lists of experts
+# In 4.x, other MoE models have lists of experts.
+STACKED = Version(transformers.__version__) >= Version("5")
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -87,7 +88,8 @@ def test_the_experts_run_in_mxfp4(name):
     with options.override(tiers={"experts": "eager", "linear": "eager"}):
         eager = logits(model)
     ordinary = hf_rocm.dequantize(copy.deepcopy(model)).double()
-    ordinary.config._experts_implementation = "eager"  # the default of transformers 5 does not support float64
+    # The default of transformers 5 does not support float64.
+    ordinary.config._experts_implementation = "eager"
     assert_as_good_as_eager(actual, eager, logits(ordinary))
     assert not torch.equal(actual, logits(build(name)))
 
@@ -160,7 +162,8 @@ def test_state_dicts_copies_and_dtypes_are_supported(name):
         assert torch.equal(logits(other), expected)
     model.load_state_dict({key: torch.zeros_like(value) for key, value in state.items()})
     assert not torch.equal(logits(model), expected)
-    model.load_state_dict(state)  # values that MXFP4 can represent are not changed by rounding
+    # Values that MXFP4 can represent are not changed by rounding.
+    model.load_state_dict(state)
     assert torch.equal(logits(model), expected)
     key = next(key for key in state if key.endswith("experts.down_proj"))
     with pytest.raises(RuntimeError, match="size mismatch"):

@@ -40,11 +40,13 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     model.save_pretrained(tmp_path / "prepared", **size)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
     assert (len(files(tmp_path / "prepared")) > 2) is (shard is not None)
-    follows(model, GROUPS)  # saving did not change the model
+    # Saving did not change the model.
+    follows(model, GROUPS)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
-    hf_rocm.prepare(loaded, force=True)  # its weights are in a mapped file
+    # Its weights are in a mapped file.
+    hf_rocm.prepare(loaded, force=True)
     follows(loaded, GROUPS)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
 

@@ -69,7 +69,8 @@ def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either
         assert not traces(hf_rocm.restore(twin))
     buffer = io.BytesIO()
     torch.save(either, buffer)
-    serves(either, shuffled=PRODUCTS)  # copying and pickling did not change the model
+    # Copying and pickling did not change the model.
+    serves(either, shuffled=PRODUCTS)
     same(either.state_dict())
     either.save_pretrained(tmp_path)
     same(type(either).from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict())
@@ -182,13 +183,15 @@ def test_lora_of_peft_equals_stock(either, safe):
     equal()
     actual, its = (it.merge_and_unload(safe_merge=safe) for it in (actual, its))
     equal()
-    straight = lora(prepared()).merge_and_unload(safe_merge=safe)  # without a call in between
+    # Without a call in between.
+    straight = lora(prepared()).merge_and_unload(safe_merge=safe)
     torch.testing.assert_close(
         logits(straight), logits(lora(build()).merge_and_unload(safe_merge=safe)), rtol=0.05, atol=0.3
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # masks of 4.x, when traced
+# Masks of 4.x, when traced.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     eager = build()
     torch._dynamo.reset()
@@ -202,7 +205,8 @@ def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     marked = [
         getattr(call.arguments["B"], "is_shuffled", False) for call in recorded.kernels.CALLS if "gemm" in call[0]
     ]
-    single = 7 * LAYERS + 1  # without original weights, a group runs layer by layer
+    # Without original weights, a group runs layer by layer.
+    single = 7 * LAYERS + 1
     assert sum(marked) == (single if account(either)["threshold"] == 0 else PRODUCTS)
     new = {name: torch.randn_like(p) * 0.1 for name, p in eager.state_dict().items()}
     either.load_state_dict(new)

@@ -35,7 +35,8 @@ def test_a_conversion_to_another_dtype_keeps_the_groups(model, dtype, how):
     else:
         {torch.bfloat16: model.bfloat16, torch.float16: model.half, torch.float64: model.double}[dtype]()
     assert blocks(model) == GROUPS and model.model.layers[0].mlp.up_proj.weight.dtype == dtype
-    if dtype != torch.float64:  # in float64, the reference itself has rounding errors
+    # In float64, the reference itself has rounding errors.
+    if dtype != torch.float64:
         follows(model, GROUPS)
     model.float()
     follows(model, GROUPS)
@@ -119,7 +120,8 @@ def test_weights_that_are_tied_later_unfuse_their_group(model):
     with torch.no_grad():
         second.mlp.up_proj.weight.mul_(2)
     follows(model, GROUPS - 1)
-    model.double().float()  # the first module with the shared parameter moves it out of the second one's block
+    # The first module with the shared parameter moves it out of the second one's block.
+    model.double().float()
     assert first.mlp.up_proj.weight is second.mlp.up_proj.weight
     follows(model, GROUPS - 2)
 
@@ -149,7 +151,8 @@ def test_copies_have_separate_weights(model, how):
     with torch.no_grad():
         twin.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].self_attn.q_proj.weight.mul_(3)
-    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)  # an unpickled model is fused at its first call
+    # An unpickled model is fused at its first call.
+    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)
     follows(twin, GROUPS)
     follows(model, GROUPS)
     assert not torch.equal(twin.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)

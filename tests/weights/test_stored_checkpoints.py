@@ -195,7 +195,8 @@ def test_layers_on_disk_run_as_in_stock(tmp_path, case, caplog):
     offloaded |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     arguments = {"force": True, "device_map": offloaded, "offload_folder": tmp_path / "offloaded"}
     if Version(transformers.__version__) < Version("5") or case in checkpoints.BITSANDBYTES:
-        with pytest.raises((ImportError, RuntimeError)):  # the format's package or a GPU is missing
+        # The format's package or a GPU is missing.
+        with pytest.raises((ImportError, RuntimeError)):
             hf_rocm.from_pretrained(tmp_path, **arguments)
         assert "it are offloaded" in caplog.text
         return

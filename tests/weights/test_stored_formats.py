@@ -73,7 +73,8 @@ def test_products_are_as_accurate_as_eager(case, n, k):
     for m, (x, _, eager, wide) in results.items():
         rounded = new.quantized.rounds
         actual = new.quantized(x)
-        if rounded:  # x is rounded with one scale per row
+        # x is rounded with one scale per row.
+        if rounded:
             step = x.abs().amax(1, keepdim=True) / (127 if new.quantized.data.dtype == torch.int8 else 16)
             bound = 0.51 * step.double() * exact.abs().sum(1)
             assert ((actual.double() - wide).abs() <= bound + 1e-4).all(), m
@@ -146,7 +147,8 @@ def test_the_format_is_that_of_the_library(case):
     compressed = compressor.compress(given, scheme)
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in compressed.items()}
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
-    if case is checkpoints.MXFP4:  # ties, which `mxfp4_rounding` rounds towards zero, are rare
+    # Ties, which `mxfp4_rounding` rounds towards zero, are rare.
+    if case is checkpoints.MXFP4:
         assert (compressed["weight_packed"] != layer_tensors["weight_packed"]).float().mean() < 0.01
         assert torch.equal(mxfp4_bytes(quantize(weight)[0]).flatten(1), compressed["weight_packed"])
         assert torch.equal(quantize(weight)[1], compressed["weight_scale"])
@@ -213,7 +215,8 @@ def test_the_fp8_format_is_that_of_transformers(scale_fmt):
         assert tensor.dtype in expected[name].dtypes and tuple(tensor.shape) in expected[name].shapes
     layer = layer_of(case, compressed, 256, 384)
     read = Fp8Dequantize(owner).convert({name: [tensor] for name, tensor in compressed.items()})["weight"]
-    read = read[0] if isinstance(read, list) else read  # some releases return a list
+    # Some releases return a list.
+    read = read[0] if isinstance(read, list) else read
     assert torch.equal(layer.dequantized(read.dtype), read)
     wide, x = layer.dequantized(torch.float64), torch.randn(5, 384)
     new = encoded(layer)

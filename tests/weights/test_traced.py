@@ -77,7 +77,8 @@ def test_the_graph_has_the_parameters_and_no_second_copy():
     run, counter = compiled(group)
     run(X)
     inputs = [node for node in counter.graphs[0].graph.nodes if node.op == "placeholder"]
-    assert len(inputs) == 4  # x and three weights
+    # x and three weights.
+    assert len(inputs) == 4
 
 
 def test_the_plain_gemm_is_traced_too():
@@ -108,7 +109,8 @@ def test_accelerates_hooks_are_traced():
     for linear in group.children():
         accelerate.hooks.add_hook_to_module(linear, accelerate.hooks.AlignDevicesHook("cpu"))
     fuse.fuse(group, group.names)
-    run, counter = compiled(group, fullgraph=False)  # accelerate's code breaks the graph
+    # accelerate's code breaks the graph.
+    run, counter = compiled(group, fullgraph=False)
     check(run, group)
     assert "hf_rocm.linear_group" not in calls(counter)
 

@@ -144,7 +144,8 @@ EXAMPLES: dict[type[WeightGroup], Example] = {
 @pytest.fixture(params=kinds(), ids=lambda kind: kind.__name__)
 def kind(request, machine, monkeypatch):
     machine(threshold=1)
-    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)  # the recorded aiter lacks the kernel
+    # The recorded aiter lacks the kernel.
+    monkeypatch.setattr(experts_shuffled, "aiter_refuses", lambda *_: None)
     with torch.no_grad():
         yield request.param
 
@@ -193,7 +194,8 @@ def test_a_live_group_computes_what_its_layers_compute(kind):
 def test_norm_and_activation_are_fused_with_the_gemm(kind):
     _, module = formed(kind)
     if kind in (Stacked, CopiedExperts):
-        assert product(module, X) is None  # experts are not a GEMM with one input
+        # Experts are not a GEMM with one input.
+        assert product(module, X) is None
         return
     norm = ops.Norm(torch.randn(WIDTH).bfloat16(), 1e-6)
     normed = ops.rms_norm(X, norm.weight, eps=norm.eps)
@@ -206,7 +208,8 @@ def test_a_stale_group_is_not_used_after_a_weight_was_replaced(kind):
     assert example.run(module) is not None
     example.move(module)
     actual = example.run(module)
-    if actual is not None:  # the group was rebuilt from the current weights
+    # The group was rebuilt from the current weights.
+    if actual is not None:
         torch.testing.assert_close(actual, example.one_by_one(module, X))
     stale = live(module)
     assert stale is None or not stale.parts or type(stale) is not kind
@@ -250,7 +253,8 @@ def test_a_copy_has_a_separate_group_or_none(kind, how):
 
 def test_with_gradients_the_layers_run(kind):
     example, module = formed(kind)
-    if kind is Quantized:  # the weights of quantised layers are not parameters
+    # The weights of quantised layers are not parameters.
+    if kind is Quantized:
         return
     with torch.enable_grad():
         actual = example.run(module)

@@ -264,7 +264,8 @@ def _flash_attn_func_forward(
         softmax_scale=scale,
         causal=causal,
         window_size=(left, right),
-        return_lse=grad,  # with gradients, aiter asserts that this is True
+        # With gradients, aiter asserts that this is True.
+        return_lse=grad,
     )
     output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
     return output.contiguous()

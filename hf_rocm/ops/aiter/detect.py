@@ -130,7 +130,8 @@ def load() -> Release | str:
         logging.getLogger("aiter").addFilter(_warnings_only)
     try:
         package = importlib.import_module("aiter")
-        importlib.import_module("aiter.tuned_gemm")  # registers gemm_a16w16
+        # Registers gemm_a16w16.
+        importlib.import_module("aiter.tuned_gemm")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - its modules raise anything, and a failed build exits
         options.use_tuned_table(None)
         return f"{name} can't be imported here: {type(error).__name__}: {_first_line(error)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 32  # the size of a tile of preshuffled weights
+# The size of a tile of preshuffled weights.
+ROWS, COLUMNS = 16, 32
 
 
 def rows_first(x: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
     if not detect.release().at_least(READS_SHUFFLED):
         return f"{detect.release().name} ignores that a weight is shuffled; use {READS_SHUFFLED} or later"
     if device.arch == "gfx942":
-        return None  # hipBLASLt reads shuffled weights of any shape
+        # hipBLASLt reads shuffled weights of any shape.
+        return None
     if device.arch != "gfx950":
         return f"{device.arch} has no kernel for shuffled weights"
     if spec.dtype != torch.bfloat16 or spec.n % 64 or spec.k % 64:
@@ -74,7 +75,8 @@ def _gemm() -> contract.Call | str:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() == 0 or x.device != weight.device:  # PyTorch raises the error if the devices differ
+    # PyTorch raises the error if the devices differ.
+    if x.numel() == 0 or x.device != weight.device:
         return F.linear(x, weight, bias)
     kernel: Any = _gemm()
     if bias is None or detect.release().at_least(KEEPS_BIAS):

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 
 NAME = "fused_moe:fused_moe"
-ARCHITECTURES = ("gfx942", "gfx950")  # aiter looks up its kernels by architecture
-STEP = 64  # the smallest tile of its kernels along H and I
+# aiter looks up its kernels by architecture.
+ARCHITECTURES = ("gfx942", "gfx950")
+# The smallest tile of its kernels along H and I.
+STEP = 64
 
 
 def plain_refuses(spec: ExpertsSpec, device: Device) -> str | None:

@@ -34,7 +34,8 @@ _TILE = {
     "num_ctas": 1,
     "num_stages": 1,
 }
-_TABLED = ("gfx1151",)  # the Radeon GPUs for which aiter has tiles, including those of the gradients
+# The Radeon GPUs for which aiter has tiles, including those of the gradients.
+_TABLED = ("gfx1151",)
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:

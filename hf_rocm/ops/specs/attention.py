@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-FEW_QUERIES = 16  # the largest S_q of decoding kernels
+# The largest S_q of decoding kernels.
+FEW_QUERIES = 16
 
 
 class AttentionSpec(NamedTuple):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-MANY = 0  # in a specification: more rows than the operation's `FEW`, or no rows
+# In a specification: more rows than the operation's `FEW`, or no rows.
+MANY = 0
 
 
 class LinearSpec(NamedTuple):

@@ -14,7 +14,8 @@ from hf_rocm.ops.specs.linear import MANY
 # A weight is dequantised in pieces. Every piece but the last has a multiple of this number of rows, so that it does not
 # end within the 128 rows of a block, or within 256 scales that share a factor.
 _STEP = 256
-_AT_ONCE = 2**24  # the largest number of elements in a piece (64 MiB in fp32), unless `_STEP` rows have more
+# The largest number of elements in a piece (64 MiB in fp32), unless `_STEP` rows have more.
+_AT_ONCE = 2**24
 
 
 class QuantizedSpec(NamedTuple):

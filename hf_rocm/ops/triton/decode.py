@@ -109,7 +109,8 @@ def limits(spec: DecodeSpec | AttentionSpec | PagedSpec | AttendIntoCacheSpec, d
     if spec.dtype not in DTYPES:
         return f"the decode kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.dtype == torch.float32 and device.kind == "cuda":
-        return "a GPU's exponential function is less accurate than fp32 requires"  # measured on an H200
+        # Measured on an H200.
+        return "a GPU's exponential function is less accurate than fp32 requires"
     if max(spec.head_dim, spec.value_dim) > LARGEST_HEAD:
         return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"
     if (device.arch or "").startswith("gfx11") and max(spec.head_dim, spec.value_dim) > 128:
@@ -182,7 +183,8 @@ def forward(
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
-        contract=new is None,  # as for `rope_kernel`: products are rounded before they are added
+        # As for `rope_kernel`: products are rounded before they are added.
+        contract=new is None,
         forms=(
             form(query),
             form(key),

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 NAME = "delta_step_kernel"
 
-LARGEST_STATE = 256 * 128  # elements of the state of one head, which a program keeps in registers
+# Elements of the state of one head, which a program keeps in registers.
+LARGEST_STATE = 256 * 128
 
 
 def refuses(spec: DeltaSpec, device: Device) -> str | None:
@@ -87,7 +88,8 @@ def _forward(
             conv_state.stride(2),
         ),
         {**sizes, "TAPS": conv_state.shape[2], "BLOCK": power_of_two(max(key_dim, value_dim))},
-        num_warps=1,  # no lane may overwrite an input that another warp still reads
+        # No lane may overwrite an input that another warp still reads.
+        num_warps=1,
         contract=False,
     )
     block_key, block_value = power_of_two(key_dim), power_of_two(value_dim)

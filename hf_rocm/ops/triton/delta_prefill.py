@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 NAME = "recurrence_kernel"
 
-CHUNK = 32  # tokens; with 64, RDNA spills registers
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # how many bf16 numbers represent a number of the dtype
+# Tokens; with 64, RDNA spills registers.
+CHUNK = 32
+# How many bf16 numbers represent a number of the dtype.
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 LARGEST_KEY = 256
 
 

@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 NAME = "chosen_experts"
 
-PAIRS = 64  # the largest number of token-expert pairs for which these kernels are preferred to the torch tier
-LARGEST = 2**31  # elements of one expert: offsets have 32 bits
-WIDEST = 2**16  # columns; the second dimension of a grid is limited to 16 bits
+# The largest number of token-expert pairs for which these kernels are preferred to the torch tier.
+PAIRS = 64
+# Elements of one expert: offsets have 32 bits.
+LARGEST = 2**31
+# Columns; the second dimension of a grid is limited to 16 bits.
+WIDEST = 2**16
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:

@@ -36,7 +36,8 @@ ARGUMENTS = (
     "Tensor? down_bias, Tensor ids, Tensor weights, str activation, float limit, float alpha"
 )
 
-_BLOCK, _THREADS = 1024, 128  # numbers and threads of a program that dequantises
+# Numbers and threads of a program that dequantises.
+_BLOCK, _THREADS = 1024, 128
 
 
 def refuses(spec: ExpertsSpec, device: Device) -> str | None:

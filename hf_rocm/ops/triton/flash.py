@@ -68,7 +68,8 @@ def _limits(spec: VarlenSpec | AttentionSpec, device: Device) -> str | None:
     if spec.dtype not in DTYPES:
         return f"the flash kernel supports fp32, bf16 and fp16, not {spec.dtype}"
     if spec.dtype == torch.float32 and device.kind == "cuda":
-        return "a GPU's exponential function is less accurate than fp32 requires"  # measured on an H200
+        # Measured on an H200.
+        return "a GPU's exponential function is less accurate than fp32 requires"
     largest = max(spec.head_dim, spec.value_dim)
     if largest > LARGEST_HEAD:
         return f"head dims must be at most {LARGEST_HEAD}, got {spec.head_dim} and {spec.value_dim}"

@@ -17,7 +17,8 @@ from hf_rocm.ops.triton import detect
 READ = frozenset({(3, 6)})
 
 _LARGEST_INT = 2**31
-_MOST = 4096  # the largest number of cached kernels, whose keys may include the lengths of prompts
+# The largest number of cached kernels, whose keys may include the lengths of prompts.
+_MOST = 4096
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -67,7 +68,8 @@ def _again(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[A
     """Launch a kernel that Triton has compiled and loaded, as the last part of Triton's own launch does."""
     runtime = _runtime()
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        compiled[grid](*arguments)  # calls a profiler's hooks too
+        # Calls a profiler's hooks too.
+        compiled[grid](*arguments)
         return
     stream = _driver().get_current_stream(device)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)

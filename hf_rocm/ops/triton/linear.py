@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 NAME = "few_rows"
 
 DTYPES = (torch.bfloat16, torch.float16)
-FEWEST = 16  # the smallest N and K; smaller GEMMs don't matter for performance
+# The smallest N and K; smaller GEMMs don't matter for performance.
+FEWEST = 16
 
 
 def refuses(spec: LinearSpec | FusedLinearSpec, device: Device) -> str | None:

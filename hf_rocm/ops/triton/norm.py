@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.pointwise import LayerNormSpec, NormAddSpec, NormSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 32768  # a row must fit into the registers of one workgroup
-PROGRAMS = 256  # a program takes several rows of a LayerNorm only if about this many programs or more remain
+# A row must fit into the registers of one workgroup.
+WIDEST = 32768
+# A program takes several rows of a LayerNorm only if about this many programs or more remain.
+PROGRAMS = 256
 
 
 def refuses(spec: NormSpec | NormAddSpec, device: Device) -> str | None:

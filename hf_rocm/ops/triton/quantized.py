@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 NAME = "few_rows"
 DEQUANTIZE = "dequantize, F.linear"
 
-_SHORTEST_RUN = 16  # the smallest K of a matrix instruction
-_EVEN = 512  # the most columns of an 8-bit W that `few_rows` processes at a time
-_SUMMED = 512  # the number of columns that a program of `sum_parts` computes
-_LONGEST_CODED = 256  # with longer groups, the loop for several rows may not fit into shared memory
-_PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}  # see `four_bit_vector`: BYTES → pattern
+# The smallest K of a matrix instruction.
+_SHORTEST_RUN = 16
+# The most columns of an 8-bit W that `few_rows` processes at a time.
+_EVEN = 512
+# The number of columns that a program of `sum_parts` computes.
+_SUMMED = 512
+# With longer groups, the loop for several rows may not fit into shared memory.
+_LONGEST_CODED = 256
+# See `four_bit_vector`: BYTES → pattern.
+_PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}
 
 
 def refuses(spec: QuantizedSpec, device: Device) -> str | None:
@@ -60,7 +65,8 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if rdna3 and spec.format in (FP8, FP8_FNUZ) and spec.residual and spec.rows > ROWS and spec.k % _EVEN:
         reason = "on RDNA 3, a wait is missing from the machine code of the fp8 kernel with a residual sum"
         return f"{reason} for M > {ROWS}, unless K is a multiple of {_EVEN}, got {spec.k}"
-    more = spec.activation is not None or spec.group  # a gate, or scales within the loop over K
+    # A gate, or scales within the loop over K.
+    more = spec.activation is not None or spec.group
     if more and spec.format != INT4 and rdna3:
         return "on RDNA 3, a wait is missing from the machine code of the 8-bit kernels with a gate or block scales"
     if spec.activation is not None and spec.format != INT4 and spec.group and spec.n % (2 * BLOCK):
@@ -77,7 +83,8 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
         return "the call rounds x"
     if spec.rows:
         return "M ≤ 64 is left to the kernels for few rows"
-    if spec.dtype not in linear.DTYPES:  # fp32 GEMMs of the BLAS library differ by more than the check allows
+    # fp32 GEMMs of the BLAS library differ by more than the check allows.
+    if spec.dtype not in linear.DTYPES:
         return f"the kernels dequantise to bf16 and fp16, not {spec.dtype}"
     if spec.shuffled:
         return "the kernels read weights in plain order, but this weight is shuffled"
@@ -135,7 +142,8 @@ def _forward(
         return out
     if residual is not None:
         residual = residual.contiguous()
-    if norm_weight is not None:  # a separate kernel is faster, since converting W takes arithmetic too
+    # A separate kernel is faster, since converting W takes arithmetic too.
+    if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     from hf_rocm.ops.triton.kernels import linear as kernels
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.quantized import RoundingSpec
 
 NAME = "round_rows_kernel"
-WIDEST = rounding_tile(2**30)[0]  # the largest number of columns that a program reads at a time
+# The largest number of columns that a program reads at a time.
+WIDEST = rounding_tile(2**30)[0]
 
 
 def refuses(spec: RoundingSpec, device: Device) -> str | None:
@@ -29,7 +30,8 @@ def refuses(spec: RoundingSpec, device: Device) -> str | None:
         return reason
     if spec.dtype not in DTYPES:
         return f"the kernel rounds fp32, bf16 and fp16, not {spec.dtype}"
-    if spec.format not in (INT8, fp8_of(device)):  # without such instructions, the compiler rounds twice
+    # Without such instructions, the compiler rounds twice.
+    if spec.format not in (INT8, fp8_of(device)):
         return f"{device.arch or 'this device'} has no instruction that rounds to {spec.format}"
     return format_refuses(spec, device)
 

@@ -92,7 +92,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                 "BLOCK": power_of_two(experts),
                 "BLOCK_TOP": power_of_two(call.top),
             },
-            num_warps=1,  # every reduction stays within the warp
+            # Every reduction stays within the warp.
+            num_warps=1,
         )
     return weights, ids
 

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.step import AppendTokensSpec, BeginStepSpec, FinishStepSpec, LookUpDraftsSpec
 
 BEGIN, LOOK_UP, NAME, APPEND = "begin_kernel", "look_up_kernel", "logits_kernel", "append_kernel"
-MOST = 256  # the largest number of rows
-PROGRAMS = 512  # the largest number of programs that read the logits; the next kernel reads the result of each
-MOST_ENDS = 16  # the largest number of end tokens
-MOST_NGRAM = 8  # the length of the longest n-gram that is searched
-MOST_CLOCKS = 4096  # the largest number of positions and lengths
+# The largest number of rows.
+MOST = 256
+# The largest number of programs that read the logits; the next kernel reads the result of each.
+PROGRAMS = 512
+# The largest number of end tokens.
+MOST_ENDS = 16
+# The length of the longest n-gram that is searched.
+MOST_NGRAM = 8
+# The largest number of positions and lengths.
+MOST_CLOCKS = 4096
 BLOCK = 1024
 
 

@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 from hf_rocm.ops.triton.launch import power_of_two
 
-ROWS = 16  # the smallest number of rows of x in a program with matrix instructions
-NARROW = 4096  # with up to this many columns, programs must be small so that there are enough of them
+# The smallest number of rows of x in a program with matrix instructions.
+ROWS = 16
+# With up to this many columns, programs must be small so that there are enough of them.
+NARROW = 4096
 MOST_SPLITS = 128
-LONG = 64  # a piece with at least this many blocks of keys is always split
+# A piece with at least this many blocks of keys is always split.
+LONG = 64
 # with these numbers of keys and up to this many pieces, programs on NVIDIA have one short block, see `plan`
 SHORT, FEW_PIECES = range(513, 1537), 8
 
@@ -71,7 +74,8 @@ def linear_tile(
     if not rocm:
         return _row_tile(n, k, gated, normed)
     if arch == "gfx950" and n <= NARROW and not gated:
-        return LinearTile(False, 2, 1024, 1, 128, 2)  # twice the bytes in flight: computed, not measured
+        # Twice the bytes in flight: computed, not measured.
+        return LinearTile(False, 2, 1024, 1, 128, 2)
     if gated or n <= NARROW:
         return LinearTile(False, 2, 512, 1, 64, 2)
     return LinearTile(False, 4, 1024, 1, 128, 2)
@@ -79,10 +83,12 @@ def linear_tile(
 
 def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
     """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it."""
-    whole = k % 1024 == 0  # otherwise a part of the last block of 1024 is unused
+    # Otherwise a part of the last block of 1024 is unused.
+    whole = k % 1024 == 0
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
-    if normed:  # the norm is part of the kernel
+    # The norm is part of the kernel.
+    if normed:
         return LinearTile(False, 4, 1024 if whole else 512, 1, 64, 2)
     if n < NARROW:
         return LinearTile(False, 4, 1024, 1, 128, 2)
@@ -168,8 +174,10 @@ def four_bit_tile(
         return FourBitTile(False, 2 if gated and (rocm or table) else 4, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
     if rocm and gated and table and (arch or "").startswith("gfx11"):
-        m = ROWS  # with 32 rows, the compiler would spill registers
-    if rocm:  # if unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers
+        # With 32 rows, the compiler would spill registers.
+        m = ROWS
+    # If unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers.
+    if rocm:
         tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
     elif gated:
         tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS or table else 2, m, True)
@@ -218,7 +226,8 @@ class ExpertsTile(NamedTuple):
 
 # The tiles of experts were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B,
 # OLMoE and, transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch there.
-SOME = 4  # with up to this many tokens, programs of the second GEMM must be small so that there are enough of them
+# With up to this many tokens, programs of the second GEMM must be small so that there are enough of them.
+SOME = 4
 
 
 def gate_up_tile(transposed: bool) -> ExpertsTile:
@@ -233,7 +242,8 @@ def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) ->
         return ExpertsTile(2, 256, 64, 2, experts)
     if rocm:
         return ExpertsTile(16, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, experts)
-    if tokens == 1:  # there are few programs, so each needs many bytes in flight
+    # There are few programs, so each needs many bytes in flight.
+    if tokens == 1:
         return ExpertsTile(16, 64, 512, 2, experts)
     return ExpertsTile(32, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(64, 32, 256, 2, experts)
 
@@ -301,9 +311,11 @@ def plan(
     pieces = -(-rows // block_rows)
     radeon = arch is not None and not arch.startswith("gfx9")
     block = max(16, min(64, (8192 if radeon else 16384) // (power_of_two(dim) * size)))
-    room = units if arch is None else 2 * units  # an estimate for AMD: each program has fewer bytes in flight
+    # An estimate for AMD: each program has fewer bytes in flight.
+    room = units if arch is None else 2 * units
     if arch is None and keys in SHORT and b * kv_heads * pieces <= FEW_PIECES:
-        block, room = min(block, 32), 3 * units  # latency limits the time; measured with 1152 keys
+        # Latency limits the time; measured with 1152 keys.
+        block, room = min(block, 32), 3 * units
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
 
@@ -332,7 +344,8 @@ def flash_tile(dim: int, size: int, arch: str | None) -> FlashTile:
     arch: the gfx name of an AMD GPU, or None. On AMD, the compiler does not spill registers with these tiles, and their
     blocks fit into 64 KiB of local memory; nothing was measured there.
     """
-    wide = power_of_two(dim) * size  # bytes of a row
+    # Bytes of a row.
+    wide = power_of_two(dim) * size
     if arch is None:
         return FlashTile(128, 64, 8, 3) if wide <= 256 else FlashTile(64, 32, 8, 2)
     if arch.startswith("gfx9"):

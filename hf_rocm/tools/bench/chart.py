@@ -31,9 +31,12 @@ COLOURS = {
 INK, FAINT = "#1f2933", "#66727f"
 
 WIDTH, MARGIN = 480.0, 20.0
-TEXT, BAR, GAP = 16.0, 12.0, 8.0  # heights: the line above a bar, the bar, the space below it
-TITLE, LABEL, NOTE = 15.0, 13.0, 11.5  # font sizes: the title, labels and numbers, footer and units
-CHARACTER = 0.6  # average width of a character in the widest font, as a fraction of the font size
+# Heights: the line above a bar, the bar, the space below it.
+TEXT, BAR, GAP = 16.0, 12.0, 8.0
+# Font sizes: the title, labels and numbers, footer and units.
+TITLE, LABEL, NOTE = 15.0, 13.0, 11.5
+# Average width of a character in the widest font, as a fraction of the font size.
+CHARACTER = 0.6
 FLOOR = "#2f855a"
 
 

@@ -99,7 +99,8 @@ def _recorded(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph | None
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-    except RuntimeError:  # for example, a call synchronises with the host or allocates in a way that can't be captured
+    except RuntimeError:
+        # For example, a call synchronises with the host or allocates in a way that can't be captured.
         torch.cuda.synchronize()
         return None
     return graph

@@ -109,7 +109,8 @@ def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):
-        probe.ahead()  # as `hf_rocm.from_pretrained` does
+        # As `hf_rocm.from_pretrained` does.
+        probe.ahead()
     model = subject.load()
     (side,), _ = sides_of(model, subject, [name])
     ready = now(device)

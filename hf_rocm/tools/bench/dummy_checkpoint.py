@@ -31,7 +31,8 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        model.tie_weights()  # transformers 5.0 ties weights only while loading, so there would be two tensors
+        # transformers 5.0 ties weights only while loading, so there would be two tensors.
+        model.tie_weights()
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     values = _vectors(name, dtype)
@@ -75,7 +76,8 @@ def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None
     with (folder / MATRICES).open("r+b") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         stream.seek(8 + size)
-        for path, shape in shapes.items():  # in the order of the file
+        # In the order of the file.
+        for path, shape in shapes.items():
             values = torch.empty(shape, dtype=dtype, device=device)
             _randomize(values, f"{path} all", shape)
             stream.write(values.flatten().view(torch.uint8).cpu().numpy().data)

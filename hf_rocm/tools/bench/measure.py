@@ -18,7 +18,8 @@ from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
 from hf_rocm.tools.bench.variants import DECODE_ONLY, NOT_DECODING, PREPARED, UNCAPTURED, Side
 
-WARM_ROUNDS = 2  # the first round compiles and records graphs, and the second fills the allocator's pools
+# The first round compiles and records graphs, and the second fills the allocator's pools.
+WARM_ROUNDS = 2
 
 # Forward passes of an encoder per warm-up round. There are several, because early replays are compared with uncaptured
 # passes more often than later ones.
@@ -147,7 +148,8 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
     if tried is None:
         _release(side, forget=True)
         return reason
-    if not tried.same:  # the run had other inputs, so it did not warm up the case itself
+    # The run had other inputs, so it did not warm up the case itself.
+    if not tried.same:
         samples.cold = samples.peak = None
         _release(side, forget=True)
     parity, reason = _guarded(side, lambda: run.reference.judge(tried))  # type: ignore[union-attr]
@@ -215,7 +217,8 @@ def _guarded(side: Side, call: Callable[[], Any]) -> tuple[Any, str | None]:
         return call(), None
     except torch.OutOfMemoryError:
         return None, "it needs more memory than is available"
-    except Exception as error:  # an exception from stock or a compiler is a result, and does not end the benchmark
+    except Exception as error:
+        # An exception from stock or a compiler is a result, and does not end the benchmark.
         if side.name in (PREPARED, UNCAPTURED):
             raise
         lines = str(error).strip().splitlines() or ["no message"]

@@ -24,7 +24,8 @@ from hf_rocm.tools.bench.ops_cases import OpCase
 from hf_rocm.tools.bench.parity import compare
 from hf_rocm.tools.bench.rates import LARGE, Rates
 
-SETS = 16  # the largest number of input sets, which alternate so that large inputs are not cached
+# The largest number of input sets, which alternate so that large inputs are not cached.
+SETS = 16
 
 
 class Line(NamedTuple):

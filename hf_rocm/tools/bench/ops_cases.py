@@ -25,9 +25,12 @@ OPERATIONS = (
     "rope",
     "experts",
 )
-TOKENS = (1, 4, 8)  # the numbers of tokens per decode step for which experts are measured
-MOE = "qwen3-30b-a3b"  # the model whose experts are measured if the shape has no `moe_intermediate_size`
-ROUTING = "routing"  # selects a measurement of the overhead of routing calls to implementations, not an operation
+# The numbers of tokens per decode step for which experts are measured.
+TOKENS = (1, 4, 8)
+# The model whose experts are measured if the shape has no `moe_intermediate_size`.
+MOE = "qwen3-30b-a3b"
+# Selects a measurement of the overhead of routing calls to implementations, not an operation.
+ROUTING = "routing"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     for rows in sizes.rows:
         for name, (n, k) in products.items():
             if name == "head" and rows > 64:
-                continue  # for a prompt, the head runs only on the last position
+                # For a prompt, the head runs only on the last position.
+                continue
 
             def inputs(generator: torch.Generator, m: int = rows, n: int = n, k: int = k) -> tuple[Tensor, ...]:
                 return sizes.draw(generator, m, k), sizes.draw(generator, n, k, scale=k**-0.5)
@@ -241,7 +245,8 @@ def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     """Yield the cases of routed experts. The experts of every token are random, and the same in all sets of inputs."""
     moe = dims.moe
     h, i, k = moe["hidden_size"], moe["moe_intermediate_size"], moe["num_experts_per_tok"]
-    e = moe["num_experts"] if sizes.device.type == "cuda" else k  # all experts would take too long on a CPU
+    # All experts would take too long on a CPU.
+    e = moe["num_experts"] if sizes.device.type == "cuda" else k
 
     def call(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return ops.experts(x, gate_up, down, ids, weights)
@@ -264,7 +269,8 @@ def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase("experts", title, inputs, call, read, 6.0 * tokens * k * h * i)
 
 
-LARGE = (4096, 8192)  # a size at which only memory bandwidth limits a kernel
+# A size at which only memory bandwidth limits a kernel.
+LARGE = (4096, 8192)
 
 
 def _elementwise(dims: _Dims, sizes: Sizes, *, wide: int | None = None) -> list[tuple[int, int]]:

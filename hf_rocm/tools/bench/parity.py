@@ -21,9 +21,12 @@ from hf_rocm.tools.bench.cases import Case
 from hf_rocm.tools.bench.generating import generate_logits
 from hf_rocm.tools.bench.variants import Side, twin
 
-TOKENS = 32768  # the largest number of prompt tokens in a batch, so that the reference takes only seconds
-_FEW = 32  # the smallest number of values on which the error of eager is measured
-JUDGED = 16  # maximum number of new tokens compared; includes recorded steps, which follow a few uncaptured ones
+# The largest number of prompt tokens in a batch, so that the reference takes only seconds.
+TOKENS = 32768
+# The smallest number of values on which the error of eager is measured.
+_FEW = 32
+# Maximum number of new tokens compared; includes recorded steps, which follow a few uncaptured ones.
+JUDGED = 16
 
 
 class Parity(NamedTuple):
@@ -36,7 +39,8 @@ class Parity(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """The reason why the side is not timed, or None."""
-        if self.error <= self.allowed:  # false if the error is NaN
+        # False if the error is NaN.
+        if self.error <= self.allowed:
             return None
         return f"its results are wrong by {self.error:.3g}, but at most {self.allowed:.3g} is allowed"
 
@@ -175,7 +179,8 @@ def _largest(actual: Tensor, exact: Tensor) -> float:
 def _length(model: Any, case: Case) -> int:
     """Return the prompt length, limited by `TOKENS` and by the memory for the scores of eager attention."""
     if not case.prompt:
-        return 0  # images have no prompt
+        # Images have no prompt.
+        return 0
     most = 2**24
     if model.device.type == "cuda":
         most = free_memory(model.device) // (3 * _BYTES_A_PAIR * getattr(model.config, "num_attention_heads", 32))

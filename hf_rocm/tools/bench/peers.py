@@ -13,7 +13,8 @@ from hf_rocm.tools.bench.clock import timed
 from hf_rocm.tools.bench.roofline import local
 from hf_rocm.tools.bench.scaling import Exchange
 
-LARGE = 2**26  # bytes of an all-reduce that is limited by bandwidth on GPUs
+# Bytes of an all-reduce that is limited by bandwidth on GPUs.
+LARGE = 2**26
 
 
 class Peers:

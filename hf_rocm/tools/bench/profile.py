@@ -17,9 +17,11 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.run import Subject, sides_of
 from hf_rocm.tools.bench.variants import PREPARED, Side
 
-STEPS = 16  # profiled decode steps or forward passes
+# Profiled decode steps or forward passes.
+STEPS = 16
 SHOWN = 15
-LONG_GAP = 5.0  # the shortest gap to list, in µs
+# The shortest gap to list, in µs.
+LONG_GAP = 5.0
 
 
 class Work(NamedTuple):
@@ -120,7 +122,8 @@ class _OfSteps:
         self.recorder, self.device, self.received = recorder, device, 0
 
     def put(self, value: Tensor) -> None:
-        self.received += 1  # the first value is the prompt
+        # The first value is the prompt.
+        self.received += 1
         if self.received in (_FROM, _FROM + STEPS):
             synchronize(self.device)
             (self.recorder.start if self.received == _FROM else self.recorder.stop)()

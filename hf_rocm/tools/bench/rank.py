@@ -36,8 +36,10 @@ from hf_rocm.tools.bench.roofline import floor, local
 from hf_rocm.tools.bench.run import Subject, describe
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED, Side, silence
 
-LIMIT = timedelta(minutes=30)  # the timeout of a collective operation, during which another rank may be compiling
-JUDGED_PROMPT = 1024  # the longest prompt of the reference, whose attention scores must fit on every rank
+# The timeout of a collective operation, during which another rank may be compiling.
+LIMIT = timedelta(minutes=30)
+# The longest prompt of the reference, whose attention scores must fit on every rank.
+JUDGED_PROMPT = 1024
 
 
 class Question(NamedTuple):

@@ -31,9 +31,11 @@ from hf_rocm.tools.bench.shapes import architecture
 from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 
 SIDES = (STOCK, UNCAPTURED, PREPARED)
-_ALIKE = ("Mismatch", "RankError")  # errors that all ranks raise if one rank raises them
+# Errors that all ranks raise if one rank raises them.
+_ALIKE = ("Mismatch", "RankError")
 _PAUSE = 0.05
-_GRACE = 60.0  # seconds within which the other ranks must end after the first one has ended
+# Seconds within which the other ranks must end after the first one has ended.
+_GRACE = 60.0
 _CHILD = """
 from hf_rocm.tools.bench.rank import main
 code = main(sys.argv[1], int(sys.argv[2]))
@@ -133,7 +135,8 @@ def _config(subject: Subject) -> Any:
     try:
         return AutoConfig.from_pretrained(subject.model)
     except (OSError, ValueError):
-        return None  # loading the model will raise the full error
+        # Loading the model will raise the full error.
+        return None
 
 
 def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:
@@ -165,7 +168,8 @@ def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subproc
     """Start the ranks' processes. Those that still run at the end of the block are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
-        environment |= children.NO_GPU  # transformers shards over any visible accelerator
+        # transformers shards over any visible accelerator.
+        environment |= children.NO_GPU
         environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
     try:

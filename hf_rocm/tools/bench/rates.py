@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hf_rocm.tools.bench.clock import device_time
 
-LARGE = 2**30  # bytes of a copied buffer on a GPU, several times the size of the largest cache
+# Bytes of a copied buffer on a GPU, several times the size of the largest cache.
+LARGE = 2**30
 
 
 class Rates(NamedTuple):

@@ -84,7 +84,8 @@ class Segment:
 
 def load(file: Path) -> list[Segment]:
     """Return the segments of a file; none if it does not exist. Raises `RecordError` if its content is not valid."""
-    if not files.is_file(file):  # a FIFO or /dev/null has no segments
+    # A FIFO or /dev/null has no segments.
+    if not files.is_file(file):
         return []
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -164,5 +165,6 @@ def _timing_from_dict(data: dict[str, Any]) -> Timing:
         tuple(data["rounds"]),
         None if data["parity"] is None else Parity(**data["parity"]),
         data["note"],
-        data.get("replay"),  # absent in older files
+        # Absent in older files.
+        data.get("replay"),
     )

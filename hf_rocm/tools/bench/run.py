@@ -47,7 +47,8 @@ class Subject:
         """Whether forward passes are timed, because the model generates no text."""
         if self.shape is not None:
             return SHAPES[self.shape].encoder
-        can_generate = getattr(self._class, "can_generate", None)  # AutoModelForCausalLM has no such method
+        # AutoModelForCausalLM has no such method.
+        can_generate = getattr(self._class, "can_generate", None)
         return self._class.__name__ == "AutoModel" or (can_generate is not None and not can_generate())
 
     @property
@@ -106,7 +107,8 @@ def bench(
     dtype = next(model.parameters()).dtype
     rates = machine_rates.measure(subject.device, dtype)
     run = Measurement(model, made, reference, rates, rounds, progress)
-    with options.override(graphs_memory="50%"):  # recorded graphs must be kept until the next round
+    # Recorded graphs must be kept until the next round.
+    with options.override(graphs_memory="50%"):
         results = tuple(measure(run, case) for case in cases)
     return Segment(
         segment, machine(subject.device), commit(), describe(subject, model), rates, rounds, missing, results

@@ -63,7 +63,8 @@ class Side:
 
     def release(self) -> None:
         """Release caches and recorded graphs."""
-        self.model.__dict__.pop("_cache", None)  # transformers before 5.15 keeps its static cache there
+        # transformers before 5.15 keeps its static cache there.
+        self.model.__dict__.pop("_cache", None)
         if self.name in (PREPARED, UNCAPTURED):
             _release_graphs(self.model)
 
@@ -117,7 +118,8 @@ def _replayed(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)} replayed"
 
 
-_IN_A_ROW = 16  # consecutive replays that are timed together, so that the device never waits for the host
+# Consecutive replays that are timed together, so that the device never waits for the host.
+_IN_A_ROW = 16
 
 
 def _replay_alone(model: Any) -> float | None:

@@ -152,7 +152,8 @@ class Facts:
         built = rocm_release(rocm=self.torch.rocm, torch=self.torch.version, hip=self.torch.hip)
         installed = rocm_release(rocm=self.rocm.version)
         if built and installed and installed.startswith(f"{built}.") and not self.files.get("torch_rocm", True):
-            return installed  # torch uses the installed libraries
+            # torch uses the installed libraries.
+            return installed
         return built
 
     @property

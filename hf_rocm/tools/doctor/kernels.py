@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-BLOCK = 64  # weights per absmax in bitsandbytes
+# Weights per absmax in bitsandbytes.
+BLOCK = 64
 # Half of the widest gap between adjacent values of NF4 (-1 and -0.696), plus the rounding error of a 16-bit absmax.
 WIDEST = 0.155
-PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152  # an image of 460 × 726 pixels in Qwen3-VL
+# An image of 460 × 726 pixels in Qwen3-VL.
+PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152
 
 
 def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
@@ -18,7 +20,8 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     kernels, are compared with fp64 GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
     bf16 GEMM, plus a rounding step.
     """
-    from hf_rocm.tolerance import allowed_error  # imports torch, whose failure the child reports in another stage
+    # Imports torch, whose failure the child reports in another stage.
+    from hf_rocm.tolerance import allowed_error
 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(256, 512, generator=generator).bfloat16().to(device)
@@ -45,7 +48,8 @@ def patch_embedding(torch: Any, device: str) -> tuple[float, float]:
     flat, columns = patches.flatten(1), weight.flatten(1).t()
 
     def seconds(call: Any) -> float:
-        call().float().sum().item()  # the first call selects and compiles a kernel
+        # The first call selects and compiles a kernel.
+        call().float().sum().item()
         began = time.perf_counter()
         call().float().sum().item()
         return time.perf_counter() - began

@@ -137,7 +137,8 @@ class ThisMachine:
         try:
             with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return content.find(word) >= 0
-        except (OSError, ValueError):  # an empty file can't be mapped
+        except (OSError, ValueError):
+            # An empty file can't be mapped.
             return False
 
     def look(self, path: str) -> Node | None:
@@ -201,7 +202,8 @@ class ThisMachine:
     def ledger(self) -> str | None:
         try:
             return str(ledger.path())
-        except OSError:  # this user has no home folder
+        except OSError:
+            # This user has no home folder.
             return None
 
     def ask(self, task: str, *, timeout: float) -> Answer:
@@ -219,7 +221,8 @@ def read_answer(text: str | None, ran: Ran) -> Answer:
     """Return the facts that the child wrote before it ended, and its error."""
     try:
         written: dict[str, Any] = json.loads(text or "{}")
-    except ValueError:  # the child was killed while it wrote
+    except ValueError:
+        # The child was killed while it wrote.
         written = {}
     facts, stage, error = written.get("facts", {}), str(written.get("stage", "start")), written.get("error")
     if ran.code is None:

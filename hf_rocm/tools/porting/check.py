@@ -100,7 +100,8 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
             findings += [place.within(shown) for place in sorted(reported, key=lambda place: place.line)]
         if progress is not None:
             progress(number, len(sources.files))
-    if translated:  # the project defines its own warp shuffles for HIP
+    # The project defines its own warp shuffles for HIP.
+    if translated:
         findings = [finding for finding in findings if finding.rule != native.BALLOT.name]
     return Report(
         path=str(path),

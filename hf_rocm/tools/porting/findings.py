@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-_SHOWN = 80  # the largest number of characters of a quoted line
+# The largest number of characters of a quoted line.
+_SHOWN = 80
 
 
 class Severity(Enum):
     """The severity on ROCm, from the most to the least severe."""
 
-    PROBLEM = "problem"  # the code fails or returns wrong results
-    WARNING = "warning"  # the code can fail or is slow
-    NOTE = "note"  # the code works but should be reviewed
+    # The code fails or returns wrong results.
+    PROBLEM = "problem"
+    # The code can fail or is slow.
+    WARNING = "warning"
+    # The code works but should be reviewed.
+    NOTE = "note"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-LONGEST_NAME = 300  # characters; longer imported names are ignored, because every use would be resolved to one
+# Characters; longer imported names are ignored, because every use would be resolved to one.
+LONGEST_NAME = 300
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
 VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
@@ -239,7 +240,8 @@ def _own_words(node: ast.AST) -> frozenset[str]:
     elif isinstance(node, ast.Attribute):
         text = node.attr
         if text == "cuda" and isinstance(node.value, ast.Attribute) and node.value.attr == "version":
-            words.add("hip")  # torch.version.cuda is None on ROCm
+            # torch.version.cuda is None on ROCm.
+            words.add("hip")
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         text = node.value
     words.update(part.lower() for part in _WORD.findall(text))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 _SHELL = re.compile(r"^(\s*)(?:[\w, ]+=\s*)?!(.*)$")
 _INSTALL = re.compile(r"^(\s*)%\s*((?:pip|conda|mamba|uv)\s.*)$")
 _MAGIC = re.compile(r"^(\s*)%\w.*$|^(\s*)(?:\?\w.*|[\w.]+\?{1,2})$")
-_TRANSPARENT = ("time", "timeit", "capture", "prun")  # cell magics whose cells contain Python
+# Cell magics whose cells contain Python.
+_TRANSPARENT = ("time", "timeit", "capture", "prun")
 
 
 @dataclass
@@ -105,7 +106,8 @@ def _python(lines: list[str]) -> list[str]:
         else:
             translated.append(line)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # do not show warnings about escapes in the cell's strings
+        # Do not show warnings about escapes in the cell's strings.
+        warnings.simplefilter("ignore")
         ast.parse("\n".join(translated))
     return translated
 

@@ -14,7 +14,8 @@ PLATFORM = re.compile(
     r"rocm|\bhip|amd[-_]?(?:gpu|smi)|\bamd\b|nvidia|gfx\d|\bhas_cuda|cuda[-_]?(?:available|found)", re.IGNORECASE
 )
 
-DEPTH = 4  # the largest nesting depth of command substitutions and `bash -c`
+# The largest nesting depth of command substitutions and `bash -c`.
+DEPTH = 4
 _PIECE = re.compile(
     r"""'[^']*'?|"(?:\\.|[^"\\])*"?|\\\n|\\.|\$\(|\d*[<>]+&?|\|\||&&|;;|[;&|()\n`#]|\{(?=\s)|(?<=[\s;])\}"""
     r"""|[ \t\r\f\v]+|[^\s'"\\;&|()`#<>]+|.""",
@@ -41,7 +42,8 @@ _KEYWORDS = {
     "eval",
     "RUN",
 }
-_TESTS = ("[", "[[", "test", "which", "type", "hash", "-v")  # -v: what remains of `command -v`
+# -v: what remains of `command -v`.
+_TESTS = ("[", "[[", "test", "which", "type", "hash", "-v")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 
@@ -132,8 +134,10 @@ class _Blocks:
 def _simple(text: str, line: int) -> Iterator[tuple[int, list[str], str]]:
     """Yield (line, words with their quotes, the separator that follows) for each simple command."""
     words: list[str] = []
-    joined, start = False, line  # whether the next piece continues the last word; the command's first line
-    skipping = False  # whether the parser is in a comment
+    # Whether the next piece continues the last word; the command's first line.
+    joined, start = False, line
+    # Whether the parser is in a comment.
+    skipping = False
     for match in _PIECE.finditer(text):
         piece = match[0]
         if skipping and piece != "\n":

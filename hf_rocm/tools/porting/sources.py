@@ -17,9 +17,12 @@ from hf_rocm.tools.porting.findings import Place
 from hf_rocm.tools.porting.module import Module
 from hf_rocm.tools.porting.rules import PYTHON, building, commands, containers, native, packaging, requirements
 
-LARGEST = 2 * 1024 * 1024  # the size limit in bytes; larger files are usually generated
-LARGEST_NOTEBOOK = 16 * 1024 * 1024  # the limit for notebooks, which may contain images
-COUNTERPART = "is its counterpart for ROCm"  # the end of a reason, after the name of the counterpart
+# The size limit in bytes; larger files are usually generated.
+LARGEST = 2 * 1024 * 1024
+# The limit for notebooks, which may contain images.
+LARGEST_NOTEBOOK = 16 * 1024 * 1024
+# The end of a reason, after the name of the counterpart.
+COUNTERPART = "is its counterpart for ROCm"
 
 # A first line that names a shell such as `sh` as the interpreter, for files without a suffix.
 _SHELL = re.compile(rb"#!\s*\S*(?:/|env\s+)(?:ba|da|z)?sh\b")
@@ -104,7 +107,8 @@ def reader_of(file: Path) -> Reader | None:
 
 def _of_python(text: str) -> Iterator[Place]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about escapes in the file's strings
+        # Warnings about escapes in the file's strings.
+        warnings.simplefilter("ignore")
         module = Module(text)
     for rule in PYTHON:
         yield from rule(module)

@@ -167,7 +167,8 @@ def _keep(tuned: Path, gpu: Gpu, release: Release) -> set[Key]:
     new = read(tuned, release.layout, release.version)
     store.folder(gpu, release).mkdir(parents=True, exist_ok=True)
     with (store.folder(gpu, release) / ".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # the file system may not support locks; concurrent tuning is rare
+        # The file system may not support locks; concurrent tuning is rare.
+        with contextlib.suppress(OSError):
             files.poll(partial(_lock, lock.fileno()), timeout=_GRACE)
         tables = [(TUNED, new)]
         if store.tuned(gpu, release).is_file():

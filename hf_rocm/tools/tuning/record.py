@@ -25,7 +25,8 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-MAX_ANSWERS = 10_000  # how many truth values a model without weights may read; more indicate an endless loop
+# How many truth values a model without weights may read; more indicate an endless loop.
+MAX_ANSWERS = 10_000
 
 
 def record(
@@ -80,7 +81,8 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
             with _no_initial_values():
                 built = build(config, **_with_dtype({"dtype": named})).eval()
             yield built
-        except Exception as error:  # torch raises exceptions of many types if code needs the value of a fake tensor
+        except Exception as error:
+            # torch raises exceptions of many types if code needs the value of a fake tensor.
             if type(error).__module__.partition(".")[0] != "torch" and not isinstance(error, RuntimeError):
                 raise
             raise TuningError(
@@ -159,7 +161,8 @@ def _groups(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         try:
             activate(name, everywhere=False)
         except OverlayError:
-            continue  # the overlay is refused for this release, so its layers are not fused
+            # The overlay is refused for this release, so its layers are not fused.
+            continue
     for module in model.modules():
         binding = bind.binding_of(module)
         if binding is not None and binding.fuses:
@@ -184,7 +187,8 @@ def _no_initial_values() -> Any:
     """
     try:
         module = importlib.import_module("transformers.initialization")
-    except ModuleNotFoundError:  # before 5.0
+    except ModuleNotFoundError:
+        # Before 5.0.
         module = importlib.import_module("transformers.modeling_utils")
     return module.no_init_weights()
 

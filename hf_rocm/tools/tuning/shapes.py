@@ -63,7 +63,8 @@ class Recording(TorchFunctionMode):
         for group in joined:
             calls = [left.get(id(linear.weight)) for linear in group]
             if None in calls or len({tuple(call[1]) for call in calls if call}) != 1:
-                continue  # the layers are not always called together
+                # The layers are not always called together.
+                continue
             n = sum(linear.weight.shape[0] for linear in group)
             gemms.update(dict.fromkeys(_gemm(m, n, group[0].weight, bias) for m, bias in calls[0][1]))  # type: ignore[index]
             for linear in group:

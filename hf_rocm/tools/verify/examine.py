@@ -14,7 +14,8 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT
 from hf_rocm.tools.verify.reference import Reference, Run, reference_of, run
 
-ROOM = 4 << 30  # bytes of host memory for the intermediate activations that are compared at the same time
+# Bytes of host memory for the intermediate activations that are compared at the same time.
+ROOM = 4 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
     rows = sum(int(step.keep.sum()) for step in case.steps)
     hidden = int(getattr(config, "hidden_size", 1024))
     sizes = getattr(config, "intermediate_size", None) or 4 * hidden
-    wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)  # some configs have one size per layer
+    # Some configs have one size per layer.
+    wide = max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)
     # an estimate per layer of a 16-bit model: three runs record every value, two in 2 bytes and one in 4 bytes
     nbytes = rows * (12 * hidden + 4 * wide) * 8
     size, names = max(1, ROOM // max(1, nbytes)), list(subject.blocks)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PIECE = 1 << 22  # elements that are summed at once, as 8-byte integers
+# Elements that are summed at once, as 8-byte integers.
+_PIECE = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,7 +27,8 @@ def checksum(tensor: Tensor) -> str:
     total = 0
     for number, piece in enumerate(words.split(_PIECE)):
         places = torch.arange(len(piece), device=piece.device, dtype=torch.int64) * 2 + 1
-        mixed = (piece.long() + 1) * (places * -7046029254386353131)  # wraps around; an odd factor loses no bits
+        # Wraps around; an odd factor loses no bits.
+        mixed = (piece.long() + 1) * (places * -7046029254386353131)
         total = (total * 31 + int((mixed ^ (mixed >> 29)).sum()) + number) % (1 << 64)
     head = f"{tensor.dtype} {tuple(tensor.shape)} {total}"
     return hashlib.sha256(head.encode()).hexdigest()[:16]

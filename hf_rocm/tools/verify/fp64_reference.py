@@ -61,7 +61,8 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if dtype == torch.float64:
-        torch.set_default_dtype(dtype)  # masks have the default dtype, and fp64's smallest value overflows fp32
+        # Masks have the default dtype, and fp64's smallest value overflows fp32.
+        torch.set_default_dtype(dtype)
     try:
         with _Wide(dtype):
             yield

@@ -45,7 +45,8 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     first, again = generate(subject, prompt, new), generate(subject, prompt, new)
     steps = _replayed(subject) - before
     reason = _wrong_replay(subject)
-    if reason is not None:  # the tokens are correct, because the call was repeated without recordings
+    # The tokens are correct, because the call was repeated without recordings.
+    if reason is not None:
         return Check(*GRAPHS, FAILED, numbers={"replayed": float(steps)}, note=reason)
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
@@ -99,7 +100,8 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     worst = (behind.median() if is_moe(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:
-        place = int((~(behind <= bound)).nonzero()[0])  # also where the difference is NaN
+        # Also where the difference is NaN.
+        place = int((~(behind <= bound)).nonzero()[0])
         words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
         fault = Fault(f"step {place}", words, float(behind[place]), bound)
     return Check(*name, PASSED if fault is None else FAILED, worst, bound, numbers, note, fault)

@@ -21,9 +21,11 @@ from hf_rocm.tools.verify.reference import Reference, Run
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ROUTERS = ("gate", "router")
 
-LEAST = 8  # the minimum number of values per position; with fewer, the relative error depends on chance
+# The minimum number of values per position; with fewer, the relative error depends on chance.
+LEAST = 8
 
-Bounds = dict[tuple[str, str], Allowed]  # (layer, point) → bounds
+# (layer, point) → bounds.
+Bounds = dict[tuple[str, str], Allowed]
 
 
 def judge(

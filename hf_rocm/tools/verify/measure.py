@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hf_rocm.tolerance import allowed_error
 
-GUIDES = 5e-2  # rtol and atol that porting guides use
+# Rtol and atol that porting guides use.
+GUIDES = 5e-2
 
 
 @dataclass(frozen=True)

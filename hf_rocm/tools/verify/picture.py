@@ -84,7 +84,8 @@ class _Scale:
 
 def _legend() -> Iterator[Part]:
     y = _HEIGHT - 26
-    marks: dict[str, tuple[str, float]] = {  # label → (colour, radius); radius 0 means a line
+    # Label → (colour, radius); radius 0 means a line.
+    marks: dict[str, tuple[str, float]] = {
         "hf_rocm, end to end": (_OURS, 0),
         "stock, end to end": (_STOCK, 0),
         "hf_rocm, layer alone": (_OURS, 3.5),

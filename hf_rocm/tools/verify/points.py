@@ -18,8 +18,10 @@ from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.registry import Route, watching
 from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
 
-OUTPUT = "output"  # the output of the whole layer
-ENTERS = "in "  # the prefix for the input of a linear layer: the result of attention or of the activation
+# The output of the whole layer.
+OUTPUT = "output"
+# The prefix for the input of a linear layer: the result of attention or of the activation.
+ENTERS = "in "
 ROTATED = ("rotated query", "rotated key")
 ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 

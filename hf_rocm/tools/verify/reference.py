@@ -16,7 +16,8 @@ from hf_rocm.tools.verify.cases import Case
 from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import Recorder
 
-Points = dict[str, dict[str, Tensor]]  # layer → point → [N, D]
+# Layer → point → [N, D].
+Points = dict[str, dict[str, Tensor]]
 
 
 @dataclass(eq=False)
@@ -59,7 +60,8 @@ def reference_of(subject: Subject, case: Case, inside: set[str]) -> Reference:
         with subject.reference():
             wide = run(subject, case, subject.wide)
             local = run(subject, case, subject.wide, inside=inside, forced=eager.inputs, rotary=True)
-    except Exception as error:  # a case that stock can't run has no reference
+    except Exception as error:
+        # A case that stock can't run has no reference.
         raise StockFailed(f"stock itself fails: {' '.join(str(error).split())[:160]}") from error
     return Reference(eager, wide, local)
 

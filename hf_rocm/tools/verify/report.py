@@ -16,9 +16,11 @@ from hf_rocm.tools.verify.check import FAILED, NOT_RUN, Check, LayerError
 from hf_rocm.tools.verify.picture import picture
 from hf_rocm.tools.wrapping import width, wrapped
 
-VERSION = 1  # the version of the JSON format
+# The version of the JSON format.
+VERSION = 1
 
-_LAYERS = 12  # the maximum number of listed layers: those whose errors are closest to the bound or exceed it most
+# The maximum number of listed layers: those whose errors are closest to the bound or exceed it most.
+_LAYERS = 12
 
 
 @dataclass(frozen=True)

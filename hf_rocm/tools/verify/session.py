@@ -15,8 +15,10 @@ from hf_rocm.tools.verify.reference import StockFailed
 
 Progress = Callable[[str], None]
 
-GOLDEN = (PROMPT, PADDED)  # the cases in a golden file
-TRIED_AGAIN = (PROMPT, FILLED)  # later checks use the intermediate activations of these cases
+# The cases in a golden file.
+GOLDEN = (PROMPT, PADDED)
+# Later checks use the intermediate activations of these cases.
+TRIED_AGAIN = (PROMPT, FILLED)
 
 
 class Session:

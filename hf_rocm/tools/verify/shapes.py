@@ -91,7 +91,8 @@ def _fill(model: nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) in embeddings:
             parameter.normal_(0, 0.5)
-        elif parameter.ndim == 1:  # norms and biases vary around their initial values
+        elif parameter.ndim == 1:
+            # Norms and biases vary around their initial values.
             parameter.add_(torch.randn_like(parameter) * 0.2)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)

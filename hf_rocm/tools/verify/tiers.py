@@ -31,7 +31,8 @@ def each_tier(subject: Subject, known: Examined) -> list[Check]:
 
 def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) -> Check:
     name, case = f"{tier} tier", known.case
-    served: dict[str, int] = {}  # operation → the first call in which the tier serves it
+    # Operation → the first call in which the tier serves it.
+    served: dict[str, int] = {}
     refused: dict[str, str] = {}
     for family in families:
         for first in range(min(2, len(case.steps))):
@@ -44,7 +45,8 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
     grouped = _grouped(unserved)
     reasons = "; ".join(f"{names}: {reason}" for names, reason in grouped.items())
     if not served:
-        shared = next(iter(grouped.values())) if len(grouped) == 1 else reasons  # without the list of all operations
+        # Without the list of all operations.
+        shared = next(iter(grouped.values())) if len(grouped) == 1 else reasons
         return Check(name, TITLE, NOT_RUN, note=shared)
     words = [f"{family} on a filled cache" if first else family for family, first in served.items()]
     note = ", ".join(words) + (f"; not {reasons}" if reasons else "")

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .strict import need
 
-SLOT = 24  # a sorted id: the token in the low 24 bits, and the index among the token's experts in the upper 8 bits
+# A sorted id: the token in the low 24 bits, and the index among the token's experts in the upper 8 bits.
+SLOT = 24
 
 
 def moe_sorting_fwd(

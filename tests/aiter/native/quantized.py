@@ -9,7 +9,8 @@ from .matrices import check_rows
 from .strict import need
 
 FP8 = (torch.float8_e4m3fnuz, torch.float8_e4m3fn)
-TILE = 256  # the largest tile in N and K for any number of rows; the kernel does not pad N and K
+# The largest tile in N and K for any number of rows; the kernel does not pad N and K.
+TILE = 256
 
 
 def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, Y: Tensor) -> None:

@@ -59,7 +59,8 @@ def leaf(function: Any) -> Any:
                     argument.fill_(torch.nan)
         return result
 
-    called.__doc__ = "Members:"  # aiter does not compare the signatures of functions whose docstring starts like this
+    # aiter does not compare the signatures of functions whose docstring starts like this.
+    called.__doc__ = "Members:"
     return called
 
 

@@ -22,7 +22,8 @@ def mask_reader(c: Compiling, operand: Operand) -> Callable[[State], np.ndarray]
     """Return a function that reads a scalar operand as a lane mask."""
     if operand.kind == "s":
         return lambda state: state.mask(operand.register)
-    if operand.kind == "constant":  # 0 or -1, the only constants that make sense as a mask
+    # 0 or -1, the only constants that make sense as a mask.
+    if operand.kind == "constant":
         bits = operand.value & (1 << c.target.lanes) - 1
         fixed = np.array([[bits >> lane & 1 for lane in range(c.target.lanes)]], bool)
         return lambda state: fixed
@@ -107,7 +108,8 @@ def _class(c: Compiling, executes: bool, bits: str) -> Step:
         quiet_bit = 1 << (22 if bits == "32" else 9)
         raw = np.ascontiguousarray(value).view(np.uint32 if bits == "32" else np.uint16).astype(np.uint32)
         quiet = (raw & np.uint32(quiet_bit)) != 0
-        bit = np.where(negative, 5, 6)  # zeros
+        # Zeros.
+        bit = np.where(negative, 5, 6)
         bit = np.where((value != 0) & (np.abs(value) < tiny), np.where(negative, 4, 7), bit)
         bit = np.where(np.abs(value) >= tiny, np.where(negative, 3, 8), bit)
         bit = np.where(np.isinf(value), np.where(negative, 2, 9), bit)

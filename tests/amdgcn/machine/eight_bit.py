@@ -68,7 +68,8 @@ def _stochastic(c: Compiling, kind: str) -> Step:
         number = value(state)
         bits = np.ascontiguousarray(number).view(u32)
         exponent = (bits >> u32(23) & u32(255)).astype(np.int32) - 127
-        extra = np.clip(1 - format.bias - exponent, 0, 31 - dropped)  # subnormal codes have fewer significant bits
+        # Subnormal codes have fewer significant bits.
+        extra = np.clip(1 - format.bias - exponent, 0, 31 - dropped)
         shift = (dropped + extra).astype(u32)
         noise = random(state) >> (u32(32) - shift)
         moved = bits + np.where(np.isfinite(number), noise, u32(0))

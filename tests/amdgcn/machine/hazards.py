@@ -101,13 +101,15 @@ def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) 
     match = _MFMA.match(first.mnemonic)
     if not match:
         return 0
-    single = match[2].startswith(("f32", "xf32"))  # products of float32 take more passes
+    # Products of float32 take more passes.
+    single = match[2].startswith(("f32", "xf32"))
     if target.name == "gfx90a":
         states = 11 if match[1] == "16x16" else 19
     else:
         passes = (4 if match[1] == "16x16" else 8) * (2 if single else 1)
         states = passes + (2 if single else 3)
-    if used.kind == "mfma":  # read as A or B; reading it as C depends on forwarding, and is not checked
+    # Read as A or B; reading it as C depends on forwarding, and is not checked.
+    if used.kind == "mfma":
         operands_ab = used.reads[0] | used.reads[1]
         return states if produced.writes & operands_ab else 0
     touched = used.read | (used.writes if used.kind == "valu" else frozenset())

@@ -100,7 +100,8 @@ class Lds:
         who = (state.waves, lanes, False, state.lanes)
         access = Access(index, writes, unit, size // unit, places, who, self.epoch)
         self.accesses.append(access)
-        if state.signalled:  # an access after the signal of a split barrier belongs to the next interval too
+        # An access after the signal of a split barrier belongs to the next interval too.
+        if state.signalled:
             self.carried.append(access)
         return access
 

@@ -59,11 +59,14 @@ class Shape:
     def results_of(self, product: np.ndarray) -> np.ndarray:
         """Reorder [waves, size, size] to registers [results, waves, lanes]."""
         waves, n = len(product), self.size
-        if self.layout == "mfma32":  # register 4 q + t holds row 8 q + 4 (lane / 32) + t
+        # Register 4 q + t holds row 8 q + 4 (lane / 32) + t.
+        if self.layout == "mfma32":
             parts = product.reshape(waves, 4, 2, 4, n).transpose(1, 3, 0, 2, 4)
-        elif self.layout == "interleaved":  # register r holds row 2 r + lane / 16
+        elif self.layout == "interleaved":
+            # Register r holds row 2 r + lane / 16.
             parts = product.reshape(waves, n // 2, 2, n).transpose(1, 0, 2, 3)
-        else:  # register r holds row results * (lane / n) + r
+        else:
+            # Register r holds row results * (lane / n) + r.
             groups = self.lanes // n
             parts = product.reshape(waves, groups, n // groups, n).transpose(2, 0, 1, 3)
         return parts.reshape(self.results, waves, self.lanes)

@@ -15,8 +15,10 @@ from .errors import OutOfBounds, Race
 from .races import Access
 from .state import State
 
-GUARD = 4096  # the smallest allowed distance between two buffers
-SPACING = 1 << 33  # distance between buffers at new addresses: larger than any 32-bit offset
+# The smallest allowed distance between two buffers.
+GUARD = 4096
+# Distance between buffers at new addresses: larger than any 32-bit offset.
+SPACING = 1 << 33
 _FIRST = 0x7000_0000_0000
 
 # Data is copied in the widest unit to which all addresses are aligned; complex128 is used as a 16-byte type.

@@ -20,8 +20,10 @@ from .errors import UnknownInstruction
 Reader = Callable[[Any], np.ndarray]
 
 VCC, M0, EXEC, TTMP = 106, 124, 126, 108
-ACC = 256  # the index of the first accumulation register among the vector registers
-SCALAR = 1000  # the index of the first SGPR in sets of vector and scalar registers
+# The index of the first accumulation register among the vector registers.
+ACC = 256
+# The index of the first SGPR in sets of vector and scalar registers.
+SCALAR = 1000
 
 _NAMED = {
     "vcc": (VCC, 2),
@@ -195,7 +197,8 @@ def scalar_reader(operand: Operand, letter: str, *, word: int = 0) -> Reader:
     index, dtype = operand.register + word, DTYPES[letter]
     if operand.kind == "s":
         if letter in "UI":
-            if operand.count == 1:  # one 32-bit register as a 64-bit operand, such as exec_lo with 32 lanes
+            # One 32-bit register as a 64-bit operand, such as exec_lo with 32 lanes.
+            if operand.count == 1:
                 return lambda state: state.s[index].astype(np.uint64).view(dtype)
             return lambda state: state.scalar_pair(index).view(dtype)
         return with_signs(lambda state: state.s[index].view(dtype), operand, letter)

@@ -262,7 +262,8 @@ def _registers(instruction: Instruction) -> frozenset[int]:
 def _named(word: str) -> frozenset[int]:
     try:
         return operands.parse(word.removeprefix("sext(").rstrip(")")).registers
-    except UnknownInstruction:  # the word is a label or an expression
+    except UnknownInstruction:
+        # The word is a label or an expression.
         return frozenset()
 
 

@@ -18,7 +18,8 @@ from .races import check_launch
 from .scratch import Scratch
 from .state import State
 
-_BATCH = 256  # how many waves run at the same time, unless a workgroup has more
+# How many waves run at the same time, unless a workgroup has more.
+_BATCH = 256
 
 
 @dataclass
@@ -303,7 +304,8 @@ class Launch:
         destination = self.program.instructions[pc].operands[:1]
         if ticket.kind == "scalar" or register not in operands.parse(destination[0]).registers:
             return False
-        if "d16" in mnemonic:  # the load preserves the other half, which the compiler treats as a read
+        # The load preserves the other half, which the compiler treats as a read.
+        if "d16" in mnemonic:
             return False
         kinds = {"ds": "lds", "global": "vmem", "buffer": "vmem"}
         loads = "_load" in mnemonic or "_read" in mnemonic

@@ -207,7 +207,8 @@ def _spread(words: np.ndarray, state: State, lanes) -> list[np.ndarray]:
         return spread(words, state)
     arrays = []
     for i in range(words.shape[1]):
-        array = np.zeros((state.count, state.lanes), words.dtype)  # lanes beyond a buffer's end read zero
+        # Lanes beyond a buffer's end read zero.
+        array = np.zeros((state.count, state.lanes), words.dtype)
         array[lanes] = words[:, i]
         arrays.append(array)
     return arrays

@@ -212,7 +212,8 @@ EXPERTS = [
         {**SMALL, **ROUTED, **GROUPS, **LATENT, "topk_method": "group_limited_greedy"},
         ("DeepseekV2Attention",),
         experts={"99": "DeepseekV2Experts"},
-        since="5.19",  # 5.0 reads a missing attribute
+        # 5.0 reads a missing attribute.
+        since="5.19",
         variant="groups",
     ),
     Case(
@@ -249,7 +250,8 @@ EXPERTS = [
         HUNYUAN,
         ("HunYuanMoEV1Attention",),
         experts={"99": "HunYuanMoEV1Experts"},
-        since="5.19",  # 5.0's loop over the experts uses the wrong routing weights
+        # 5.0's loop over the experts uses the wrong routing weights.
+        since="5.19",
         variant="stacked",
     ),
     Case(

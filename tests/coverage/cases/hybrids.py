@@ -26,7 +26,8 @@ ZAMBA2 = {
     "mamba_headdim": 16,
     "n_mamba_heads": 8,
     "chunk_size": 4,
-    "num_mem_blocks": 1,  # one block, because 5.0 ties all blocks to the first layer's block
+    # One block, because 5.0 ties all blocks to the first layer's block.
+    "num_mem_blocks": 1,
     "use_shared_attention_adapter": True,
     "adapter_rank": 8,
     "use_mem_rope": True,

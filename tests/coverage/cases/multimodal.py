@@ -7,7 +7,8 @@ from tests.coverage.cases.experts import FEW, GROUPS, ROUTED, moe_classes
 
 DINO = {**IMAGE, "mlp_ratio": 2, "qkv_bias": True}
 DINO3 = {**IMAGE, "num_register_tokens": 3, "mlp_bias": True}
-DINO3 |= {"pos_embed_rescale": None}  # with rescaling, training would draw random numbers
+# With rescaling, training would draw random numbers.
+DINO3 |= {"pos_embed_rescale": None}
 LLAMA = {**SMALL, "model_type": "llama"}
 SECTIONS = {"rope_type": "default", "mrope_section": [4, 2, 2]}
 WITH_IMAGES = {"image_token_id": inputs.IMAGE_TOKEN, "pad_token_id": 0}
@@ -59,7 +60,8 @@ def ernie(transformers):
         "video_token_id": inputs.VIDEO_TOKEN,
         "image_start_token_id": inputs.IMAGE_START,
         "image_end_token_id": inputs.IMAGE_END,
-        "video_start_token_id": 200,  # tokens that do not occur in the text
+        # Tokens that do not occur in the text.
+        "video_start_token_id": 200,
         "video_end_token_id": 201,
     }
 
@@ -164,7 +166,8 @@ MULTIMODAL = [
         glm(),
         ("Glm4vTextAttention", "Glm4vVisionAttention"),
         kind="images in text",
-        seed=1,  # with seed 0, the error of stock's gradients is by chance half of the error with other seeds
+        # With seed 0, the error of stock's gradients is by chance half of the error with other seeds.
+        seed=1,
     ),
     Case(
         "glm4v_moe",
@@ -276,7 +279,8 @@ MULTIMODAL = [
         until="5.1",
         kind="images in text",
         variant="older",
-        seed=3,  # with seed 0, the error of stock's gradients is by chance smaller than with other seeds
+        # With seed 0, the error of stock's gradients is by chance smaller than with other seeds.
+        seed=3,
         stock_can_not={
             "static": "4.57 makes no mask for it",
             "no cache": "it requires position ids, which are missing without a cache",

@@ -105,7 +105,8 @@ SHAPES = [
         "StableLmConfig",
         {**STABLE, "qk_layernorm": True},
         ("StableLmAttention",),
-        since="5.0",  # in 4.x, stock can't initialise the per-head norms
+        # In 4.x, stock can't initialise the per-head norms.
+        since="5.0",
         variant="head norms",
     ),
     Case(

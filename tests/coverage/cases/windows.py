@@ -2,7 +2,8 @@
 
 from tests.coverage.case import SMALL, Case
 
-WINDOW = {**SMALL, "sliding_window": 8}  # shorter than the prompts, so that prefill, decoding and chunks all exceed it
+# Shorter than the prompts, so that prefill, decoding and chunks all exceed it.
+WINDOW = {**SMALL, "sliding_window": 8}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {**MIXED, "head_dim": 24, "query_pre_attn_scalar": 20, "attention_bias": True}
 

@@ -20,10 +20,13 @@ import pytest
 from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-FEW = 16  # exceeds the number of calls of one name that the parent makes after strace has attached: see injected.py
-NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}  # calls on open descriptors that don't access the disk
+# Exceeds the number of calls of one name that the parent makes after strace has attached: see injected.py.
+FEW = 16
+# Calls on open descriptors that don't access the disk.
+NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}
 DRIVER = Path(__file__).with_name("injected.py")
-PATIENCE = 300  # the time limit in seconds for all runs with a fault at a call of one name
+# The time limit in seconds for all runs with a fault at a call of one name.
+PATIENCE = 300
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
 
 ERRORS = ("ENOSPC", "EACCES", "EROFS", "EIO")
@@ -122,7 +125,8 @@ class Driver:
                 assert strace.poll() is None, strace.communicate()[1]
                 time.sleep(0.002)
             statuses: list[int] = json.loads(self._exchange("begin"))
-            strace.wait(PATIENCE)  # strace exits with the last traced process
+            # Strace exits with the last traced process.
+            strace.wait(PATIENCE)
         finally:
             strace.kill()
             strace.communicate()

@@ -28,7 +28,8 @@ from tests.overlay.conftest import MODELS, Site, hashes, make_site
 from tests.overlay.promises.world import NEXT, VERSION, encoded
 
 SELECTIONS = st.lists(st.sampled_from(MODELS), unique=True, max_size=4)
-RELEASES = {__version__, "0.0.1", "0.0.2"}  # versions of hf-rocm
+# Versions of hf-rocm.
+RELEASES = {__version__, "0.0.1", "0.0.2"}
 CATALOG = catalogs.load()
 
 
@@ -232,7 +233,8 @@ def _machine(examples: int, steps: int) -> Any:
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        phases=[Phase.generate],  # no shrinking, which takes minutes; a failure lists its steps anyway
+        # No shrinking, which takes minutes; a failure lists its steps anyway.
+        phases=[Phase.generate],
     )
     return case
 

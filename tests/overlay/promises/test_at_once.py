@@ -135,7 +135,8 @@ def test_10_commands_run_concurrently_with_a_real_uv(environments: Callable[...,
         go(busy)
         _, errors = reinstalling.communicate(timeout=60)
         assert reinstalling.returncode == 0, errors
-        busy.communicate(timeout=60)  # commands fail if they run at a moment when transformers is absent
+        # Commands fail if they run at a moment when transformers is absent.
+        busy.communicate(timeout=60)
         assert busy.returncode in (0, 1)
         assert not list(site.path.rglob(f"*{LEFTOVER}"))
         environment.install(VERSION, "--reinstall")

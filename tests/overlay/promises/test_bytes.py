@@ -34,7 +34,8 @@ def test_02_uninstall_restores_every_byte(
     site = farm("one")
     site.model("llama").chmod(0o640)
     before = hashes(site.path)
-    with monkeypatch.context() as older:  # install with an older hf-rocm, then twice with this one
+    # Install with an older hf-rocm, then twice with this one.
+    with monkeypatch.context() as older:
         older.setattr("hf_rocm.overlay.state.__version__", "0.0.9")
         install(selection, transformers_path=site.path)
     install(selection, transformers_path=site.path)
@@ -83,7 +84,8 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.unlink()
     file.write_bytes(edited)
     before = fingerprint(site.path)
-    gone = b"hf-rocm overlay" not in edited  # whether the file has no block, so that there is nothing to uninstall
+    # Whether the file has no block, so that there is nothing to uninstall.
+    gone = b"hf-rocm overlay" not in edited
     for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()
@@ -208,7 +210,8 @@ def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    folder.chmod(0o2775)  # setgid: by default, new files get the folder's group
+    # Setgid: by default, new files get the folder's group.
+    folder.chmod(0o2775)
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)
         assert (file.stat().st_uid, file.stat().st_gid) == (12345, 54321)

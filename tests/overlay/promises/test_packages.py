@@ -118,7 +118,8 @@ def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments
     one, two = environments("one", "uv", "hardlink"), environments("two", "uv", "hardlink")
     assert one.hf_rocm("status", "--record").returncode == 0
     install(["bert"], transformers_path=one.site.path)
-    with one.site.model("llama").open("ab") as file:  # write in place, as `cp` does
+    # Write in place, as `cp` does.
+    with one.site.model("llama").open("ab") as file:
         file.write(b"# patched\n")
     (one.site.root / "models" / "llama" / "check.py").touch()
     one.site.model("gemma").unlink()
@@ -130,7 +131,8 @@ def test_08_status_record_finds_overwritten_files_and_names_the_fix(environments
         "modeling_gemma.py": (Finding.MISSING, False),
         "check.py": (Finding.ADDED, False),
     }
-    for environment in (one, two):  # the second environment shares the changed file
+    # The second environment shares the changed file.
+    for environment in (one, two):
         shown = environment.hf_rocm("status", "--record", "--json")
         assert shown.returncode == 1
         warning = json.loads(shown.stdout)["warning"]

@@ -32,7 +32,8 @@ def test_every_operation_is_compared_across_all_its_implementations(name):
     assert timed == {"torch", "eager"}
     for part in result:
         assert (part.microseconds is None) == (part.reason is not None) and part.floor > 0
-    assert not operations()[name].choices  # the choices made for the comparison are dropped
+    # The choices made for the comparison are dropped.
+    assert not operations()[name].choices
 
 
 def test_every_line_ran_its_own_implementation(monkeypatch):

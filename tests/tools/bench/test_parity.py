@@ -35,7 +35,8 @@ def test_correct_results_pass_and_are_recorded(case, model):
 def test_wrong_results_of_hf_rocm_end_the_run(case, model, monkeypatch):
     with ops.recording() as routes:
         run(model, ["hf_rocm"], case)
-    assert {entry.operation for entry in routes} >= {"rms_norm"}  # the fault below affects this operation
+    # The fault below affects this operation.
+    assert {entry.operation for entry in routes} >= {"rms_norm"}
     hf_rocm.restore(model)
     spoil(monkeypatch, 1e-3)
     with pytest.raises(measure.Mismatch, match="hf_rocm returns wrong results") as error:
@@ -56,7 +57,8 @@ def spoil(monkeypatch, by):
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))  # clears the cached choices
+    # Clears the cached choices.
+    monkeypatch.setattr(operation, "calls", registry.Table(operation._call))
 
 
 def test_another_side_with_wrong_results_is_skipped(model):

@@ -32,6 +32,8 @@ def test_a_profile_of_a_model_has_its_gemms_and_a_trace(case, tmp_path, monkeypa
     summary = profiling.profile(subject, case, trace, progress=lambda text: None)
     names = [row[0] for row in summary.rows()]
     assert "aten::mm" in names or "aten::addmm" in names
-    assert summary.kernels["aten::embedding"][0] == 3  # one run per step
-    assert not summary.lines()  # a CPU has no queue
+    # One run per step.
+    assert summary.kernels["aten::embedding"][0] == 3
+    # A CPU has no queue.
+    assert not summary.lines()
     assert json.loads(trace.read_text())["traceEvents"]

@@ -103,7 +103,8 @@ def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(ranks_are, program,
         run()
     assert error.value.message == message and error.value.facts == facts
     assert len(started) == 2 and all(process.poll() is not None for process in started)
-    assert time.monotonic() - began < 300  # in most of these programs, rank 0 would sleep for 600 s
+    # In most of these programs, rank 0 would sleep for 600 s.
+    assert time.monotonic() - began < 300
 
 
 def run():

@@ -18,7 +18,8 @@ LAYER = H * (4 * D) + 2 * H * (2 * D) + (4 * D) * H + 3 * H * I
 def test_a_decode_step_reads_every_matrix_once_and_the_keys_and_values_of_every_row(model):
     case = Case("decode", 3, 100, 40)
     read, flops = roofline.decode_work(model, case)
-    keys = 2 * 2 * D * 120  # 120 is the cache's length halfway through the new tokens
+    # 120 is the cache's length halfway through the new tokens.
+    keys = 2 * 2 * D * 120
     assert read == 4 * (LAYER + V * H + 3 * keys)
     assert flops == 3 * (2 * (LAYER + V * H) + 4 * 4 * D * 120)
 

@@ -89,8 +89,10 @@ def test_gemms_are_counted_as_tuned_if_aiter_finds_a_row(read):
     merged = merge([(YOURS, read(row(LAYOUT, M=16), row(LAYOUT, M=64, bias=True)))], LAYOUT, MI300X)
     shapes = [
         Gemm(16, 4096, 512, "torch.bfloat16", False),
-        Gemm(9, 4096, 512, "torch.bfloat16", False),  # aiter pads 9 rows to 16
-        Gemm(33, 4096, 512, "torch.bfloat16", True),  # aiter pads 33 rows to 64, the next power of two
+        # aiter pads 9 rows to 16.
+        Gemm(9, 4096, 512, "torch.bfloat16", False),
+        # aiter pads 33 rows to 64, the next power of two.
+        Gemm(33, 4096, 512, "torch.bfloat16", True),
         Gemm(33, 4096, 512, "torch.bfloat16", False),
         Gemm(16, 4096, 512, "torch.float16", False),
         Gemm(16, 4096, 512, "torch.bfloat16", False, shuffled=True),

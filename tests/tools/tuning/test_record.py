@@ -44,7 +44,8 @@ def test_a_model_without_weights_records_the_gemms_of_the_real_model(name, check
 
 def test_projections_are_fused_and_only_the_last_logits_are_computed(checkpoints):
     gemms, _ = seen_without(checkpoints["llama"], [2], [5])
-    layers = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q + k + v, o, gate + up, down
+    # q + k + v, o, gate + up, down.
+    layers = [(128, 64), (64, 64), (192, 64), (64, 96)]
     expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
     assert {shape[:3] for shape in gemms} == expected
     assert {(tensor.dtype, tensor.bias) for tensor in gemms} == {(BF16, False)}
@@ -57,7 +58,8 @@ def test_a_config_suffices_and_no_memory_is_needed(checkpoints, tmp_path):
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     gemms, _ = seen_without(str(tmp_path), [64], [4096])
-    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}  # the output of this GEMM would take 28 GiB
+    # The output of this GEMM would take 28 GiB.
+    assert (262144, 57344, 8192) in {shape[:3] for shape in gemms}
     assert {tensor.dtype for tensor in gemms} == {"torch.float16"}
     assert {gemm.dtype for gemm in seen_without(str(tmp_path), [1], [4], dtype="bfloat16")[0]} == {BF16}
 

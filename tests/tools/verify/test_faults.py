@@ -33,7 +33,8 @@ def test_a_wrong_weight_of_one_layer_is_located(build):
     for check in ("prompt", "padded batch", "filled cache", "static cache"):
         assert (report[check].layer, report[check].operation, report[check].others) == (
             "model.layers.1", "mlp.up_proj", ())  # fmt: skip
-    assert "weights" not in report  # the parameters themselves are unchanged
+    # The parameters themselves are unchanged.
+    assert "weights" not in report
 
 
 def test_a_stale_fused_weight_is_located(build, monkeypatch):
@@ -65,7 +66,8 @@ def test_a_kernel_fault_is_located(model, operation, call, checks, point, build)
         assert fault.layer == "model.layers.0" and fault.operation == point, str(fault)
         assert fault.error > 10 * fault.allowed
         assert f"model.layers.0: {point} is the first error above its bound" in str(fault)
-    if model == "qwen3":  # with a single row, or rows of equal length, the positions are correct
+    # With a single row, or rows of equal length, the positions are correct.
+    if model == "qwen3":
         assert not {"prompt", "filled cache", "sliding window"} & set(report)
     # the second layer is correct if the fault does not affect its kind of attention
     assert report[next(iter(checks))].others in ((), ("model.layers.1",))
@@ -121,7 +123,8 @@ def test_a_recording_that_becomes_stale_is_detected(build, recorded_on_cpu, monk
 
     monkeypatch.setattr(Operators, "replay", stale)
     report = hf_rocm.verify(build("llama"), force=True, quick=True)
-    assert not report.passed and report.check("greedy tokens").status == "passed"  # the affected calls were repeated
+    # The affected calls were repeated.
+    assert not report.passed and report.check("greedy tokens").status == "passed"
     check = report.check("graph replay")
     assert check.status == "failed" and "a replayed step differed from the step itself" in check.note
     assert check.note in " ".join(str(report).split())

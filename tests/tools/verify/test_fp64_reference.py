@@ -38,7 +38,8 @@ def test_the_reference_is_as_accurate_as_a_float64_model(build):
     with torch.no_grad(), Subject(model).reference():
         actual = model(input_ids=tokens(1, 5)).logits
     with torch.no_grad():
-        narrow = model.double()(input_ids=tokens(1, 5)).logits  # its norms still compute in fp32
+        # Its norms still compute in fp32.
+        narrow = model.double()(input_ids=tokens(1, 5)).logits
     step = torch.finfo(torch.float32).eps
     off = ((actual - narrow).norm() / narrow.norm()).item()
     assert 0 < off < 16 * step

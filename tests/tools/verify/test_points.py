@@ -38,7 +38,8 @@ def test_stock_has_the_same_points_and_runs_no_hf_rocm_kernel(build):
     assert routes == []
     names = list(result.eager.points[0][LAYER])
     assert set(names) >= FUSED | ROTATED | {"in self_attn.o_proj", "in mlp.down_proj", OUTPUT}
-    assert "in self_attn.q_proj" not in names  # q_proj's input is the norm's output, which has a name
+    # q_proj's input is the norm's output, which has a name.
+    assert "in self_attn.q_proj" not in names
     order = ["self_attn.q_proj", "self_attn.rotated key", "in self_attn.o_proj", "mlp.up_proj", "in mlp.down_proj"]
     assert [name for name in names if name in order] == order and names[-1] == OUTPUT
     assert list(result.eager.points[0]["model.layers.1"]) == [OUTPUT]

@@ -46,7 +46,8 @@ def test_a_correct_model_passes(name, dtype, passed, build):
     assert "attention" in report.tiers and {"linear"} & set(report.tiers)
     assert len(report.layers) == 2 and all(0 < layer.own <= layer.allowed for layer in report.layers)
     # the tolerance is twice stock's error in this dtype, plus a rounding step
-    if name != "gpt_oss":  # mixture-of-experts models use the median token's error
+    # mixture-of-experts models use the median token's error.
+    if name != "gpt_oss":
         check = report.check("prompt")
         assert check.allowed == pytest.approx(2 * check.numbers["stock_error"] + torch.finfo(dtype).eps)
         assert check.numbers["stock_error"] > 0 and check.error > 0

@@ -75,7 +75,8 @@ class CausalTest(EncoderTest, GenerationTesterMixin):
 class EncoderDecoderTester(Tester):
     is_encoder_decoder = True
     encoder_seq_length = key_length = Tester.seq_length
-    decoder_seq_length = Tester.seq_length  # the length of the labels
+    # The length of the labels.
+    decoder_seq_length = Tester.seq_length
 
     def prepare_config_and_inputs_for_common(self):
         config, inputs = super().prepare_config_and_inputs_for_common()

@@ -25,10 +25,12 @@ def before_import() -> None:
     """
     named = options.tuned_files()
     if "aiter" in sys.modules or any(store.is_merged(path) for path in named):
-        return  # aiter is already imported, or the parent process has set the table
+        # aiter is already imported, or the parent process has set the table.
+        return
     try:
         release = machine.installed()
-    except TuningError:  # an unsupported release, for which nothing can have been tuned here; aiter reads its own table
+    except TuningError:
+        # An unsupported release, for which nothing can have been tuned here; aiter reads its own table.
         return
     gpu = machine.gpu()
     if release is None or gpu is None or not release.layout.reads_variable:
@@ -39,7 +41,8 @@ def before_import() -> None:
     try:
         path = store.merged(gpu, release, merged.digest)
         written = files.read_own(path)
-        if written is None or written[0] != merged.text:  # another process may have written the file
+        # Another process may have written the file.
+        if written is None or written[0] != merged.text:
             store.write(path, merged.text)
     except TuningError as error:
         warnings.warn(f"hf_rocm: tuned GEMMs are not used: {error}", RuntimeWarning, stacklevel=2)

@@ -91,7 +91,8 @@ LAYOUTS = (
     ),
 )
 
-NEWEST = "0.1.20.post1"  # the newest release whose layout was checked
+# The newest release whose layout was checked.
+NEWEST = "0.1.20.post1"
 
 
 def layout_of(release: str) -> Layout:

@@ -73,7 +73,8 @@ def installed() -> Release | None:
     columns = _shipped_columns(folder)
     if columns is None or set(columns) == set(release.layout.tuned):
         return release
-    layouts = layouts_with(columns)  # a build from source, whose version does not determine the layout
+    # A build from source, whose version does not determine the layout.
+    layouts = layouts_with(columns)
     if not layouts:
         raise TuningError(
             f"the tables of amd-aiter {facts.version} have columns that hf_rocm does not support",

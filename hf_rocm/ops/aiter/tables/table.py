@@ -19,10 +19,12 @@ from typing import NamedTuple
 from hf_rocm.errors import TableError
 from hf_rocm.ops.aiter.tables.columns import GFX_OF_UNITS, RENAMED, Layout, layouts_with, libraries, releases_of
 
-MAX_BYTES = 64 << 20  # all tables in aiter 0.1.20 together take 0.6 MB
+# All tables in aiter 0.1.20 together take 0.6 MB.
+MAX_BYTES = 64 << 20
 MAX_ROWS = 400_000
 MAX_COLUMNS = 100
-MAX_PROBLEMS = 20  # enough to fix a file
+# Enough to fix a file.
+MAX_PROBLEMS = 20
 
 DTYPES = frozenset(
     f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
@@ -161,7 +163,8 @@ def text_of(path: Path) -> str:
                     f"{path.name or path} is not a regular file", facts={"path": path, "expected": "a CSV file"}
                 )
             data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # a path with a NUL byte raises ValueError
+    except (OSError, ValueError) as error:
+        # A path with a NUL byte raises ValueError.
         if isinstance(error, IsADirectoryError):
             raise TableError(f"{path} is a folder", facts={"expected": "a CSV file"}) from error
         raise TableError(

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 
-AMD, NVIDIA = "v_perm_b32", "prmt"  # the instructions
+# The instructions.
+AMD, NVIDIA = "v_perm_b32", "prmt"
 _NVIDIA = tl.constexpr(NVIDIA)
 _AMD = tl.constexpr(AMD)
 
@@ -187,4 +188,5 @@ def _pairs(signed: bool) -> str:
 _PAIRS, _PAIRS_SIGNED = tl.constexpr(_pairs(False)), tl.constexpr(_pairs(True))
 
 
-BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module
+# Other kernels call the functions of this module.
+BUILDS: tuple[Build, ...] = ()

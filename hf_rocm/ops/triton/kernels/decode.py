@@ -20,10 +20,12 @@ from hf_rocm.ops.triton.kernels.rotation import rotated_rows
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NEW = tl.constexpr(FEW_QUERIES)  # the largest number of new keys; not below 16, the fewest columns of tl.dot
+# The largest number of new keys; not below 16, the fewest columns of tl.dot.
+NEW = tl.constexpr(FEW_QUERIES)
 
 
-@triton.jit(do_not_specialize=["keys"])  # the length of a dynamic cache grows with every token
+# The length of a dynamic cache grows with every token.
+@triton.jit(do_not_specialize=["keys"])
 def decode_kernel(
     query,  # [B, H, S_q, D]
     key,  # [B, Hkv, S, D]; in pages [P, Hkv, PAGE, D]
@@ -112,11 +114,13 @@ def decode_kernel(
     if window is not None:
         first = tl.maximum(first, end - queries - window + 1)
     own = first + split * BLOCK
-    cached = end if new_key is None else end - queries  # new keys are not read from the cache
+    # New keys are not read from the cache.
+    cached = end if new_key is None else end - queries
     if not ALONE:
         idle = own >= cached
         if new_key is not None:
-            idle = idle & (split < splits - 1)  # the last split has the new keys
+            # The last split has the new keys.
+            idle = idle & (split < splits - 1)
         if idle:
             tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
             return
@@ -206,7 +210,8 @@ def decode_kernel(
         at = block + n
         wanted = at < cached
         seen = at[None, :] <= position[:, None] if CAUSAL and new_key is None else wanted[None, :]
-        if window is not None and (new_key is None or CAUSAL):  # for one query, `first` is exact
+        # For one query, `first` is exact.
+        if window is not None and (new_key is None or CAUSAL):
             seen = seen & (at[None, :] > position[:, None] - window)
         if mask is not None:
             its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
@@ -215,7 +220,8 @@ def decode_kernel(
             else:
                 bias = tl.load(its, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
                 seen = bias > HIDDEN
-            wanted = tl.max(seen.to(tl.int32), 0) > 0  # a key that no query sees isn't read
+            # A key that no query sees isn't read.
+            wanted = tl.max(seen.to(tl.int32), 0) > 0
 
         across = wanted[None, :] if DIM == BLOCK_D else wanted[None, :] & inside[:, None]
         if table is None:
@@ -259,7 +265,8 @@ def _softmax(scores, peak, total):
     Returns the exponentials, the factor of the sums so far, and the new largest score and sum.
     """
     higher = tl.maximum(peak, tl.max(scores, 1))
-    level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
+    # -inf: no key seen so far.
+    level = tl.where(higher == -float("inf"), 0.0, higher)
     shares = tl.exp2(scores - level[:, None])
     fade = tl.exp2(peak - level)
     return shares, fade, higher, total * fade + tl.sum(shares, 1)
@@ -355,7 +362,8 @@ def _attend(
             num_stages=how.stages,
             divisible=(*numbers, *of_new),
             options={} if rotated is None else {"enable_fp_fusion": False},
-            matrix=dtype != "fp32" or architectures[0] == "gfx90a",  # RDNA multiplies fp32 without matrix instructions
+            # RDNA multiplies fp32 without matrix instructions.
+            matrix=dtype != "fp32" or architectures[0] == "gfx90a",
             architectures=tuple(architecture for architecture in architectures if architecture not in besides),
         )
 
@@ -373,8 +381,10 @@ BUILDS = (
     *_attend(128, 4, dtype="fp32"),
     *_attend(128, 4, page=256, starts=False),
     *_attend(64, 8, page=256, starts=False, alone=True),
-    *_attend(128, 4, rotated=128),  # steps with the rotation and the cache
-    *_attend(128, 4, queries=6, rotated=128, norms=True),  # of several tokens, with drafts
+    # Steps with the rotation and the cache.
+    *_attend(128, 4, rotated=128),
+    # Of several tokens, with drafts.
+    *_attend(128, 4, queries=6, rotated=128, norms=True),
     *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),
     *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3
     *_attend(128, 4, rotated=128, alone=True, starts=False, norms=True),

@@ -185,8 +185,9 @@ def _build_step(groups: int, shared: int, dim: int, dtype: str) -> Build:
     )
 
 
+# Qwen3-Next, and the smallest Qwen3.5.
 BUILDS = tuple(
     build(groups, shared, dim, dtype)
     for build in (_build_convolution, _build_step)
     for groups, shared, dim, dtype in ((16, 2, 128, "bf16"), (16, 2, 128, "fp16"), (16, 1, 128, "bf16"))
-)  # Qwen3-Next, and the smallest Qwen3.5
+)

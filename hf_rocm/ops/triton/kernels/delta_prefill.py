@@ -71,7 +71,8 @@ def causal_convolution_kernel(
             value += tl.load(place, (at < 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
         total += value * tl.load(weight + tap, mask=there, other=0.0).to(tl.float32)[None, :]
     total = total / (1.0 + tl.exp(-total))
-    total = total.to(x.dtype.element_ty).to(tl.float32)  # the stock layer rounds here
+    # The stock layer rounds here.
+    total = total.to(x.dtype.element_ty).to(tl.float32)
     place = (batch * length + token)[:, None] * channels + channel[None, :]
     store_parts(mixed, plane, place, (token < length)[:, None] & there[None, :], total, PARTS)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -158,7 +159,8 @@ def chunk_kernel(
     )
     rate = tl.exp(tl.load(log_rate + head).to(tl.float32))
     gate = -rate * softplus(step.to(tl.float32) + tl.load(bias + head).to(tl.float32))
-    gate = tl.where(there, tl.where(gate < -128.0, -128.0, gate), 0.0)  # exp(-128) is 0; 0 · -inf would be NaN
+    # exp(-128) is 0; 0 · -inf would be NaN.
+    gate = tl.where(there, tl.where(gate < -128.0, -128.0, gate), 0.0)
     below = row[:, None] > row[None, :]
     lower = row[:, None] >= row[None, :]
     # sums of the gates after token j up to token i: differences of running sums would lose digits
@@ -218,7 +220,8 @@ def recurrence_kernel(
         memory = tl.load(begin, mask=(dim < KEY_DIM)[:, None] & is_value, other=0.0)
     else:
         memory = tl.zeros((BLOCK_KEY, BLOCK_VALUE), tl.float32)
-    mixed += batch * length * channels  # the pointers are scalars, which take fewer registers
+    # The pointers are scalars, which take fewer registers.
+    mixed += batch * length * channels
     queries = mixed + head // SHARED * KEY_DIM
     values = mixed + 2 * GROUPS * KEY_DIM + head * VALUE_DIM
     out += (batch * length * heads + head) * VALUE_DIM
@@ -226,7 +229,8 @@ def recurrence_kernel(
     within += number * chunks * 3 * CHUNK * CHUNK
     terms += number * chunks * 4 * CHUNK
     square = row[:, None] * CHUNK + row[None, :]
-    turn = (both // CHUNK)[:, None]  # 0 for queries, 1 for keys
+    # 0 for queries, 1 for keys.
+    turn = (both // CHUNK)[:, None]
     at_both = (both % CHUNK)[:, None] * channels + turn * (GROUPS * KEY_DIM) + dim[None, :]
     for chunk in range(chunks):
         left = length - chunk * CHUNK
@@ -374,6 +378,7 @@ def _build_norm(groups: int, shared: int, dim: int, dtype: str) -> Build:
     )
 
 
+# Qwen3-Next, and small heads.
 BUILDS = tuple(
     build(groups, shared, dim, dtype)
     for build in (
@@ -384,4 +389,4 @@ BUILDS = tuple(
         _build_norm,
     )
     for groups, shared, dim, dtype in ((16, 2, 128, "bf16"), (16, 2, 128, "fp16"), (16, 1, 64, "bf16"))
-)  # Qwen3-Next, and small heads
+)

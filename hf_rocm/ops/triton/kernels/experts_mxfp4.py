@@ -20,7 +20,8 @@ from hf_rocm.ops.triton.kernels.activation import gated, rounded
 from hf_rocm.ops.triton.kernels.four_bit import power, tiny_number
 from hf_rocm.ops.triton.tiles import Mxfp4Tile, mxfp4_down_tile, mxfp4_gate_up_tile
 
-_LIFT = tl.constexpr(2.0**64)  # the factor by which x is multiplied first
+# The factor by which x is multiplied first.
+_LIFT = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**62)
 
 

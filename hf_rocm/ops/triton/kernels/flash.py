@@ -79,7 +79,8 @@ def flash_kernel(
         key += first_key * key_s
         value += first_key * value_s
     else:
-        tile = tl.num_programs(0) - 1 - tile  # start with the rows that see the most keys
+        # Start with the rows that see the most keys.
+        tile = tl.num_programs(0) - 1 - tile
         first_query = b * queries
         query -= first_query * query_s
     if tile * ROWS >= queries * GROUP:
@@ -90,7 +91,8 @@ def flash_kernel(
     i = row // GROUP
     h = kv_head * GROUP + row % GROUP
     at = first_query + i  # [ROWS]
-    before = keys - queries  # the position of the first query
+    # The position of the first query.
+    before = keys - queries
     position = before + i
     lowest = before + tile * ROWS // GROUP
     first = 0
@@ -211,7 +213,8 @@ def _attend(
     for block in tl.range(begin, end, BLOCK):
         at = block + n
         own = n
-        if MASKED:  # the last key is read again instead of keys after it, so that loads need no masks
+        # The last key is read again instead of keys after it, so that loads need no masks.
+        if MASKED:
             own = tl.minimum(n, end - 1 - block)
         its = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
         if DIM == BLOCK_D:
@@ -234,7 +237,8 @@ def _attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = higher
         if MASKED:
-            level = tl.where(higher == -float("inf"), 0.0, higher)  # -inf: no key seen so far
+            # -inf: no key seen so far.
+            level = tl.where(higher == -float("inf"), 0.0, higher)
         shares = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)
         total = total * fade + tl.sum(shares, 1)

@@ -55,7 +55,8 @@ def four_bit_vector(
     within = tl.arange(0, RUN)[None, None, :]
     x += block * (8 * RUN) + within
     words = weight + rows * k_words + block * RUN + within
-    count = k_words // (GROUP // 8) if STEP else 1  # scales per row
+    # Scales per row.
+    count = k_words // (GROUP // 8) if STEP else 1
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
@@ -153,7 +154,8 @@ def _vector(
     BYTES: tl.constexpr,
 ):
     """Add the products of the numbers in words [BLOCKS, N, RUN] and x to sums of the same shape."""
-    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8  # the number of runs that share a scale
+    # The number of runs that share a scale.
+    RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     for group in tl.static_range(8 // RUNS):
         part = 0.0
@@ -176,7 +178,8 @@ def _vector(
             elif BYTES:
                 part += values * _byte(words, pattern, group * RUNS + run)
             else:
-                values *= 1.0 if (group * RUNS + run) % 2 else 16.0  # even runs contain 1 + q / 2048
+                # Even runs contain 1 + q / 2048.
+                values *= 1.0 if (group * RUNS + run) % 2 else 16.0
                 part += values * _mantissa(words, pattern, group * RUNS + run)
         factor = scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
         if table is None and not BYTES:

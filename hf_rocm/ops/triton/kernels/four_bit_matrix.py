@@ -61,7 +61,8 @@ def four_bit_rows(
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += columns + block * (8 * RUN) + down
     words = weight + rows * k_words + block * RUN + across
-    count = k_words // (GROUP // 8) if STEP else 1  # scales per row
+    # Scales per row.
+    count = k_words // (GROUP // 8) if STEP else 1
     scales = rows * count
     gap = n_size.to(tl.int64) * k_words
     ups = sums

@@ -77,7 +77,7 @@ def matrix_vector(
         if ACTIVATION is not None:
             ups += wide(second) * _scaled(values, up_scales, k, there, EVEN, GROUP)
         if norm_weight is not None:
-            squares += plain * plain  # last, so that the weights in flight keep their registers
+            squares += plain * plain
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
     of_rows = None if GROUP else scale

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 
-LEAST = tl.constexpr(-(2**63))  # below every packed number
+# Below every packed number.
+LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -33,4 +34,5 @@ def number_of(packed):
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
-BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module
+# Other kernels call the functions of this module.
+BUILDS: tuple[Build, ...] = ()

@@ -97,4 +97,5 @@ def turned(parts):
     return result
 
 
-BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module
+# Other kernels call the functions of this module.
+BUILDS: tuple[Build, ...] = ()

@@ -61,4 +61,5 @@ def rotated_rows(
     return turned.to(dtype)
 
 
-BUILDS: tuple[Build, ...] = ()  # other kernels call the functions of this module
+# Other kernels call the functions of this module.
+BUILDS: tuple[Build, ...] = ()

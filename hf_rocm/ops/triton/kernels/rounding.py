@@ -33,7 +33,8 @@ def round_rows_kernel(
         # compared as integers, magnitudes have the same order, and NaN is larger than infinity
         top = tl.maximum(top, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     size = tl.div_rn(tl.max(top, 0).to(tl.float32, bitcast=True), LARGEST)
-    size = tl.where(size < _SMALLEST, _SMALLEST, size)  # NaN stays NaN
+    # NaN stays NaN.
+    size = tl.where(size < _SMALLEST, _SMALLEST, size)
     tl.store(scale + row, size)
     for start in tl.range(0, k_size, BLOCK):
         inside = start + column < k_size

@@ -124,7 +124,8 @@ def look_up_kernel(
     chosen = tl.load(selected + slot, mask=slot < tokens - 1, other=0)
     accepted = tl.min(tl.where((slot >= tokens - 1) | (draft != chosen), slot, tokens), 0)
     accepted = tl.minimum(accepted, tokens - 1)
-    last = length + accepted  # the position of the last token
+    # The position of the last token.
+    last = length + accepted
     best = tl.zeros([BLOCK], tl.int64)
     for start in tl.range(0, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -178,7 +179,8 @@ def logits_kernel(
         tl.store(out + column, value, mask=there)
         wide = value.to(tl.float32)
         bad += (tl.abs(wide) < float("inf")).to(tl.int32) ^ 1
-        wide = tl.where(wide == 0.0, 0.0, wide)  # for torch.argmax, -0 equals 0
+        # For torch.argmax, -0 equals 0.
+        wide = tl.where(wide == 0.0, 0.0, wide)
         best = tl.maximum(best, tl.where(there, pack(wide, column, 2147483648), LEAST))
     index = row * PARTS + part
     share = tl.cdiv(count, PARTS * tl.num_programs(1))
@@ -223,7 +225,8 @@ def finish_kernel(
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
 
 
-@triton.jit(do_not_specialize=["length"])  # the length grows with every token
+# The length grows with every token.
+@triton.jit(do_not_specialize=["length"])
 def append_kernel(
     ids,  # [B, S] int64
     tokens,  # [B] int64

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 EXACT = "float32"
-_LEAST = 0.2  # first differences per compared token that are always allowed in 16-bit dtypes
+# First differences per compared token that are always allowed in 16-bit dtypes.
+_LEAST = 0.2
 
 
 class Agreement(NamedTuple):

@@ -19,7 +19,8 @@ from hf_rocm.tools.bench import dummy_checkpoint
 from hf_rocm.tools.bench.known_shapes import shape
 
 _UNKNOWN = "<unk>"
-_LETTERS = 4  # letters per word, which is enough for 456,976 tokens
+# Letters per word, which is enough for 456,976 tokens.
+_LETTERS = 4
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-REFUSED, CLOSED = LOST = ("connection refused", "connection lost")  # errors that a dead server causes
+# Errors that a dead server causes.
+REFUSED, CLOSED = LOST = ("connection refused", "connection lost")
 HOST = "127.0.0.1"
 COMPLETIONS, CHAT = "completions", "chat"
 # endpoint → path
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
-_DETAIL = 200  # characters of an error message to keep
+# Characters of an error message to keep.
+_DETAIL = 200
 _LONGEST_LINE = 2**20
 
 
@@ -112,7 +114,8 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
             return await _streamed(parts, sent, question.new // 2 if question.leave else None)
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
-    except ValueError as error:  # an invalid status line, header or size, or an endless line
+    except ValueError as error:
+        # An invalid status line, header or size, or an endless line.
         raise _Failure("malformed answer", str(error)) from error
     finally:
         writer.close()

@@ -30,8 +30,10 @@ from hf_rocm.tools.bench.shapes import architecture
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
 PARITY_REQUESTS, PARITY_NEW = 8, 16
-_WATCH = 0.2  # seconds between two checks of the server's process
-_GRACE = 2.0  # seconds within which a process must end after it has closed its connections
+# Seconds between two checks of the server's process.
+_WATCH = 0.2
+# Seconds within which a process must end after it has closed its connections.
+_GRACE = 2.0
 _DURING = "while it answered requests"
 
 T = TypeVar("T")
@@ -70,7 +72,8 @@ def _measured(
     """Measure in `folder`, which is deleted afterwards."""
     dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
     if subject.shape is not None:
-        _check_lengths(architecture(subject.shape)[1], loads)  # before gigabytes are written
+        # Before gigabytes are written.
+        _check_lengths(architecture(subject.shape)[1], loads)
     model = subject.model or _written(subject, dtype, folder / "model", progress)
     tokenizer, config = _files(model)
     _check_lengths(config, loads)
@@ -181,7 +184,8 @@ def _written(subject: Subject, dtype: torch.dtype, folder: Path, progress: Progr
     progress(f"{subject.name}: writing random weights")
     checkpoint.write(folder, subject.shape, device=subject.device, dtype=dtype, layers=subject.layers)
     if subject.device.type == "cuda":
-        torch.cuda.empty_cache()  # the servers need the memory
+        # The servers need the memory.
+        torch.cuda.empty_cache()
     return str(folder)
 
 

@@ -26,11 +26,13 @@ from hf_rocm.tools.bench.measure import Progress
 from hf_rocm.tools.bench.serving.client import HOST
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
-NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")  # packages of the extra transformers[serving]
+# Packages of the extra transformers[serving].
+NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")
 _INSTALL = "pip install 'transformers[serving]'"
 _CLI = "transformers.cli.transformers"
 _PAUSE = 0.1
-_POLITE = 3.0  # seconds to wait for the server to end after SIGTERM; with continuous batching, it keeps running
+# Seconds to wait for the server to end after SIGTERM; with continuous batching, it keeps running.
+_POLITE = 3.0
 _LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
 _SERVE = f"""
 sys.argv = ["transformers", "serve", *sys.argv[2:]]
@@ -120,7 +122,8 @@ def serving(
     loading the model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
-    own = ["--host", HOST, "--port", "0"]  # they come last, so that they take precedence
+    # They come last, so that they take precedence.
+    own = ["--host", HOST, "--port", "0"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             children.command(CODE[side], str(folder / "explained.json"), *arguments, *own),

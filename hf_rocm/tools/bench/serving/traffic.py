@@ -150,7 +150,8 @@ class _Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
 
 
-_TRIED, _WANTED = 20_000, 500  # the number of tokens to examine, and the number of words that suffices
+# The number of tokens to examine, and the number of words that suffices.
+_TRIED, _WANTED = 20_000, 500
 
 
 def _words(tokenizer: Any, chance: random.Random) -> list[str]:
@@ -174,7 +175,8 @@ def _prompt(tokenizer: Any, words: list[str], length: int, chance: random.Random
     def fits(count: int) -> bool:
         return len(tokenizer(" ".join(chosen[:count]))["input_ids"]) <= length
 
-    if fits(length):  # the usual case
+    # The usual case.
+    if fits(length):
         return " ".join(chosen)
     low, high = 1, length - 1
     while low < high:

@@ -14,7 +14,8 @@ GET = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits
 RADEON_SINCE = Version("0.1.19")
 # The first and the last release whose import hides errors, so that functions can be missing.
 TRUNCATES = (Version("0.1.12"), Version("0.1.14.post1"))
-MINUTE, HOUR = 60.0, 3600.0  # an installation writes its files within a minute, and no build takes an hour
+# An installation writes its files within a minute, and no build takes an hour.
+MINUTE, HOUR = 60.0, 3600.0
 
 
 def aiter(facts: Facts) -> Iterator[Finding]:

@@ -33,7 +33,8 @@ def options(facts: Facts) -> Iterator[Finding]:
         )
         return
     parsed = settings.parse(facts.environment)
-    names = [name for name in facts.environment if not SECRET.search(name)]  # secrets are omitted from the report
+    # Secrets are omitted from the report.
+    names = [name for name in facts.environment if not SECRET.search(name)]
     strange = unknown(names, (variable.name for variable in settings.VARIABLES))
     if strange:
         yield warning(

@@ -74,7 +74,8 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}' "
             "(or pass quantize= to hf_rocm.from_pretrained)",
         )
-    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:  # the GEMMs of bitsandbytes were not run
+    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:
+        # The GEMMs of bitsandbytes were not run.
         yield warning(
             "packages",
             f"bitsandbytes {here} is older than {BITSANDBYTES_ROCM}",

@@ -11,8 +11,10 @@ from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
 # The distributions that contain Triton.
 NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm")
-OLDEST = Version("3.2")  # the oldest release with which hf_rocm's kernels work
-NEWEST_FOR_AITER = Version("3.6")  # the newest release with which all of aiter can be imported
+# The oldest release with which hf_rocm's kernels work.
+OLDEST = Version("3.2")
+# The newest release with which all of aiter can be imported.
+NEWEST_FOR_AITER = Version("3.6")
 
 
 def triton(facts: Facts) -> Iterator[Finding]:

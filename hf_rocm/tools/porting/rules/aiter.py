@@ -48,7 +48,8 @@ _NAMES = {
     "__version__": "importlib.metadata.version('amd-aiter')",
     "tuned_gemm.gemm_a8w8": "aiter.gemm_a8w8",
 }
-_MODULES = ("attention",)  # aiter.ops.attention is a module, so only calling it is wrong
+# aiter.ops.attention is a module, so only calling it is wrong.
+_MODULES = ("attention",)
 _VARIABLES = ("AITER_CACHE_SIZE", "AITER_ENABLE_FUSION")
 
 # Function → the number of leading tensors. The positions of later arguments differ between releases.

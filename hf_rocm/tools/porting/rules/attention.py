@@ -34,7 +34,8 @@ NAMED = Rule(
 )
 
 _NAMES = {"flash_attention_2", "flash_attention_3", "flash_attention"}
-_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")  # use only Triton or torch
+# Use only Triton or torch.
+_PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")
 _SDPA = "scaled_dot_product_attention"
 
 
@@ -126,7 +127,8 @@ def expanded_before_sdpa(module: Module) -> Iterator[Place]:
             line = argument.lineno if _expands(module, argument) else None
             if isinstance(argument, ast.Name):
                 history = assigned.get((context.function, argument.id), [])
-                latest = bisect_left(history, (node.lineno, False)) - 1  # the last assignment before the call
+                # The last assignment before the call.
+                latest = bisect_left(history, (node.lineno, False)) - 1
                 line = history[latest][0] if latest >= 0 and history[latest][1] else None
             if line is not None and line not in seen:
                 seen.add(line)

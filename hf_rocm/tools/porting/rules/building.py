@@ -112,7 +112,8 @@ def _in_python(module: Module, node: ast.AST) -> Iterator[Place]:
 
 
 def _set(name: ast.expr | None, value: ast.expr) -> Iterator[Place]:
-    empty = isinstance(value, ast.Constant) and not value.value  # an empty value removes the list
+    # An empty value removes the list.
+    empty = isinstance(value, ast.Constant) and not value.value
     if isinstance(name, ast.Constant) and name.value in _VARIABLES and not empty:
         shown = str(value.value) if isinstance(value, ast.Constant) else "…"
         yield Place(ARCHITECTURES, value.lineno, f"{name.value!s}={shown}")
@@ -154,7 +155,8 @@ def of_cmake(text: str) -> Iterator[Place]:
             guards.pop()
         elif not guards[-1]:
             for place in _of_cmake_command(name, arguments, line):
-                if place.rule is not ARCHITECTURES or not listed:  # only the first command that changes the list
+                # Only the first command that changes the list.
+                if place.rule is not ARCHITECTURES or not listed:
                     yield place
                 listed = listed or place.rule is ARCHITECTURES
 

@@ -69,7 +69,8 @@ def _instructions(text: str) -> Iterator[tuple[str, str, int]]:
     A backslash replaces each comment and each empty line within an instruction.
     """
     kept: list[str] = []
-    start, end = 0, ""  # the first line of the current instruction, and the word that ends its here-document
+    # The first line of the current instruction, and the word that ends its here-document.
+    start, end = 0, ""
     for number, line in enumerate(text.splitlines(), 1):
         if end:
             kept.append(line if line.strip() != end else "")

@@ -108,7 +108,8 @@ def _uses(module: Module, node: ast.AST) -> bool:
     """Return whether it matters that the version is None: it is tested, compared, split, stored or passed on."""
     parent = module.parents.get(node)
     if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) and parent.values[0] is node:
-        return any(isinstance(above, ast.Assert) for above in module.above(node))  # `… or ""` handles None
+        # `… or ""` handles None.
+        return any(isinstance(above, ast.Assert) for above in module.above(node))
     if isinstance(parent, ast.If | ast.While | ast.IfExp):
         return parent.test is node
     if isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Attribute | ast.Subscript | ast.Assign):

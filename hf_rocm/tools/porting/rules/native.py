@@ -89,7 +89,8 @@ _NARROW = re.compile(r"\b(unsigned( int)?|uint32_t|int)\s+\w+\s*=\s*__(ballot|ac
 def of_native(text: str) -> Iterator[Place]:
     """Yield findings in a source file, except inside preprocessor conditions on HIP or ROCm."""
     conditions: list[bool] = []
-    platform = 0  # the number of enclosing conditions on the platform
+    # The number of enclosing conditions on the platform.
+    platform = 0
     text = _without_comments(text)
     lines, cuda = text.splitlines(), _CUDA.search(text) is not None and "sycl::" not in text
     for number, line in enumerate(lines, 1):

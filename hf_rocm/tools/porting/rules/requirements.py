@@ -95,7 +95,8 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):  # not specific to a vendor
+        # Not specific to a vendor.
+        if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))
     python = project.get("requires-python")

@@ -6,8 +6,10 @@ stay stock.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -24,7 +26,8 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(CamembertSelfOutput, layers.PostNormOutput())
     overlay.binds(CamembertOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
+    # Attention returns (output,), not (output, None), and a decoder's cache is a tuple.
+    alone = layers.before("4.54")
 
     @overlay.replaces(CamembertSdpaSelfAttention, fuses=("query", "key", "value"))
     def camembert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.clip.modeling_clip, 4.53 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -17,7 +19,8 @@ if overlay is not None and overlay.wanted(__name__):
     def clip_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         if more or layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
-        causal_mask = kwargs.get("causal_attention_mask")  # up to 4.57 the text model passes two additive masks
+        # Up to 4.57 the text model passes two additive masks.
+        causal_mask = kwargs.get("causal_attention_mask")
         if causal_mask is not None:
             attention_mask = causal_mask if attention_mask is None else attention_mask + causal_mask
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]

@@ -5,8 +5,10 @@ LayerNorm stay stock.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -16,7 +18,8 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     with_cache = layers.before("4.54")
-    blocks = 4  # the joined projection consists of four blocks, each with queries, values and keys
+    # The joined projection consists of four blocks, each with queries, values and keys.
+    blocks = 4
 
     @overlay.replaces(CodeGenAttention)
     def codegen_attention(self, stock, hidden_states, *more, **kwargs):

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.deepseek_v3.modeling_deepseek_v3, 4.53 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -27,7 +29,8 @@ if overlay is not None and overlay.wanted(__name__):
         DeepseekV3MoE=layers.GatedMoE(),
     )
     overlay.binds(DeepseekV3DecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
+    # Older routers do not return (logits, weights, ids).
+    if not layers.before("5.13"):
         overlay.binds(DeepseekV3TopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(DeepseekV3Attention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

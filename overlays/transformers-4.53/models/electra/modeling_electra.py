@@ -6,8 +6,10 @@ mask or requested attention weights. Stock implements only `eager`, and the mask
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -18,7 +20,8 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(ElectraSelfOutput, layers.PostNormOutput())
     overlay.binds(ElectraOutput, layers.PostNormOutput())
 
-    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
+    # Attention returns (output,), not (output, None), and a decoder's cache is a tuple.
+    alone = layers.before("4.54")
 
     @overlay.replaces(ElectraSelfAttention, fuses=("query", "key", "value"))
     def electra_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

@@ -4,8 +4,10 @@ Served: attention with rotary positions. Attention with ALiBi, the MLP (which ha
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -24,7 +26,8 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = (part.transpose(1, 2) for part in parts)  # [B, H | Hkv, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, kwargs["position_embeddings"])
         key, value = layers.update_cache(self, key, value, cache, kwargs, kwargs["position_embeddings"])
-        if self.new_decoder_architecture:  # in this architecture, stock expands the heads before it caches them
+        # In this architecture, stock expands the heads before it caches them.
+        if self.new_decoder_architecture:
             groups = self.num_heads // self.num_kv_heads
             key, value = key[:, ::groups], value[:, ::groups]
         key, value, seen = layers.visible_keys(self, query, key, value, mask, kwargs)

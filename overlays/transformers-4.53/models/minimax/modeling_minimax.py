@@ -4,8 +4,10 @@ Served: the layers with full attention, the experts and the norms. Lightning att
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.modernbert.modeling_modernbert, 4.53 to 5.0."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -35,4 +37,5 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(ModernBertMLP)
     def modernbert_mlp(self, stock, hidden_states):
-        return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))  # gate and up in one matrix
+        # Gate and up in one matrix.
+        return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))

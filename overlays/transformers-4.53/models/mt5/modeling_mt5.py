@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.mt5.modeling_mt5, 4.53 to 5.14."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -62,6 +64,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(MT5DenseGatedActDense, fuses=gated.fuses)
     def mt5_gated_mlp(self, stock, hidden_states):
-        if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
+        # Wo may be kept in fp32.
+        if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:
             return stock(self, hidden_states)
         return gated.forward(self, stock, hidden_states)

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.qwen3_moe.modeling_qwen3_moe, 4.53 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -23,7 +25,8 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3MoeExperts=layers.StackedExperts(),
         Qwen3MoeSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
     )
-    if not layers.before("5.6"):  # older routers are part of the MoE block, or return probabilities instead of logits
+    # Older routers are part of the MoE block, or return probabilities instead of logits.
+    if not layers.before("5.6"):
         overlay.binds_first(
             "transformers.models.qwen3_moe.modeling_qwen3_moe",
             Qwen3MoeTopKRouter=layers.TopKRouter(normalise="norm_topk_prob"),

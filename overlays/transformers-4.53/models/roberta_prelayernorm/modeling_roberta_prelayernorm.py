@@ -6,8 +6,10 @@ the mask of a decoder is already causal.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -15,7 +17,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    alone = layers.before("4.54")  # attention returns (output,), not (output, None), and a decoder's cache is a tuple
+    # Attention returns (output,), not (output, None), and a decoder's cache is a tuple.
+    alone = layers.before("4.54")
 
     @overlay.replaces(RobertaPreLayerNormSelfAttention, fuses=("query", "key", "value"))
     def roberta_prelayernorm_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):

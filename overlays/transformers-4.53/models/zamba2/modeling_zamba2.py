@@ -5,8 +5,10 @@ are not fused where several layers share them.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -42,7 +44,8 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
         if self.config.use_mem_rope:
             query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        if past_key_values is not None:  # several layers share one module, so the caller's index is used
+        # Several layers share one module, so the caller's index is used.
+        if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer_idx)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)

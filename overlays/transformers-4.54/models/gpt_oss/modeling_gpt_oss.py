@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.gpt_oss.modeling_gpt_oss, 4.55 to 4.57."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -41,5 +43,6 @@ if overlay is not None and overlay.wanted(__name__):
         if run is None:
             return stock(self, hidden_states, router_indices, routing_weights)
         rows = hidden_states.flatten(0, -2)  # [T, H]
-        weights = routing_weights.gather(1, router_indices)  # routing_weights: [T, E]
+        # routing_weights: [T, E].
+        weights = routing_weights.gather(1, router_indices)
         return run(rows, router_indices, weights).view(len(hidden_states), -1, rows.shape[1])

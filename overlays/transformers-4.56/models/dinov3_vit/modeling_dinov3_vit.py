@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.dinov3_vit.modeling_dinov3_vit, 4.56 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -21,7 +23,8 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, position_embeddings, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # rotates only the patches
+        # Rotates only the patches.
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.o_proj(output.flatten(2)), weights

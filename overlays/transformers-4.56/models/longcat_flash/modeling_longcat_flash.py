@@ -5,8 +5,10 @@ unchanged, which ops.experts does not support.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -37,7 +39,8 @@ if overlay is not None and overlay.wanted(__name__):
         narrow = self.kv_a_layernorm(narrow) * self.mla_scale_kv_lora
         query_part, key_part = apply_rotary_pos_emb_interleave(query_part, key_part[:, None], *position_embeddings)
         query = torch.cat((plain, query_part), dim=-1)
-        if hasattr(self, "expand_kv"):  # the cache stores the latent form
+        # The cache stores the latent form.
+        if hasattr(self, "expand_kv"):
             cached = layers.update_cache(self, narrow[:, None], key_part, past_key_values, kwargs)
             key, value = self.expand_kv(*cached)
         else:

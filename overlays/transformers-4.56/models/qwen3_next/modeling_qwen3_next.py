@@ -5,8 +5,10 @@ gated delta rule.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -55,7 +57,8 @@ if overlay is not None and overlay.wanted(__name__):
             if tokens is None:
                 return stock(self, hidden_states, cache_params, attention_mask, **kwargs)
             joined, logits = layers.project(self, tokens.x, "in_proj_qkvz", "in_proj_ba")  # [B, S, G · …]
-            shared = self.num_v_heads // self.num_k_heads  # R value heads for every key head
+            # R value heads for every key head.
+            shared = self.num_v_heads // self.num_k_heads
             sizes = (self.head_k_dim,) * 2 + (shared * self.head_v_dim,) * 2
             query, key, *values = joined.unflatten(-1, (self.num_k_heads, -1)).split(sizes, dim=-1)
             value, gate = (part.unflatten(-1, (shared, -1)) for part in values)  # [B, S, G, R, D_v]

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.glm4_moe_lite.modeling_glm4_moe_lite, 5.0 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -26,7 +28,8 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeLiteNaiveMoe=layers.StackedExperts(),
     )
     overlay.binds(Glm4MoeLiteDecoderLayer, layers.PreNormLayer())
-    if not layers.before("5.13"):  # older routers do not return (logits, weights, ids)
+    # Older routers do not return (logits, weights, ids).
+    if not layers.before("5.13"):
         overlay.binds(Glm4MoeLiteTopkRouter, layers.GroupedRouter())
 
     @overlay.replaces(Glm4MoeLiteAttention, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

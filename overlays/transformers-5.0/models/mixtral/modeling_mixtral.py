@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.mixtral.modeling_mixtral, 5.0 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -19,7 +21,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(MixtralExperts, layers.StackedExperts())
-    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+    # Older routers return probabilities instead of logits.
+    if not layers.before("5.6"):
         overlay.binds(MixtralTopKRouter, layers.TopKRouter(normalise=True, wide=True))
     overlay.binds(MixtralDecoderLayer, layers.PreNormLayer())
 

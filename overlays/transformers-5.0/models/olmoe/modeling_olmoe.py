@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.olmoe.modeling_olmoe, 5.0 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -19,7 +21,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(OlmoeExperts, layers.StackedExperts())
-    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+    # Older routers return probabilities instead of logits.
+    if not layers.before("5.6"):
         overlay.binds(OlmoeTopKRouter, layers.TopKRouter(normalise="norm_topk_prob"))
     overlay.binds(OlmoeDecoderLayer, layers.PreNormLayer())
 

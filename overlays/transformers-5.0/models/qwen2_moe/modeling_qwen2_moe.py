@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.qwen2_moe.modeling_qwen2_moe, 5.0 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -21,7 +23,8 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(Qwen2MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
     overlay.binds(Qwen2MoeExperts, layers.StackedExperts())
-    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+    # Older routers return probabilities instead of logits.
+    if not layers.before("5.6"):
         overlay.binds(Qwen2MoeTopKRouter, layers.TopKRouter(normalise="norm_topk_prob"))
     overlay.binds(Qwen2MoeDecoderLayer, layers.PreNormLayer())
 

@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.modernbert.modeling_modernbert, 5.1 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -28,7 +30,8 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(ModernBertMLP)
     def modernbert_mlp(self, stock, hidden_states):
-        return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))  # gate and up in one matrix
+        # Gate and up in one matrix.
+        return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))
 
     @overlay.replaces(ModernBertEncoderLayer)
     def modernbert_layer(self, stock, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):

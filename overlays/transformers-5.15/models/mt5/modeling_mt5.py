@@ -1,8 +1,10 @@
 """ROCm overlay of transformers.models.mt5.modeling_mt5, 5.15 and up."""
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -28,7 +30,8 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
         seen_before = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
         if isinstance(seen_before, torch.Tensor):
-            seen_before = seen_before.clone()  # the cache increments this tensor in place
+            # The cache increments this tensor in place.
+            seen_before = seen_before.clone()
         names = ("q", "k", "v")
         query, key, value = layers.encoder_decoder(
             self, hidden_states, key_value_states, past_key_values, kwargs, names, self.key_value_proj_dim
@@ -52,6 +55,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(MT5DenseGatedActDense, fuses=gated.fuses)
     def mt5_gated_mlp(self, stock, hidden_states):
-        if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:  # wo may be kept in fp32
+        # Wo may be kept in fp32.
+        if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:
             return stock(self, hidden_states)
         return gated.forward(self, stock, hidden_states)

@@ -5,8 +5,10 @@ router is served from 5.6 on, and the gated delta rule from 5.16 on.
 """
 
 try:
-    from hf_rocm import overlay  # cheap: reads torch.version.hip and the environment, touches no device
-except ImportError:  # hf-rocm was removed: keep the stock forwards
+    # Cheap: reads torch.version.hip and the environment, touches no device.
+    from hf_rocm import overlay
+except ImportError:
+    # hf-rocm was removed: keep the stock forwards.
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
@@ -27,7 +29,8 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(Qwen3_5MoeRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
     overlay.binds(Qwen3_5MoeMLP, layers.GatedMLP())
     overlay.binds(Qwen3_5MoeExperts, layers.StackedExperts())
-    if not layers.before("5.6"):  # older routers return probabilities instead of logits
+    # Older routers return probabilities instead of logits.
+    if not layers.before("5.6"):
         overlay.binds(Qwen3_5MoeTopKRouter, layers.TopKRouter(normalise=True))
 
     @overlay.replaces(Qwen3_5MoeAttention, fuses=("q_proj", "k_proj", "v_proj"))

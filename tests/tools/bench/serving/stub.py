@@ -15,14 +15,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 # The faults that the server can simulate.
 FAULTS = (
     "status",  # HTTP status 500
-    "garbage",  # a line that is not JSON
+    # A line that is not JSON.
+    "garbage",
     "no-choices",
     "no-usage",
     "error-event",
-    "early",  # the stream ends without a `finish_reason`
-    "cut",  # the connection is closed within a chunk
-    "short",  # the answer has one token too few
-    "silent",  # no answer for 30 seconds
+    # The stream ends without a `finish_reason`.
+    "early",
+    # The connection is closed within a chunk.
+    "cut",
+    # The answer has one token too few.
+    "short",
+    # No answer for 30 seconds.
+    "silent",
     "not-http",
     "die",  # the process ends
 )
@@ -37,9 +42,12 @@ def word(prompt: str, index: int) -> str:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fault: str | None = None
-    after = 0  # number of answers before the fault
-    other = ""  # appended to every answer
-    busy = 0  # number of requests in progress
+    # Number of answers before the fault.
+    after = 0
+    # Appended to every answer.
+    other = ""
+    # Number of requests in progress.
+    busy = 0
     most = 0
     answered = 0
     lock = threading.Lock()

@@ -10,7 +10,8 @@ import pytest
 
 from hf_rocm.tools.bench.serving.agreement import Agreement, agreement, differences
 
-STOCK = ["abcd", "efgh"]  # four tokens each
+# Four tokens each.
+STOCK = ["abcd", "efgh"]
 
 
 def of(answers, batched=STOCK, dtype="bfloat16", stock=STOCK):
@@ -19,7 +20,8 @@ def of(answers, batched=STOCK, dtype="bfloat16", stock=STOCK):
 
 def test_nothing_is_compared_after_a_first_difference():
     assert differences(STOCK, STOCK, 4) == 0
-    assert differences(STOCK, ["abXd", "efgh"], 4) == pytest.approx(1 / 7)  # 3 tokens, then 4 equal ones
+    # 3 tokens, then 4 equal ones.
+    assert differences(STOCK, ["abXd", "efgh"], 4) == pytest.approx(1 / 7)
     assert differences(STOCK, ["Xbcd", "efXX"], 4) == pytest.approx(2 / 4)
     # one text has fewer characters, and the other more
     assert differences(STOCK, ["abc", "efghij"], 4) == pytest.approx(2 / 8)
@@ -28,7 +30,8 @@ def test_nothing_is_compared_after_a_first_difference():
 
 def test_wrong_results_are_detected_in_answers_of_any_length_and_rounding_is_not():
     stock = ["abcdefghijklmnop"] * 10
-    rounded = ["abcdefgXXXXXXXXX"] * 10  # one token in eight
+    # One token in eight.
+    rounded = ["abcdefgXXXXXXXXX"] * 10
     wrong = ["aXXXXXXXXXXXXXXX"] * 10
     for length in (4, 8, 16):
         texts = [[text[:length] for text in one] for one in (stock, rounded, wrong)]
@@ -45,10 +48,13 @@ def test_in_fp32_every_answer_must_be_equal():
 @pytest.mark.parametrize(
     ("answers", "batched", "wrong"),
     [
-        (["abcX", "efgh"], STOCK, False),  # 1 of 8 tokens
-        (["abcd", "Xfgh"], STOCK, False),  # 1 of 5, the limit if stock's texts agree
+        # 1 of 8 tokens.
+        (["abcX", "efgh"], STOCK, False),
+        # 1 of 5, the limit if stock's texts agree.
+        (["abcd", "Xfgh"], STOCK, False),
         (["abcX", "Xfgh"], STOCK, True),  # 2 of 5
-        (["abcX", "Xfgh"], ["abcd", "Xfgh"], False),  # stock itself: 1 of 5
+        # Stock itself: 1 of 5.
+        (["abcX", "Xfgh"], ["abcd", "Xfgh"], False),
         (["Xbcd", "Xfgh"], ["abcd", "Xfgh"], True),
     ],
 )

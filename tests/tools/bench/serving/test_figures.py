@@ -14,7 +14,8 @@ LOAD = Load(2, None, 5, 4, 9, 3)
 # Two streamed answers of 3 tokens, one whole answer, and two failures: 9 tokens in 2 seconds.
 ANSWERS = (
     Answer(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
-    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),  # two tokens arrived in one chunk
+    # Two tokens arrived in one chunk.
+    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),
     Answer(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
     Answer(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
     Answer(1.0, 1.1, error="HTTP 500", detail="no memory"),
@@ -45,11 +46,14 @@ def test_figures_are_those_computed_by_hand():
         "HTTP 500": {"count": 1, "example": "no memory"},
     }
     first, between, whole = (case["times"][name] for name in ("first", "between", "whole"))
-    assert first["median"] == pytest.approx(200)  # the median of 100 and 300 ms
+    # The median of 100 and 300 ms.
+    assert first["median"] == pytest.approx(200)
     assert first["p95"] == pytest.approx(290) and first["p99"] == pytest.approx(298)
-    assert between["median"] == pytest.approx(200)  # the median of 100, 200 and 1000 ms
+    # The median of 100, 200 and 1000 ms.
+    assert between["median"] == pytest.approx(200)
     assert between["p95"] == pytest.approx(920) and between["p99"] == pytest.approx(984)
-    assert whole["median"] == pytest.approx(900)  # the median of 900, 1500 and 500 ms
+    # The median of 900, 1500 and 500 ms.
+    assert whole["median"] == pytest.approx(900)
 
 
 def test_an_abandoned_stream_is_counted_and_changes_nothing_else():

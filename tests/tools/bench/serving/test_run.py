@@ -24,7 +24,8 @@ WARM = 4
 
 @pytest.fixture
 def bench(tiny_checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)  # stubs need no packages
+    # Stubs need no packages.
+    monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
     return lambda *arguments: main(["bench", "serve", str(tiny_checkpoint), *FAST, *arguments])
 
 
@@ -192,7 +193,8 @@ def test_an_interrupt_ends_the_command_and_its_child_processes(tiny_checkpoint, 
     deadline = time.monotonic() + 60
     while not child.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1)  # by now the server listens, and the first request awaits its answer
+    # By now the server listens, and the first request awaits its answer.
+    time.sleep(1)
     command.send_signal(signal.SIGINT)
     _, err = command.communicate(timeout=60)
     assert command.returncode != 0 and "bug in hf-rocm" not in err

@@ -1,0 +1,74 @@
+"""Comments stand above the line that they explain. Trailing ones only describe: shapes, units, parameters, entries."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
+
+DIRECTIVE = re.compile(r"noqa|type: ignore|fmt: |mypy: |pragma: ")
+UNIT = re.compile(r"(in )?(bytes|characters|lines|seconds|tokens)")
+SHAPE = re.compile(r"\[.*|\([A-Z0-9].*|(([A-Z](\w{0,2}|_\w+)|\d+)[ ,×/+·-]*)+([.;:(].*)?|\w+ [<=>≤≥]+ \w+(, .*)?")
+# The largest number of words that name an entry of a list, or an argument of a call.
+LABEL = 3
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_trailing_comments_describe(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    wrong = [f"{path.relative_to(ROOT)}:{row}: {text}" for path in files for row, text in trailing(path.read_text())]
+    assert files and not wrong, "write these comments above their lines"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("x = 1  # because\n", [1]),
+        ("x = 1  # seconds\ny = z  # [B, S, D]\n", []),
+        ("def f(\n    x,  # a long description of this parameter\n):\n    return x  # why\n", [4]),
+        ("class A:\n    x: int = 0  # what this field means, in words\n    y = 0  # why\n", [3]),
+        ("class A:\n    def __init__(self):\n        self.x = 1  # what x means, in words\n        f()  # why\n", [4]),
+        ("x = [\n    1,  # Qwen3\n    2,  # a reason that takes more words\n]\n", [3]),
+        ('x = "# text"\n# above\ny = 1  # noqa: F841\n', []),
+    ],
+    ids=range(7),
+)
+def test_the_rule(text, rows):
+    assert [row for row, _ in trailing(text)] == rows
+
+
+def trailing(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line number and the text of every trailing comment that should be above its line."""
+    described, depth = set(_described(ast.parse(text))), 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+        code = token.line[: token.start[1]].strip() if token.type == tokenize.COMMENT else ""
+        comment = token.string.lstrip("# ")
+        if not code or token.start[0] in described or DIRECTIVE.match(comment):
+            continue
+        label = depth > 0 and code.endswith(",") and len(comment.split()) <= LABEL
+        if not (label or UNIT.fullmatch(comment) or SHAPE.fullmatch(comment)):
+            yield token.start[0], comment
+
+
+def _described(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines of parameters, of annotated fields of classes, and of attributes set in `__init__`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.AnnAssign))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            its = node.args
+            every = [*its.posonlyargs, *its.args, *its.kwonlyargs, its.vararg, its.kwarg]
+            lines = [parameter.lineno for parameter in every if parameter is not None]
+            yield from range(min(lines, default=0), max(lines, default=-1) + 1)
+            if node.name == "__init__":
+                yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign))

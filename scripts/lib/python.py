@@ -22,18 +22,18 @@ def require_supported_python():
     sys.exit("error: Python 3.10 or newer is needed\n  found  {} {}".format(sys.executable, version))  # noqa: UP032
 
 
-def use_base_environment():
-    # type: () -> None
-    """Return if `packaging`, which hf_rocm needs, can be imported; else run the script in .envs/base, or exit."""
+def use_base_environment(package="packaging"):
+    # type: (str) -> None
+    """Return if the script's package can be imported; else run the script in .envs/base, or exit with an error."""
     require_supported_python()
-    if importlib.util.find_spec("packaging") is not None:
+    if importlib.util.find_spec(package) is not None:
         return
     python = Path(__file__).resolve().parents[2] / ".envs" / "base" / "bin" / "python"
     if python.exists():
         os.execv(str(python), [str(python), *sys.argv])
     sys.exit(
-        "error: this Python has no package named packaging\n  found  {}\n\n"  # noqa: UP032
+        "error: this Python has no package named {}\n  found  {}\n\n"  # noqa: UP032
         "hint: scripts/test --release 5.23.0 -- tests/coverage -k llama creates .envs/base, which has it".format(
-            sys.executable
+            package, sys.executable
         )
     )

@@ -117,7 +117,7 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
     here: dict[str, Any] = {"device": spec.device}
     batch, tokens = spec.batch, spec.tokens
     hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
-    # A header adds 2.
+    # The header of these cases adds 2 to the position.
     for position in (1, 1020):
         relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
         masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]

@@ -76,7 +76,7 @@ def _refusal(library: str) -> str | None:
     if name is None:
         return f"this PyTorch has only {', '.join(_known())}"
     with warnings.catch_warnings():
-        # Warnings about an experimental setting, or a fallback to another library.
+        # Do not show warnings about an experimental setting, or about a fallback to another library.
         warnings.simplefilter("ignore")
         try:
             with prefer(library):

@@ -32,7 +32,7 @@ def fp8_of(device: Device) -> torch.dtype | None:
 
 def largest(format: torch.dtype) -> float:
     """The largest number of a format: 127, 448 or 240."""
-    # int8 without -128: the range is symmetric.
+    # The range of int8 is symmetric, because -128 is not used.
     return 127.0 if format == INT8 else torch.finfo(format).max
 
 

@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_by_aiter(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, but a call without gradients that aiter can't serve raises `TierUnavailable`."""
-    # As `choose` does.
+    # The implementation is selected for many rows, as in `choose`.
     spec = LinearSpec(*specification(x, weight, bias))._replace(rows=MANY)
     reason = None if spec.grad else aiter_refuses(_operation.choose(spec))
     if reason is not None:
@@ -160,7 +160,7 @@ def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: boo
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None
-    # Different kernels serve them.
+    # Different kernels serve these numbers of rows.
     for m in (1, 3, 8, 33) if rows == MANY else (20,):
         yield Case((draw(m, k), weight, added))
 

@@ -44,7 +44,7 @@ def recognise(
     if is_compiling() or mask.shape[1:3] != (1, s_q) or s_q > s_k:
         return None
     if window is not None and window >= s_k:
-        # It hides no key.
+        # Such a window hides no key.
         window = None
     if mask.is_inference() or not _kernel_serves(query, key, value, mask, window, softcap, sinks):
         # Inference tensors have no version, so the mask would have to be read in every layer.

@@ -115,7 +115,7 @@ class _Stacked:
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, function: Dequantize) -> None:
         self.blocks, self.scales, self.dtype, self.function = blocks, scales, dtype, function
         self.shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
-        # Dequantised in one launch.
+        # The largest number of elements that one launch dequantises.
         numbers = min(_TEMPORARY // dtype.itemsize, LARGEST - 1)
         self.at_once = max(1, numbers // (self.shape[1] * self.shape[2]))
 

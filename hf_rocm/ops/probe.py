@@ -83,7 +83,7 @@ def ahead(device: torch.device | None = None) -> None:
     if not _first_of_machine():
         return
     if current.probe and torch.cuda.is_available() and (current.refresh or probe_cache.is_empty()):
-        # For example too little memory for a process: a later check reports it.
+        # The process may fail to start, for example for lack of memory; a later check reports this.
         with suppress(OSError, ValueError):
             probe_worker.start(device if device is not None and device.type == "cuda" else None)
 
@@ -169,7 +169,7 @@ def _key(operation: str, tier: str, name: str, kind: tuple[Any, ...], device: De
         version=version,
         torch=torch.__version__,
         rocm=torch.version.hip,
-        # They determine the kernel of a GEMM.
+        # The tuned tables determine the kernel of a GEMM.
         tables=options.tuned_tables(),
         hf_rocm=__version__,
     )

@@ -14,12 +14,12 @@ from torch import Tensor
 from hf_rocm.ops.registry import Case, operations
 from hf_rocm.tolerance import allowed_error
 
-# Odd, and more than one tile of 32.
+# An odd length of more than one tile of 32.
 LENGTH = 37
 # Above 128 queries, aiter prefers its assembly kernels.
 LONG = 160
 WINDOW = 5
-# Elements; larger weights are checked with fewer rows.
+# In elements. Larger weights are checked with fewer rows.
 LARGEST_WEIGHT = 2**25
 
 
@@ -61,7 +61,7 @@ def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
     if actual.shape != expected.shape:
         return f"its output is {list(actual.shape)}, not {list(expected.shape)}"
     if not expected.numel():
-        # An output that this kind of call does not have.
+        # This kind of call does not have this output.
         return None
     if not expected.is_floating_point():
         return None if torch.equal(actual, expected) else "its integers are wrong"
@@ -84,7 +84,7 @@ def _run(function: Callable[..., Any], case: Case, convert: Callable[[Tensor], T
             if tensor is not None and tensor.is_floating_point():
                 tensor.requires_grad_()
     result = function(*tensors, *case.others, **keywords)
-    # Attention: only the eager tier returns weights.
+    # For attention, only the eager tier returns weights.
     if spec is not None and hasattr(spec, "weights"):
         result = result[0]
     outputs = list(result) if isinstance(result, tuple) else [result]

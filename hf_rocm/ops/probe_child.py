@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-# Registers every operation.
+# This import registers every operation.
 import hf_rocm.ops
 from hf_rocm.ops import probe_cases
 from hf_rocm.ops.probe_worker import decode
@@ -20,7 +20,7 @@ from hf_rocm.ops.probe_worker import decode
 IDLE_SECONDS = 60.0
 # Seconds after the time-out until a hanging child ends itself.
 GRACE = 30
-# Seconds, the maximum of the system's alarm.
+# The maximum of the system's alarm, in seconds.
 LONGEST = 2**31 - 1
 # Seconds until a child that hangs during initialisation ends itself.
 WAKING = 120
@@ -33,7 +33,7 @@ def serve(*, warm: bool) -> None:
     Triton before the first request. Returns after `IDLE_SECONDS` without a request, or when stdin is closed.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # kernels and compilers may print to stdout.
+    # Kernels and compilers may print to stdout.
     os.dup2(2, 1)
     assert hf_rocm.ops
     if warm:

@@ -67,8 +67,8 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = files.open_own(file)
-            # Another user's file, or a link: neither read nor written.
             if lock is None:
+                # This is another user's file, or a link; it is neither read nor written.
                 return Turn()
             if not files.lock(lock):
                 before = _note(lock) if before is None else before
@@ -77,7 +77,7 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
                 fresh = before is not None and note != before
                 return Turn(lock, waited=before is not None, failure=str(note["reason"]) if fresh and note else None)
         except FileNotFoundError:
-            # Its holder has finished and removed it.
+            # The holder of the lock has finished and removed the file.
             pass
         except OSError:
             # The cache folder can't be written or does not support locks.
@@ -105,8 +105,8 @@ def _leave(file: Path, mine: Turn) -> None:
             os.ftruncate(mine.lock, 0)
             os.pwrite(mine.lock, text.encode(), 0)
         elif mine.failure is None:
-            # If the file contains a failure, other processes may still be waiting to read it.
-            # Before the lock is released, so that no other process locks this file.
+            # A file that contains a failure is kept, because other processes may still be waiting to read it. Any other
+            # file is removed before the lock is released, so that no other process locks it.
             file.unlink()
 
 

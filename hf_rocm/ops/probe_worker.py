@@ -66,7 +66,7 @@ def ask(question: Request, timeout: float) -> str | None:
                 try:
                     _worker = _Worker()
                 except OSError as error:
-                    # Such as too many processes or open files.
+                    # There may be too many processes or open files.
                     _worker = None
                     return f"no process could be started to check it: {error.strerror or error}"
             try:
@@ -151,7 +151,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL if self.errors is None else self.errors,
                 start_new_session=True,
-                # Poll does not report data in Python's buffer.
+                # `poll` does not report data in Python's buffer.
                 bufsize=0,
             )
         except BaseException:

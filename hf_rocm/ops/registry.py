@@ -227,8 +227,8 @@ def device_of(tensor: Tensor) -> Device:
 
 
 _operations: dict[str, Operation[Any]] = {}
-# the routes that are collected, and the thread whose calls are collected, or None for all
-# A new tuple for every change, under the lock.
+# The routes that are collected, and the thread whose calls are collected, or None for all threads. Every change creates
+# a new tuple, under the lock.
 _recorders: tuple[tuple[list[Route], int | None], ...] = ()
 _recorders_lock = threading.Lock()
 _watchers: list[Watcher] = []

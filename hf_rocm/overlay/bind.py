@@ -21,12 +21,11 @@ from hf_rocm.patches import Change
 
 Forward = Callable[..., Any]
 
-# The mode of a binding. A module's own mode overrides that of its class.
-# Stock.
+# The mode of a binding. A module's own mode overrides that of its class. OFF: always stock. GPU: the overlay for inputs
+# on a GPU, stock for inputs on the CPU; this is the mode under ROCm. ON: the overlay for inputs on any device; this is
+# the mode with force.
 OFF = "off"
-# The overlay for inputs on a GPU, stock for inputs on the CPU: the mode under ROCm.
 GPU = "gpu"
-# The overlay for inputs on any device: the mode with force.
 ON = "on"
 
 # A plain string in the module's __dict__: it is copied and pickled, but is not part of a state dict.
@@ -75,7 +74,7 @@ class Binding:
         self.home: dict[str, Any] = {}  # the namespace of the overlay's text
         self.places: tuple[str, ...] = ()  # the stock names of arguments that a declared layer takes by position
         self.takes_fused = False  # whether the replacement has the argument `fused`
-        # Not needed by a block that binds nothing.
+        # A block that binds nothing does not need these modules.
         from hf_rocm.overlay.dependencies import of_function
         from hf_rocm.overlay.replacements import Watch
 
@@ -195,7 +194,7 @@ def bind_to(
     binding.layer, binding.home, binding.places = layer, home, ()
     binding.takes_fused = FUSED in _parameters(function)
     if layer is not None:
-        # After self, module and stock.
+        # The parameters after self, module and stock.
         taken = [name for name in _parameters(function)[3:] if name != FUSED]
         binding.places = tuple(inspect.signature(binding.stock).parameters)[1 : 1 + len(taken)]
     if not isinstance(home.get("__hf_rocm_activation__"), str):

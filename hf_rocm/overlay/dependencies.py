@@ -131,7 +131,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
             if str(space.get("__name__")).startswith("transformers.utils."):
-                # Decorators that deprecate, check arguments or collect outputs.
+                # These decorators deprecate, check arguments or collect outputs.
                 continue
         for code in _codes(current.__code__):
             for chain in _chains(code):
@@ -199,7 +199,7 @@ def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             value = cell.cell_contents
         except ValueError:
-            # Not assigned yet.
+            # The variable is not assigned yet.
             continue
         if isinstance(value, FunctionType) or is_registry(value):
             yield name, value

@@ -27,7 +27,7 @@ def check_delivered(overlays: Path) -> None:
     for file in records:
         recorded.update({path: value for path, value in read_record(file).items() if path.startswith(prefix)})
     if not recorded:
-        # An editable install: the record lists a link to the checkout.
+        # For an editable install, the record lists a link to the checkout.
         return
     for path, expected in sorted(recorded.items()):
         _check(site / path, recorded_hex(expected))

@@ -41,7 +41,7 @@ _NAME = re.compile(rf"transformers(\.{_WORD})*:{_PATH}(\|{_PATH})*")
 _SPAN = " to "
 # The manually written keys of a model's table.
 _LIMIT = {"transformers", "reason"}
-# A hash or digest → the releases that have it.
+# hash or digest → the releases that have it
 Seen = Mapping[str, tuple[str, ...]]
 
 

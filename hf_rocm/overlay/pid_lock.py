@@ -56,7 +56,7 @@ def _create(path: Path, text: str) -> bool:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     draft.write_text(text, encoding="utf-8")
     try:
-        # Creates the claim together with its content, and never replaces another one.
+        # A link creates the claim together with its content, and never replaces another claim.
         os.link(draft, path)
     except FileExistsError:
         return False
@@ -78,7 +78,7 @@ def _clear_away(path: Path) -> None:
     if not seen or _is_live(path, seen):
         return
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    # Another process was faster.
+    # Another process may have been faster.
     with suppress(FileNotFoundError):
         path.rename(aside)
         if _read(aside) != seen:

@@ -133,11 +133,11 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
     home = origin(value)
     package = home.partition(".")[0]
     if home == "builtins" and not callable(value):
-        # A flag, such as `Cache.is_compileable` in 4.x.
+        # This is a flag, such as `Cache.is_compileable` in 4.x.
         return False
     if package not in OWN:
         written = isinstance(value, (FunctionType, BuiltinFunctionType, type))
-        # Standard library, such as functools.partial.
+        # The standard library, for example functools.partial, is not a stranger.
         return not (written and package in sys.stdlib_module_names)
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False

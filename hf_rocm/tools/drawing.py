@@ -184,7 +184,7 @@ def _font(size: float, bold: bool) -> Any:
 
     for name in ("DejaVuSans-Bold.ttf",) if bold else ("DejaVuSans.ttf",):
         try:
-            # Smaller, since DejaVu is wider than other fonts.
+            # The size is reduced, because DejaVu is wider than other fonts.
             return ImageFont.truetype(name, 0.92 * size)
         except OSError:
             continue

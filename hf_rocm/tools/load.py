@@ -50,7 +50,7 @@ def _without_repeated_warnings() -> Iterator[None]:
     The first message from each line of huggingface_hub's code is kept. Without a network, huggingface_hub logs every
     failure and every retry, and finally raises the error.
     """
-    # Adds the handler.
+    # This import adds the handler.
     import_module("huggingface_hub.utils.logging")
 
     seen = set()

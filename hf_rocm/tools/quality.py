@@ -108,7 +108,7 @@ def measure(
     pieces = list(chunks(ids))
     reference, expected, loaded, results = None, None, None, []
     for kind in kinds:
-        # Frees the previous model.
+        # This frees the previous model.
         loaded = None
         loaded = load(model, device=device, force=force)
         if reference is None or expected is None:

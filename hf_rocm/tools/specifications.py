@@ -87,7 +87,7 @@ def _norm_after_sum(module: nn.Module) -> nn.Module | None:
     if binding is None or not isinstance(layer, PreNormLayer):
         return None
     if "position_embeddings_global" in inspect.signature(binding.stock).parameters:
-        # Gemma3 in transformers 4: two tables of angles, with which the stock forward runs.
+        # Gemma3 in transformers 4 has two tables of angles, with which the stock forward runs.
         return None
     norm = module._modules[layer.norms[1]]
     served = norm is not None and bind.mode_of(norm) != bind.OFF

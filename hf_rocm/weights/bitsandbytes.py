@@ -38,7 +38,7 @@ _SETTINGS = (
     "bnb_4bit_quant_storage",
     # Ignored, because the tensors show it.
     "bnb_4bit_use_double_quant",
-    # ignored: the tensors show which layers are quantised, and the rest affects only 8-bit weights or offloading
+    # Ignored: the tensors show which layers are quantised, and the rest affects only 8-bit weights or offloading.
     "llm_int8_threshold",
     "llm_int8_skip_modules",
     "llm_int8_enable_fp32_cpu_offload",

@@ -67,7 +67,7 @@ class BlockGroup(WeightGroup):
         with lock, torch.no_grad():
             if _is_pending(cls, module, names) and cls.can_wait(module, names):
                 return cls.refusal(module, names)
-            # Drops a group whose weights were moved.
+            # `live` drops a group whose weights were moved.
             group = live(module)
             if type(group) is not cls or group.names != names:
                 reason = cls.refusal(module, names)
@@ -142,13 +142,13 @@ class BlockGroup(WeightGroup):
         if not intact(module, self):
             self.forget(module)
             return False
-        # So that the group's memory is freed as the parameters leave it.
+        # Delete the reference, so that the group's memory is freed as the parameters leave it.
         del module.__dict__[SLOT]
         return True
 
     def forget(self, module: Module) -> WeightGroup | None:
         with lock:
-            # Otherwise another thread was faster.
+            # If this is another group, another thread was faster.
             if module.__dict__.get(SLOT) is self:
                 module.__dict__[SLOT] = idle(type(self), MOVED, self.names)
                 self.leave(module)

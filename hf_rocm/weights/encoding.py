@@ -95,14 +95,14 @@ class QuantizedWeight(nn.Module):
 
         norm, activation, residual, more: as in `ops.quantized_linear`.
         """
-        # Faster than attribute access on a module.
+        # This is faster than attribute access on a module.
         buffers: Any = self._buffers
         data, scale, bias, zeros = buffers["data"], buffers["scale"], buffers["bias"], buffers["zeros"]
         if start or stop is not None:
             data, scale = data[start:stop], scale[self.scales_of(start, stop)]
             zeros = None if zeros is None else zeros[start:stop]
             bias = None if bias is None else bias[start:stop]
-        # As F.linear does.
+        # F.linear does the same.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return ops.quantized_linear(

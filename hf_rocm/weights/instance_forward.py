@@ -36,7 +36,7 @@ def attach(module: nn.Module) -> None:
         return
     slot = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
     if slot in own:
-        # See eligible.accepted_forward.
+        # See `eligible.accepted_forward`.
         own[_HAD_STOCK] = True
     patches.exchange(own, slot, own.get(slot, ABSENT), MethodType(_forwards[type(module)], module))
 

@@ -47,7 +47,7 @@ def _changes_nothing(fn: Callable[[Tensor], Tensor], module: Module) -> bool:
     """
     for device, dtype in {(tensor.device, tensor.dtype) for tensor in (*module.parameters(), *module.buffers())}:
         probe = torch.empty(1, device=device, dtype=dtype)
-        # share_memory_() moves in place.
+        # share_memory_() moves a tensor in place.
         if fn(probe) is not probe or (device.type == "cpu" and probe.is_shared()):
             return False
     return True

@@ -94,7 +94,7 @@ def quantize(
         "kind": kind,
         "format": encoding.described(format),
         "layers": len(errors),
-        # Maps a layer to the reason why it keeps its dtype.
+        # layer → the reason why it keeps its dtype
         "left": left,
         "kept": keep,
         "bytes": [before, nbytes(model)],
@@ -201,7 +201,7 @@ def _quantize(
     expected = [F.linear(sample, linear.weight, linear.bias) for linear in linears]
     quantized = _round(linears, encoding, format)
     if set(names_in(module)).intersection(names):
-        # So that a fused group's memory is freed once no parameter uses it.
+        # Delete the reference, so that a fused group's memory is freed once no parameter uses it.
         del module.__dict__[SLOT]
     errors, start = {}, 0
     for name, linear, wanted in zip(names, linears, expected, strict=True):

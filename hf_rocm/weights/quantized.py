@@ -50,7 +50,7 @@ class Replacement(nn.Module):
 
         Afterwards, the caller frees the weights of `module`, or moves them to the CPU.
         """
-        # In a tuple, so that it is not a child.
+        # PyTorch does not register a module in a tuple as a child.
         self.replaced = (module,)
         self.follows = "_hf_hook" in module.__dict__
         self.dtype, self.warns, self.training = dtype, warns, module.training

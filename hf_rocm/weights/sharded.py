@@ -63,7 +63,7 @@ class Shards(BlockGroup):
             Part(
                 owner=None,
                 name=name,
-                # transformers' own, or None where it uses hooks.
+                # The forward that transformers set, or None where it uses hooks.
                 forward=linear.__dict__.get("forward"),
                 hooks=hooks_of(linear),
                 weight=own.data_ptr(),

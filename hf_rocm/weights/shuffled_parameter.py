@@ -59,7 +59,7 @@ class ShuffledLinear(WeightGroup):
     def linear(self, module: nn.Module, x: Tensor) -> Tensor | None:
         weight: Any = module._parameters.get("weight")
         if weight is self.own_weight:
-            # Dispatched by the weight's class.
+            # The weight's class dispatches this call.
             return F.linear(x, weight, module._parameters.get("bias"))
         del module.__dict__[SLOT]
         return None

@@ -137,7 +137,7 @@ class EncodedLinear(QuantizedLinear):
         super().__init__(stored, quantized, start, warns=False)
         for tensor in (tensor for name, tensor in stored.tensors().items() if name in stored.format.bulk):
             with torch.inference_mode(tensor.is_inference()):
-                # With a dtype that can be pickled.
+                # Use a dtype that can be pickled.
                 tensor.data = torch.empty(0, dtype=torch.int8)
         if stored.bias is not None:
             with torch.inference_mode(stored.bias.is_inference()):

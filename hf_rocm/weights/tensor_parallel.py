@@ -20,7 +20,7 @@ from hf_rocm.weights.fused_storage import is_aliased
 
 _FEATURE = "tensor_parallel"
 
-# The attribute of a DTensor.
+# The attribute of a DTensor that contains this rank's part.
 _LOCAL = "_local_tensor"
 
 
@@ -32,7 +32,7 @@ def local(parameter: Any) -> Tensor:
 
 def mesh_of(model: nn.Module) -> Any:
     """Return the ranks that this model's layers are sharded over, as a one-dimensional DeviceMesh, or None."""
-    # With it, _device_mesh is a slice, which older PyTorch can't slice.
+    # With a mesh manager, _device_mesh is a slice, which older releases of PyTorch can't slice.
     manager = getattr(model, "_mesh_manager", None)
     mesh: Any = getattr(model, "_device_mesh", None) if manager is None else manager.get_mesh("tp")
     names = () if mesh is None else mesh.mesh_dim_names or ()

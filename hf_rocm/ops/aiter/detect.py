@@ -130,7 +130,7 @@ def load() -> Release | str:
         logging.getLogger("aiter").addFilter(_warnings_only)
     try:
         package = importlib.import_module("aiter")
-        # Registers gemm_a16w16.
+        # This import registers gemm_a16w16.
         importlib.import_module("aiter.tuned_gemm")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - its modules raise anything, and a failed build exits
         options.use_tuned_table(None)

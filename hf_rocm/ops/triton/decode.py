@@ -183,7 +183,7 @@ def forward(
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
-        # As for `rope_kernel`: products are rounded before they are added.
+        # With new keys, products are rounded before they are added, as in `rope_kernel`.
         contract=new is None,
         forms=(
             form(query),

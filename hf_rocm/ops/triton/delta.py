@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NAME = "delta_step_kernel"
 
-# Elements of the state of one head, which a program keeps in registers.
+# The largest state of one head, in elements; a program keeps it in registers.
 LARGEST_STATE = 256 * 128
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "recurrence_kernel"
 
-# Tokens; with 64, RDNA spills registers.
+# In tokens. With 64, RDNA would spill registers.
 CHUNK = 32
 # How many bf16 numbers represent a number of the dtype.
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}

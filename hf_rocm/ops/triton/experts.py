@@ -27,9 +27,9 @@ NAME = "chosen_experts"
 
 # The largest number of token-expert pairs for which these kernels are preferred to the torch tier.
 PAIRS = 64
-# Elements of one expert: offsets have 32 bits.
+# An expert must have fewer elements, because offsets have 32 bits.
 LARGEST = 2**31
-# Columns; the second dimension of a grid is limited to 16 bits.
+# The largest number of columns; the second dimension of a grid is limited to 16 bits.
 WIDEST = 2**16
 
 

@@ -68,7 +68,7 @@ def _again(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[A
     """Launch a kernel that Triton has compiled and loaded, as the last part of Triton's own launch does."""
     runtime = _runtime()
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-        # Calls a profiler's hooks too.
+        # This launch also calls a profiler's hooks.
         compiled[grid](*arguments)
         return
     stream = _driver().get_current_stream(device)

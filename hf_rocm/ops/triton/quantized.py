@@ -36,7 +36,7 @@ _EVEN = 512
 _SUMMED = 512
 # With longer groups, the loop for several rows may not fit into shared memory.
 _LONGEST_CODED = 256
-# See `four_bit_vector`: BYTES → pattern.
+# BYTES → pattern, see `four_bit_vector`
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}
 
 
@@ -65,7 +65,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if rdna3 and spec.format in (FP8, FP8_FNUZ) and spec.residual and spec.rows > ROWS and spec.k % _EVEN:
         reason = "on RDNA 3, a wait is missing from the machine code of the fp8 kernel with a residual sum"
         return f"{reason} for M > {ROWS}, unless K is a multiple of {_EVEN}, got {spec.k}"
-    # A gate, or scales within the loop over K.
+    # Whether there is a gate, or scales are applied within the loop over K.
     more = spec.activation is not None or spec.group
     if more and spec.format != INT4 and rdna3:
         return "on RDNA 3, a wait is missing from the machine code of the 8-bit kernels with a gate or block scales"
@@ -142,7 +142,7 @@ def _forward(
         return out
     if residual is not None:
         residual = residual.contiguous()
-    # A separate kernel is faster, since converting W takes arithmetic too.
+    # A separate kernel for the norm is faster, because converting W takes arithmetic too.
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
     from hf_rocm.ops.triton.kernels import linear as kernels

@@ -30,7 +30,7 @@ def refuses(spec: RoundingSpec, device: Device) -> str | None:
         return reason
     if spec.dtype not in DTYPES:
         return f"the kernel rounds fp32, bf16 and fp16, not {spec.dtype}"
-    # Without such instructions, the compiler rounds twice.
+    # Without an instruction for this format, the compiler rounds twice.
     if spec.format not in (INT8, fp8_of(device)):
         return f"{device.arch or 'this device'} has no instruction that rounds to {spec.format}"
     return format_refuses(spec, device)

@@ -74,7 +74,7 @@ def linear_tile(
     if not rocm:
         return _row_tile(n, k, gated, normed)
     if arch == "gfx950" and n <= NARROW and not gated:
-        # Twice the bytes in flight: computed, not measured.
+        # This tile has twice the bytes in flight; computed, not measured.
         return LinearTile(False, 2, 1024, 1, 128, 2)
     if gated or n <= NARROW:
         return LinearTile(False, 2, 512, 1, 64, 2)
@@ -82,12 +82,14 @@ def linear_tile(
 
 
 def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
-    """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it."""
-    # Otherwise a part of the last block of 1024 is unused.
+    """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it.
+
+    normed: whether the kernel also computes a norm.
+    """
+    # If K is not a multiple of 1024, a part of the last block is unused.
     whole = k % 1024 == 0
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
-    # The norm is part of the kernel.
     if normed:
         return LinearTile(False, 4, 1024 if whole else 512, 1, 64, 2)
     if n < NARROW:

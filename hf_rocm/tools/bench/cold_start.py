@@ -109,7 +109,7 @@ def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:
     device = subject.device
     began = time.perf_counter()
     if name in (PREPARED, UNCAPTURED):
-        # As `hf_rocm.from_pretrained` does.
+        # `hf_rocm.from_pretrained` does the same.
         probe.ahead()
     model = subject.load()
     (side,), _ = sides_of(model, subject, [name])

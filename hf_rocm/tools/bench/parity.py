@@ -25,7 +25,7 @@ from hf_rocm.tools.bench.variants import Side, twin
 TOKENS = 32768
 # The smallest number of values on which the error of eager is measured.
 _FEW = 32
-# Maximum number of new tokens compared; includes recorded steps, which follow a few uncaptured ones.
+# The largest number of new tokens that are compared. They include recorded steps, which follow a few uncaptured ones.
 JUDGED = 16
 
 
@@ -39,7 +39,7 @@ class Parity(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """The reason why the side is not timed, or None."""
-        # False if the error is NaN.
+        # The comparison is false if the error is NaN.
         if self.error <= self.allowed:
             return None
         return f"its results are wrong by {self.error:.3g}, but at most {self.allowed:.3g} is allowed"

@@ -165,6 +165,6 @@ def _timing_from_dict(data: dict[str, Any]) -> Timing:
         tuple(data["rounds"]),
         None if data["parity"] is None else Parity(**data["parity"]),
         data["note"],
-        # Absent in older files.
+        # This key is absent in older files.
         data.get("replay"),
     )

@@ -20,7 +20,7 @@ def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     kernels, are compared with fp64 GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
     bf16 GEMM, plus a rounding step.
     """
-    # Imports torch, whose failure the child reports in another stage.
+    # This module imports torch; the child reports a failure of that import in another stage.
     from hf_rocm.tolerance import allowed_error
 
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
 )
 ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-# Characters; longer imported names are ignored, because every use would be resolved to one.
+# In characters. Longer imported names are ignored, because every use would be resolved to one.
 LONGEST_NAME = 300
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")

@@ -42,7 +42,7 @@ _KEYWORDS = {
     "eval",
     "RUN",
 }
-# -v: what remains of `command -v`.
+# `-v` is what remains of `command -v`.
 _TESTS = ("[", "[[", "test", "which", "type", "hash", "-v")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 

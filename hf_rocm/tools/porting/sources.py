@@ -107,7 +107,7 @@ def reader_of(file: Path) -> Reader | None:
 
 def _of_python(text: str) -> Iterator[Place]:
     with warnings.catch_warnings():
-        # Warnings about escapes in the file's strings.
+        # Do not show warnings about escapes in the file's strings.
         warnings.simplefilter("ignore")
         module = Module(text)
     for rule in PYTHON:

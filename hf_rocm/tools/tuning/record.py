@@ -25,7 +25,7 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 
 Progress = Callable[[int, int], None]
 
-# How many truth values a model without weights may read; more indicate an endless loop.
+# The largest number of truth values that a model without weights may read; more indicate an endless loop.
 MAX_ANSWERS = 10_000
 
 
@@ -188,7 +188,7 @@ def _no_initial_values() -> Any:
     try:
         module = importlib.import_module("transformers.initialization")
     except ModuleNotFoundError:
-        # Before 5.0.
+        # Before 5.0, transformers defines `no_init_weights` here.
         module = importlib.import_module("transformers.modeling_utils")
     return module.no_init_weights()
 

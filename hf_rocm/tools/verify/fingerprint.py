@@ -27,7 +27,7 @@ def checksum(tensor: Tensor) -> str:
     total = 0
     for number, piece in enumerate(words.split(_PIECE)):
         places = torch.arange(len(piece), device=piece.device, dtype=torch.int64) * 2 + 1
-        # Wraps around; an odd factor loses no bits.
+        # The product wraps around; an odd factor loses no bits.
         mixed = (piece.long() + 1) * (places * -7046029254386353131)
         total = (total * 31 + int((mixed ^ (mixed >> 29)).sum()) + number) % (1 << 64)
     head = f"{tensor.dtype} {tuple(tensor.shape)} {total}"

@@ -100,7 +100,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     worst = (behind.median() if is_moe(subject) else behind.max()).item()
     fault = None
     if not worst <= bound:
-        # Also where the difference is NaN.
+        # The negated comparison is also true if the difference is NaN.
         place = int((~(behind <= bound)).nonzero()[0])
         words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
         fault = Fault(f"step {place}", words, float(behind[place]), bound)

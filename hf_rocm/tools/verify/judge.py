@@ -24,7 +24,7 @@ _ROUTERS = ("gate", "router")
 # The minimum number of values per position; with fewer, the relative error depends on chance.
 LEAST = 8
 
-# (layer, point) → bounds.
+# (layer, point) → bounds
 Bounds = dict[tuple[str, str], Allowed]
 
 

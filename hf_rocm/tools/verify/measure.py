@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_rocm.tolerance import allowed_error
 
-# Rtol and atol that porting guides use.
+# The rtol and atol that porting guides use.
 GUIDES = 5e-2
 
 

@@ -84,7 +84,7 @@ class _Scale:
 
 def _legend() -> Iterator[Part]:
     y = _HEIGHT - 26
-    # Label → (colour, radius); radius 0 means a line.
+    # label → (colour, radius); radius 0 means a line
     marks: dict[str, tuple[str, float]] = {
         "hf_rocm, end to end": (_OURS, 0),
         "stock, end to end": (_STOCK, 0),

@@ -16,7 +16,7 @@ from hf_rocm.tools.verify.cases import Case
 from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import Recorder
 
-# Layer → point → [N, D].
+# layer → point → [N, D]
 Points = dict[str, dict[str, Tensor]]
 
 

@@ -31,7 +31,7 @@ def each_tier(subject: Subject, known: Examined) -> list[Check]:
 
 def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) -> Check:
     name, case = f"{tier} tier", known.case
-    # Operation → the first call in which the tier serves it.
+    # operation → the first call in which the tier serves it
     served: dict[str, int] = {}
     refused: dict[str, str] = {}
     for family in families:
@@ -45,7 +45,7 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
     grouped = _grouped(unserved)
     reasons = "; ".join(f"{names}: {reason}" for names, reason in grouped.items())
     if not served:
-        # Without the list of all operations.
+        # If there is a single reason, omit the list of operations.
         shared = next(iter(grouped.values())) if len(grouped) == 1 else reasons
         return Check(name, TITLE, NOT_RUN, note=shared)
     words = [f"{family} on a filled cache" if first else family for family, first in served.items()]

@@ -30,7 +30,7 @@ def before_import() -> None:
     try:
         release = machine.installed()
     except TuningError:
-        # An unsupported release, for which nothing can have been tuned here; aiter reads its own table.
+        # Nothing can have been tuned here for an unsupported release; aiter reads its own table.
         return
     gpu = machine.gpu()
     if release is None or gpu is None or not release.layout.reads_variable:

@@ -73,7 +73,7 @@ def installed() -> Release | None:
     columns = _shipped_columns(folder)
     if columns is None or set(columns) == set(release.layout.tuned):
         return release
-    # A build from source, whose version does not determine the layout.
+    # The version of a build from source does not determine the layout.
     layouts = layouts_with(columns)
     if not layouts:
         raise TuningError(

@@ -23,7 +23,7 @@ from hf_rocm.ops.aiter.tables.columns import GFX_OF_UNITS, RENAMED, Layout, layo
 MAX_BYTES = 64 << 20
 MAX_ROWS = 400_000
 MAX_COLUMNS = 100
-# Enough to fix a file.
+# The largest number of problems that are reported; enough to fix a file.
 MAX_PROBLEMS = 20
 
 DTYPES = frozenset(

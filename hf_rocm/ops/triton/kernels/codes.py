@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 
-# The instructions.
+# The instructions that select bytes.
 AMD, NVIDIA = "v_perm_b32", "prmt"
 _NVIDIA = tl.constexpr(NVIDIA)
 _AMD = tl.constexpr(AMD)

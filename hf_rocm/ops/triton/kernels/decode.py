@@ -20,7 +20,7 @@ from hf_rocm.ops.triton.kernels.rotation import rotated_rows
 from hf_rocm.ops.triton.tiles import plan
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The largest number of new keys; not below 16, the fewest columns of tl.dot.
+# The largest number of new keys; at least 16, the smallest number of columns for tl.dot.
 NEW = tl.constexpr(FEW_QUERIES)
 
 
@@ -265,7 +265,7 @@ def _softmax(scores, peak, total):
     Returns the exponentials, the factor of the sums so far, and the new largest score and sum.
     """
     higher = tl.maximum(peak, tl.max(scores, 1))
-    # -inf: no key seen so far.
+    # -inf means that no key was seen so far.
     level = tl.where(higher == -float("inf"), 0.0, higher)
     shares = tl.exp2(scores - level[:, None])
     fade = tl.exp2(peak - level)
@@ -383,7 +383,7 @@ BUILDS = (
     *_attend(64, 8, page=256, starts=False, alone=True),
     # Steps with the rotation and the cache.
     *_attend(128, 4, rotated=128),
-    # Of several tokens, with drafts.
+    # Steps of several tokens, with drafts.
     *_attend(128, 4, queries=6, rotated=128, norms=True),
     *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),
     *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3

@@ -185,7 +185,7 @@ def _build_step(groups: int, shared: int, dim: int, dtype: str) -> Build:
     )
 
 
-# Qwen3-Next, and the smallest Qwen3.5.
+# The sizes of Qwen3-Next and of the smallest Qwen3.5.
 BUILDS = tuple(
     build(groups, shared, dim, dtype)
     for build in (_build_convolution, _build_step)

@@ -378,7 +378,7 @@ def _build_norm(groups: int, shared: int, dim: int, dtype: str) -> Build:
     )
 
 
-# Qwen3-Next, and small heads.
+# The sizes of Qwen3-Next, and small heads.
 BUILDS = tuple(
     build(groups, shared, dim, dtype)
     for build in (

@@ -237,7 +237,7 @@ def _attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = higher
         if MASKED:
-            # -inf: no key seen so far.
+            # -inf means that no key was seen so far.
             level = tl.where(higher == -float("inf"), 0.0, higher)
         shares = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)

@@ -1,10 +1,9 @@
 """GEMMs with few rows, x Wᵀ, fused with the operations around them in a decoder layer.
 
-A GEMM with few rows reads all of W and does little arithmetic, so it is bound by memory bandwidth. A program reads a
-few rows of W in long pieces, and also computes the gate of an MLP, the residual sum and, for one row of x, the norm.
-Sums are accumulated in fp32 and, except after the norm, rounded where the separate layers round. W has the dtype of x,
-or 8 bits and a scale for each row or block. 8-bit numbers are converted in registers. A row's scale multiplies the
-result; a block's scale multiplies x or a partial sum.
+A GEMM with few rows is bound by the memory bandwidth for W. A program reads a few rows of W in long pieces, and also
+computes the gate of an MLP, the residual sum and, for one row of x, the norm. Sums are accumulated in fp32 and, except
+after the norm, rounded where the separate layers round. W has the dtype of x, or 8 bits, converted in registers, and a
+scale for each row or block. A row's scale multiplies the result; a block's scale multiplies x or a partial sum.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ def matrix_vector(
         if ACTIVATION is not None:
             ups += wide(second) * _scaled(values, up_scales, k, there, EVEN, GROUP)
         if norm_weight is not None:
+            # Squares are added last, so that the weights in flight keep their registers.
             squares += plain * plain
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)

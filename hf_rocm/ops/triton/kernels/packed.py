@@ -10,7 +10,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 
-# Below every packed number.
+# A number below every packed number.
 LEAST = tl.constexpr(-(2**63))
 
 

@@ -72,7 +72,7 @@ def _measured(
     """Measure in `folder`, which is deleted afterwards."""
     dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
     if subject.shape is not None:
-        # Before gigabytes are written.
+        # Check the lengths before gigabytes are written.
         _check_lengths(architecture(subject.shape)[1], loads)
     model = subject.model or _written(subject, dtype, folder / "model", progress)
     tokenizer, config = _files(model)

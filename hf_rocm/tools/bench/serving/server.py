@@ -122,7 +122,7 @@ def serving(
     loading the model. Raises `ServeError` if the server ends or does not listen in time.
     """
     folder.mkdir(parents=True)
-    # They come last, so that they take precedence.
+    # These arguments come last, so that they take precedence.
     own = ["--host", HOST, "--port", "0"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -34,7 +34,7 @@ NAMED = Rule(
 )
 
 _NAMES = {"flash_attention_2", "flash_attention_3", "flash_attention"}
-# Use only Triton or torch.
+# These modules use only Triton or torch.
 _PORTABLE = ("flash_attn.ops.triton", "flash_attn.utils", "flash_attn.bert_padding")
 _SDPA = "scaled_dot_product_attention"
 

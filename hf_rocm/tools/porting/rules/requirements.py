@@ -95,7 +95,7 @@ def of_pyproject(text: str) -> Iterator[Place]:
     for required in _strings(project.get("dependencies")):
         yield from of_requirement(required, lines.of(required))
     for name, extra in {**groups, **optional}.items():
-        # Not specific to a vendor.
+        # Skip the groups that are specific to a vendor or device.
         if not re.search("cuda|cu1|nvidia|gpu|trt|flash|cpu|rocm|amd", name):
             for required in _strings(extra):
                 yield from of_requirement(required, lines.of(required))

@@ -184,7 +184,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
     if how == "loader":
         import hf_rocm
 
-        # As in generate; with gradients enabled, trainable weights are not fused.
+        # Disable gradients as generate does: with gradients enabled, trainable weights are not fused.
         with torch.no_grad():
             explanation = hf_rocm.explain(model)
         facts |= {"explain": str(explanation), "explanation": explanation.to_dict()}
@@ -193,7 +193,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
 
 def save(out: Path, result: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    # The unit of ru_maxrss in bytes.
+    # ru_maxrss is in bytes on macOS, and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     result["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     torch.save(tensors, out / "tensors.pt")

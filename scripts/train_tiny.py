@@ -27,11 +27,11 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 VOCABULARY = 1024
-# Learning rate.
+# The highest learning rate.
 PEAK = 6e-3
 END = "<|end|>"
 
-# Step, steps, loss.
+# The arguments are the step, the number of steps and the loss.
 Progress = Callable[[int, int, float], None]
 
 

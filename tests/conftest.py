@@ -100,7 +100,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     Child processes that start in the checkout could import it instead of the wheel.
     """
     with pytest.MonkeyPatch.context() as patch:
-        # Commands print as they do to a pipe.
+        # Without these variables, commands print as they do to a pipe.
         for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"):
             patch.delenv(name, raising=False)
         if sys.flags.isolated:

@@ -23,7 +23,7 @@ def settings(monkeypatch: pytest.MonkeyPatch):
     The function returns (result, effective settings). Its argument `hip` is None for a build without ROCm.
     """
     for name in environment.ALLOCATOR:
-        # So that monkeypatch restores the variable after the test.
+        # Set the variable first, so that monkeypatch restores it after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -136,7 +136,7 @@ def test_a_misspelt_variable_is_named_once_with_the_most_similar_one(monkeypatch
     monkeypatch.setenv("HF_ROCM_FROCE", "1")
     monkeypatch.setenv("HF_ROCM_WEATHER", "1")
     monkeypatch.setenv("USE_AITER_ATENTION", "1")
-    # An option of transformers.
+    # This is an option of transformers.
     monkeypatch.setenv("USE_TORCH", "1")
     monkeypatch.setattr(variables, "_warned", set())
     for _ in range(2):

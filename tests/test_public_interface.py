@@ -188,7 +188,7 @@ def test_bench(run: Run, compare: Callable[..., None]) -> None:
     kernels = run("bench", "ops", *rows, "--refused")
     for _, data in (models, kernels):
         assert isinstance(data["commit"], (str, type(None)))
-        # A string if hf_rocm is imported from a git checkout.
+        # This is a string if hf_rocm is imported from a git checkout.
         data["commit"] = None
         # Triton's release, if it is installed.
         data["machine"].pop("triton", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field, replace
 
-# transformers' name → hf_rocm's.
+# transformers' name → hf_rocm's name
 TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 
 

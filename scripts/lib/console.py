@@ -135,7 +135,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:
     """Run a script. The exit code is the value of `main`, 1 (with a message) on failure, or 130 or 143 on a signal."""
-    # So that child processes are terminated too.
+    # Exit on SIGTERM, so that child processes are terminated too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(sys.argv[1:]))

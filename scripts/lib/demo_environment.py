@@ -37,8 +37,8 @@ def install_project(environment: Environment) -> None:
             environment.forget(stamp="wheel")
             again = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            # Otherwise pip does not replace a wheel of the same version.
             if again:
+                # By default, pip does not replace a wheel of the same version.
                 environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")
 

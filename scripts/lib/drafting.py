@@ -237,7 +237,7 @@ def _mlp(forward: ast.FunctionDef) -> str:
 
 def _experts(cls: ast.ClassDef) -> str:
     decorators = [ast.unparse(decorator) for decorator in cls.decorator_list]
-    # By default gate and up are concatenated, not transposed, and have no bias.
+    # By default, gate and up are concatenated, not transposed, and have no bias.
     if decorators == [_STACKED]:
         return "StackedExperts()"
     options = next((decorator for decorator in decorators if decorator.startswith(_STACKED)), None)

@@ -59,10 +59,11 @@ TOOLS = (
     "uv",
     # Required by transformers' own tests.
     "parameterized",
-    "mkdocs",  # builds the documentation
+    # Builds the documentation.
+    "mkdocs",
     # Writes the chart as PNG.
     "pillow",
-    # This and the next two are required by `transformers serve`, which tests/serving starts.
+    # The next three are required by `transformers serve`, which tests/serving starts.
     "fastapi",
     "uvicorn",
     "openai",

@@ -130,7 +130,7 @@ def _fit(run: Run, batch: int, model: Any, count: int) -> bool:
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * width * batch * (run.prompt + run.new) * item
-    # Gate, up and what is computed from them.
+    # The outputs of gate and up, and what is computed from them.
     prefill = 5 * batch * run.prompt * config.intermediate_size * item
     free, total = torch.cuda.mem_get_info(run.device)
     reserved = torch.cuda.memory_reserved(run.device) - torch.cuda.memory_allocated(run.device)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# With more characters in a cell after the first column, a table is a text table.
+# If a cell after the first column has more characters, the table is a text table.
 LONG = 60
-# More characters of code in a first column leave too little room for a second column.
+# If the first column has more characters of code, there is too little room for a second column.
 WIDE_NAME = 24
 # The largest number of columns of a text table.
 FEW = 6

@@ -169,7 +169,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=subprocess.STDOUT,
-            # So that processes that a test leaves running are killed too.
+            # Start a session, so that processes that a test leaves running are killed too.
             start_new_session=True,
         )
         try:

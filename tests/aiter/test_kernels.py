@@ -222,7 +222,7 @@ QUERY_ENDS, KEY_ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32), torch.ten
 def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
     assembly = d == 128 and dtype == torch.bfloat16 and window is None
     if assembly and softcap:
-        # This release refuses the call, see test_refusals.py.
+        # This release refuses the call (see test_refusals.py).
         return
     packed = random(14, 4, d, dtype=dtype), random(21, 2, d, dtype=dtype, seed=1), random(21, 2, d, dtype=dtype, seed=2)
     how = {"longest_query": 8, "longest_key": 8, "scale": 0.2, "causal": True, "window": window, "softcap": softcap}

@@ -42,7 +42,7 @@ def build(name, **changes):
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        # Norms and sinks too, because constant values hide errors.
+        # Change norms and sinks too, because constant values hide errors.
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.to(torch.bfloat16)
@@ -118,7 +118,7 @@ def test_a_left_padded_batch_is_packed(kernels):
         attended = [route for route in routes if "attention" in route.operation]
         assert [(route.operation, route.tier) for route in attended] == [("varlen_attention", "aiter")] * 2
         real = int(mask.sum())
-        # No padding, and unexpanded keys.
+        # The padding is removed, and the keys are not expanded.
         assert [shape[0] for shape in attended[0].shapes] == [real] * 3
         assert [shape[1] for shape in attended[0].shapes] == [4, 2, 2]
         packed = [call.arguments for call in kernels.CALLS if call.kernel == "mha_varlen_fwd"]

@@ -61,7 +61,7 @@ def softcapped():
     return routes[0]
 
 
-# Kernel and fault: (the affected call, the kernel used instead, words of the reason).
+# kernel and fault → (the affected call, the kernel used instead, words of the reason)
 BROKEN = {
     "mha_fwd:top_left": (lambda: attend_chunk(), "SDPA", "wrong by"),
     "mha_fwd:window": (lambda: attend(window=3), "SDPA", "wrong by"),
@@ -180,7 +180,7 @@ def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kern
     assert len(requests) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Disabled in this process, without a second warning.
+        # The kernel is disabled in this process, without a second warning.
         assert attend().name == "SDPA"
     assert len(requests) == 3
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1

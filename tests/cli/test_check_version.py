@@ -43,7 +43,7 @@ def test_it_takes_little_cpu_time_and_imports_nothing_heavy(site: Site) -> None:
     install(transformers_path=site.path)
 
     def took(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
-        # CPU time, which depends little on other load.
+        # Measure CPU time, which depends little on other load.
         began = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)

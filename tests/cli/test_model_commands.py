@@ -34,7 +34,7 @@ def test_explain_all_lists_every_kernel(checkpoint, capsys):
     out = capsys.readouterr().out
     assert "fused 2 of 2: q_proj + k_proj + v_proj" in out
     assert "linear (q_proj + k_proj + v_proj" in out
-    # Once, and not under every kernel.
+    # The reason is printed once, and not under every kernel.
     assert out.count("aiter needs an AMD GPU under ROCm, but this is the CPU") == 1
 
 

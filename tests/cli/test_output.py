@@ -71,7 +71,7 @@ def test_a_table_that_fits_only_with_narrow_gaps_has_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    # With 20, it doesn't fit at all.
+    # With a width of 20, the table doesn't fit at all.
     for width, gap in ((18, 2), (19, 1), (20, 2)):
         output.print_table(("a", "b", "c"), [[letter * width for letter in "abc"]])
         assert capsys.readouterr().out.splitlines()[1] == (" " * gap).join(letter * width for letter in "abc")

@@ -74,7 +74,7 @@ def test_tokens_with_rejected_drafts_equal_stock(case, trio):
         try:
             expected = stock.generate(**prompt)
         except ValueError as error:
-            # 5.0 to 5.13: a full sliding cache can't be cropped.
+            # In 5.0 to 5.13, a full sliding cache can't be cropped.
             if "Cannot `crop`" not in str(error):
                 raise
             pytest.skip(f"stock can't run this: {error}")

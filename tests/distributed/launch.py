@@ -197,7 +197,7 @@ def _marked_processes(mark: str) -> dict[int, str]:
     needle = f"{MARK}={mark}".encode()
     processes = {}
     for place in Path("/proc").glob("[0-9]*"):
-        # The process has ended, or belongs to another user.
+        # Skip processes that have ended or belong to another user.
         with contextlib.suppress(OSError):
             if needle in (place / "environ").read_bytes().split(b"\0"):
                 processes[int(place.name)] = (

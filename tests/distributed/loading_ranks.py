@@ -97,7 +97,7 @@ def main(checkpoint: str, undivided: str) -> None:
     except RuntimeError as error:
         seen["stock heads"] = str(error)
     seen["rank"] = dist.get_rank()
-    # A single write: print makes two, and the ranks share a pipe.
+    # Use a single write, because print makes two, and the ranks share a pipe.
     os.write(1, f"{json.dumps(seen)}\n".encode())
     dist.barrier()
     dist.destroy_process_group()

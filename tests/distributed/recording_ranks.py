@@ -174,7 +174,7 @@ def destroying_another_group_keeps_the_recordings(checkpoint):
     group = dist.new_group()
     # Under load, the other rank may still be connecting to this one.
     dist.barrier()
-    # Only the initial group remains.
+    # After this, only the initial group remains.
     dist.destroy_process_group(group)
 
 
@@ -228,7 +228,7 @@ def main(checkpoint: str) -> None:
             results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()
-    # Without a barrier, because the last check destroyed the group.
+    # Print without a barrier, because the last check destroyed the group.
     print(json.dumps(results), flush=True)
     # Under load, gloo's threads may abort the process while the interpreter ends.
     os._exit(0)

@@ -153,7 +153,7 @@ class Sharded:
         with torch.no_grad():
             block = [live(module) for module, _ in groups(model)]
         assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
-        # stock's experts don't support float64.
+        # Stock's experts don't support float64.
         if self.checkpoint.name != "mixtral":
             twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
             same(run(model), run(twin))

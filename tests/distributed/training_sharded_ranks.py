@@ -63,7 +63,7 @@ def steps_like_stock(shard, gather, words: tuple[str, ...]) -> None:
             reasons = [reason for part in hf_rocm.explain(model).parts for reason in part.not_fused]
             assert reasons and all(any(word in reason for word in words) for reason in reasons), reasons
             twin = models.build()
-            # Fails unless the weights have stock's layout.
+            # This fails unless the weights have stock's layout.
             twin.load_state_dict(weights)
             assert_as_good_as_eager(output, logits(twin), logits(copy.deepcopy(twin).double()))
     stock, reference, *prepared = results
@@ -112,7 +112,7 @@ def fsdp2_by_accelerate(folder: Path) -> None:
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            # Moves the model to the meta device before sharding.
+            # With this setting, accelerate moves the model to the meta device before sharding.
             cpu_ram_efficient_loading=True,
         )
         accelerator: Any = SimpleNamespace(

@@ -156,7 +156,7 @@ def _parse(words: list[str]) -> None:
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     inner = getattr(command, "commands", None)
-    # Not a subcommand: a model or an option.
+    # The next word is not a subcommand, but a model or an option.
     if inner is not None and words and words[0] != "--help":
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)

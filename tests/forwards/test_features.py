@@ -41,7 +41,7 @@ def test_features_are_recorded(method, twins):
         output, expected = (call(getattr(model, method), given) for model in twins)
         assert equal(output, expected)
         kept.append((output, expected))
-    # Later calls did not change them.
+    # Later calls did not change the earlier results.
     assert all(equal(*both) for both in kept)
     assert counted(prepared)[0] == 1 and counted(prepared)[1] > 3 and not reasons(prepared)
 

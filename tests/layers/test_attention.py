@@ -57,7 +57,7 @@ def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
         assert fuse.fuse(module, names) is None
         actual = layers.heads(module, x, *names, head_dim=D)
         plain = layers.split_heads(layers.project(module, x, *names), D)
-    # Views of one GEMM's output.
+    # The parts are views of one GEMM's output.
     assert len({part.untyped_storage().data_ptr() for part in actual}) == 1
     for left, reference, view, count in zip(actual, expected, plain, heads, strict=True):
         assert left.shape == (B, count, s, D) and left.storage_offset() == view.storage_offset()

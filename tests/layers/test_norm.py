@@ -183,7 +183,7 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
         calls.append(seen)
         for place, _ in _dropouts(model):
             parent, _, child = place.rpartition(".")
-            # Has no attribute `p`.
+            # nn.Identity has no attribute `p`.
             setattr(model.get_submodule(parent), child, nn.Identity())
         outputs.append(model(ids)[0])
     assert calls[0] == calls[1] and calls[0]

@@ -23,7 +23,7 @@ def test_the_scale_is_the_reciprocal_of_stocks_root(case, dtype, monkeypatch):
         return attention(*tensors, scale=scale, **terms)
 
     kept = torch.get_default_dtype()
-    # As from_pretrained does while it builds a model.
+    # Set the default dtype, as from_pretrained does while it builds a model.
     torch.set_default_dtype(dtype)
     try:
         model = hf_rocm.prepare(case.build(dtype), force=True)

@@ -16,7 +16,7 @@ from hf_rocm.loading import auto, heap_copies
 from hf_rocm.weights import mmap_pages
 
 USUAL, STALLS = "6.14.0-35-generic", "7.0.0-28-generic"
-# Bytes of the large tensor.
+# The size of the large tensor in bytes.
 SIZE = 64 * 2**20
 
 needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reason="not run: needs /proc/self/pagemap")

@@ -45,7 +45,7 @@ def folder(folders, tmp_path):
 def untouched():
     """Check after the test that transformers' own tables and functions are restored."""
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    # The second one exists only before 5.0.
+    # The second function exists only before 5.0.
     names = ("_get_resolved_checkpoint_files", "_infer_parameter_dtype")
     before = [dict(table) for table in tables]
     functions = [getattr(modeling_utils, name, None) for name in names]
@@ -182,7 +182,7 @@ def outcome(call):
     try:
         model = call()
     except LoadError as error:
-        # Names the checkpoint, and has stock's error as its cause.
+        # LoadError names the checkpoint, and has stock's error as its cause.
         return type(error.__cause__)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return type(error)
@@ -246,7 +246,7 @@ def test_nothing_is_replaced_for_a_folder_without_a_quantiser(folder, tmp_path, 
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain, config=model.config)
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, folder())
     assert len(entered) == 2
-    # The weights may be in another folder.
+    # With this file, the weights may be in another folder.
     (plain / "adapter_config.json").write_text("{}")
     stored_checkpoints.load(lambda path: None, plain)
     assert len(entered) == 3

@@ -137,7 +137,7 @@ def test_a_fully_masked_query_is_zero_in_eager_and_finite_elsewhere():
     for tier in TIERS:
         output, _ = run(tier, query, key, value, scale=0.25, mask=mask)
         assert torch.isfinite(output).all()
-    # The output of eager, which is the last tier.
+    # This is the output of eager, which is the last tier.
     assert torch.equal(output[:, 2], torch.zeros_like(output[:, 2]))
     assert output[:, 3].abs().max() > 0
 

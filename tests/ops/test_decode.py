@@ -171,7 +171,7 @@ def _answer(*_, **__):
 def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
         how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
-        # The minimum sizes of tl.dot.
+        # tl.dot has a minimum size of 16.
         assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16
         assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())

@@ -250,7 +250,7 @@ def test_shuffling_is_a_permutation_with_an_inverse(n, k):
     assert torch.equal(unshuffle(ops.shuffle(weight).data), weight)
     assert not torch.equal(shuffled.data, weight)
     assert torch.equal(shuffled.data.flatten()[:8], weight[0, :8])
-    # The next row, not the next columns.
+    # The next 8 elements are from the next row, not from the next columns.
     assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])
 
 

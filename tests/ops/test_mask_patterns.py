@@ -89,7 +89,7 @@ def windowed(real, s_q, window):
 def test_a_sliding_window_is_recognised(padding, s_q):
     mask = windowed(PADDING[padding], s_q, 3)
     check(mask, s_q, 9, window=3)
-    # Without the window the mask can't be recognised.
+    # Without the window, the mask can't be recognised.
     assert recognise(mask, *qkv(s_q, 9)) is None
     assert recognise(mask, *qkv(s_q, 9), window=4) is None
 

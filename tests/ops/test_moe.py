@@ -14,7 +14,7 @@ from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
 from tests.tolerance import assert_as_good_as_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# T, E, k, H, I.
+# name → (T, E, k, H, I)
 SHAPES = {
     "one token": (1, 8, 2, 32, 16),
     "odd": (63, 5, 3, 32, 48),

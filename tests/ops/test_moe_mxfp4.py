@@ -11,7 +11,7 @@ from hf_rocm.ops.mxfp4 import dequantize
 from tests.tolerance import assert_as_good_as_eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# T, E, k, H, I.
+# name → (T, E, k, H, I)
 SHAPES = {
     "one token": (1, 8, 2, 64, 32),
     "odd": (63, 5, 3, 96, 160),

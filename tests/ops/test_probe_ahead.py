@@ -83,7 +83,7 @@ def test_the_child_warms_up_once_per_device_and_then_runs_checks():
     sent = []
     worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
     try:
-        # No such devices; the child ignores errors.
+        # These devices do not exist; the child ignores the errors.
         for device in ("cuda:97", "cuda:97", "cuda:96"):
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]

@@ -122,7 +122,7 @@ def test_recording_is_limited_to_its_block():
     assert inner[0].shapes == ((2, 4), (4,))
 
 
-# A call, and the shapes that it records, which are not always those of its first arguments.
+# operation → (a call, the shapes that it records, which are not always those of its first arguments)
 CALLS = {
     "linear": (lambda: ops.linear(ONES(2, 4), ONES(3, 4)), ((2, 4), (3, 4))),
     "add_rms_norm": (lambda: ops.add_rms_norm(ONES(2, 4), ONES(2, 4), ONES(4), eps=0.1), ((2, 4), (4,))),

@@ -13,7 +13,7 @@ import pytest
 import hf_rocm.ops
 from hf_rocm.ops import registry
 
-# Registers every operation.
+# Importing hf_rocm.ops registers every operation.
 assert hf_rocm.ops
 
 # Operation → the function that builds its specification.

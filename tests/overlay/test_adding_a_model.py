@@ -21,7 +21,7 @@ COMMANDS = [
     for line in re.findall(r"^    ((?:scripts|pytest|python|hf-rocm)\b.*)$", PAGE, re.M)
 ]
 
-# The file that defines the script's options.
+# script → the file that defines its options
 _SOURCES = {"scripts/test": "scripts/lib/testing.py"}
 
 

@@ -49,7 +49,7 @@ def overlays(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def unbound() -> Iterator[None]:
-    # The shipped overlay would serve a model that an earlier test activated.
+    # If an earlier test activated a shipped overlay, that overlay would serve the model.
     deactivate()
     yield
     deactivate()

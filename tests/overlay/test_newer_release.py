@@ -130,7 +130,7 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
     newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--transformers-path", str(newer.path)]
-    # None if the overlay was checked with a newer release.
+    # `newest` is None if the overlay was checked with a newer release.
     newest = states(newer, catalog)["llama"].newest_checked
     monkeypatch.setenv("COLUMNS", "120")
     for module in (plan, newer_release, state, output, check_version):

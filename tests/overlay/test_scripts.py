@@ -176,7 +176,7 @@ def test_releases_after_the_newest_recorded_one_are_only_read_on_request(
     refresh: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = overlays.parent / "wheels"
-    # Records 5.0.0 to 5.10.0.
+    # This records 5.0.0 to 5.10.0.
     run(refresh, overlays)
 
     def pip(*arguments: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.packaging.conftest import Run
 
-# Seconds; on slower machines, the limit is the time that importing asyncio takes.
+# The limit in seconds; on slower machines, it is the time that importing asyncio takes.
 LIMIT = 0.050
 HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typer", "rich")
 

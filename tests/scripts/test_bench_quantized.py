@@ -71,7 +71,7 @@ def test_a_loaded_checkpoint_gives_the_results_of_its_dequantised_weights(checkp
     if name not in ROUNDED:
         assert_as_good_as_eager(actual, eager, exact)
     else:
-        # GEMMs, whose errors are independent.
+        # The number of GEMMs in sequence; their errors are independent.
         in_sequence = 4 * LAYERS
         assert (actual - exact).norm() <= ROUNDED[name] * math.sqrt(in_sequence) * exact.norm()
 

@@ -36,7 +36,7 @@ def test_the_numbers_of_the_tables_follow_from_the_data_sheet(lib):
     assert 2 * (decoder.matrices - decoder.vocabulary * decoder.hidden) == pytest.approx(flops, rel=1e-3)
     # The time to read 139.01 GB at 5.3 TB/s.
     assert "| Llama-70B | 26.23 ms |" in tables.steps()
-    # = 160 × 16 KiB × 2 × 7 / 8.
+    # 4.59 MB = 160 × 16 KiB × 2 × 7 / 8
     assert "160 × 16 KiB" in tables.exchanged() and "4.59 MB" in tables.exchanged()
     assert tables.allowed().splitlines()[-1] == "| Llama-405B | does not fit | does not fit | needed to fit | 38 µs |"
 

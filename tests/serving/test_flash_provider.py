@@ -35,11 +35,11 @@ newer = pytest.mark.skipif(
 )
 
 # The tokens of gemma2, gpt_oss and mistral reveal a wrong window, softcap or sink.
-# stock's sdpa ignores the softcap, or refuses it from 5.23 on.
 KINDS = {
     "llama": {},
     "qwen3": {},
     "gemma2": {
+        # Stock's sdpa ignores the softcap, or refuses it from 5.23 on.
         "attn_implementation": "eager",
         "sliding_window": 8,
         "tie_word_embeddings": False,

@@ -163,7 +163,7 @@ def walk(kind, forks, **settings):
     if kind in ("gemma2", "mistral") and len(flash_provider._names()) > 1:
         pytest.skip(f"not run: {flash_provider.batches_refused(model)}")
     own = model.config._attn_implementation
-    # Speeds up transformers' garbage collection after every batch.
+    # This speeds up transformers' garbage collection after every batch.
     gc.freeze()
     try:
         with ops.recording() as routes:

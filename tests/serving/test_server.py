@@ -69,7 +69,7 @@ def test_the_server_answers_like_stocks(prepared, installed, stocks_answers, cha
     assert prepared or {part["delivery"] for part in model["parts"]} == {"installed"}
     assert not any(part["stayed_stock"] for part in model["parts"])
     fused = [shapes[1][0] for operation, shapes in facts["routes"] if operation == "linear"]
-    # One GEMM for q, k and v, and one for gate and up.
+    # A prepared model runs one GEMM for q, k and v, and one for gate and up.
     assert bool(fused) is prepared
 
 

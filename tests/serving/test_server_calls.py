@@ -46,7 +46,7 @@ def test_requests_one_after_the_other_replay_recorded_steps(recorded_on_cpu):  #
     assert [served(model, prompt) for prompt in prompts()] == expected
     state = known(model)
     recorded, replayed = state.recorded, state.replayed
-    # One recording per cache size.
+    # There is one recording per cache size.
     assert 0 < recorded < len(expected)
     assert [served(model, prompt) for prompt in prompts()] == expected
     assert state.recorded == recorded and state.replayed > replayed + len(expected)

@@ -29,7 +29,7 @@ def graphs_are_there(monkeypatch):
         return
     from transformers.generation import continuous_batching as package
 
-    # In 5.0.
+    # 5.0 has no ContinuousBatchingConfig.
     if CONFIG is None:
         monkeypatch.setattr(package.continuous_api, "attn_mask_is_needed", lambda config: False)
     else:

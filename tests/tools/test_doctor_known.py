@@ -139,7 +139,7 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     assert "GPU 1 (gfx942): a GEMM of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
     crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit GEMM on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
-    # No results: the version is checked.
+    # Without results, the version is checked.
     assert any("older than 0.50" in finding.what for finding in packages(facts))
 
 

@@ -37,7 +37,7 @@ def test_a_served_model_is_described_by_class_and_kernel(llama):
     with torch.inference_mode():
         explanation = hf_rocm.explain(llama)
     assert explanation.state == "served by hf_rocm, forced on this machine"
-    # As with installed overlays, whose models have no report.
+    # Models with installed overlays have no report.
     report = llama.__dict__.pop(REPORT)
     assert hf_rocm.explain(llama).state == explanation.state
     llama.__dict__[REPORT] = report
@@ -141,7 +141,7 @@ def test_prepare_is_the_next_step_for_a_model_that_only_an_installed_overlay_ser
     assert hf_rocm.explain(llama).prepared and "next:" not in str(hf_rocm.explain(llama))
     modes = {module: bind.mode_of(module) for module in llama.modules()}
     hf_rocm.restore(llama)
-    # As after plain loading with HF_ROCM_FORCE=1.
+    # Set the modes that plain loading with HF_ROCM_FORCE=1 sets.
     for module, mode in modes.items():
         if bind.binding_of(module) is not None:
             bind.set_mode(module, mode)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .strict import need
 
-# A sorted id: the token in the low 24 bits, and the index among the token's experts in the upper 8 bits.
+# A sorted id has the token in its low 24 bits, and the index among the token's experts in its upper 8 bits.
 SLOT = 24
 
 

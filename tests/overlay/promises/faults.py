@@ -20,7 +20,7 @@ import pytest
 from hf_rocm.overlay import catalog
 from tests.overlay.promises.injected import BEGIN, IDLE, READY
 
-# Exceeds the number of calls of one name that the parent makes after strace has attached: see injected.py.
+# More than the number of calls of one name that the parent makes after strace has attached (see injected.py).
 FEW = 16
 # Calls on open descriptors that don't access the disk.
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}
@@ -125,7 +125,7 @@ class Driver:
                 assert strace.poll() is None, strace.communicate()[1]
                 time.sleep(0.002)
             statuses: list[int] = json.loads(self._exchange("begin"))
-            # Strace exits with the last traced process.
+            # strace exits with the last traced process.
             strace.wait(PATIENCE)
         finally:
             strace.kill()

@@ -233,7 +233,7 @@ def _machine(examples: int, steps: int) -> Any:
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        # No shrinking, which takes minutes; a failure lists its steps anyway.
+        # Do not shrink, because it takes minutes, and a failure lists its steps anyway.
         phases=[Phase.generate],
     )
     return case

@@ -210,7 +210,7 @@ def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    # Setgid: by default, new files get the folder's group.
+    # With setgid, new files get the folder's group by default.
     folder.chmod(0o2775)
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)

@@ -130,7 +130,7 @@ def test_07_an_interrupt_at_any_call_undoes_the_run(trial: Trial, name: str) -> 
     number = signal.Signals[f"SIG{name}"]
     undone = 0
     for call, site, status in trial.strike_everywhere(name):
-        # Killed before the first write or after the last one.
+        # The process was killed before the first write or after the last one.
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) == number, (call, status)
             assert trial.contents(site) in (trial.before, trial.after), call

@@ -58,7 +58,7 @@ def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
     return next((constant for constant in constants if constant in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
 
 
-# Blocks with a correct hash: (id, version, code, the states that `installed` and --record report).
+# Blocks with a correct hash: name → (id, version, code, the states that `installed` and --record report)
 FORGED = {
     "other code": ("{id}", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),
     "no overlay's id": ("transformers-1.0/bert", hf_rocm.__version__, "x = 1\n", "foreign", Finding.CHANGED),

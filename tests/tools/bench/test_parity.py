@@ -57,7 +57,7 @@ def spoil(monkeypatch, by):
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
         monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
-    # Clears the cached choices.
+    # Clear the cached choices.
     monkeypatch.setattr(operation, "calls", registry.Table(operation._call))
 
 

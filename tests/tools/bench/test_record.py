@@ -63,6 +63,6 @@ def test_the_time_of_a_recorded_step_is_kept_and_reported(tmp_path):
     assert report.notes(done) == ["hf_rocm: a recorded step alone takes 4.60 ms, 1.15 × the floor"]
     data = again.to_dict()
     for side in data["results"][0]["timings"]:
-        # As in older files without this measurement.
+        # Older files lack this measurement.
         del side["replay"]
     assert record.Segment.from_dict(data).results[0].timings[1].replay is None

@@ -80,7 +80,7 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
     inherited = given()
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=4)))
     with monkeypatch.context() as child:
-        # As in a new process that inherits the environment.
+        # Simulate a new process that inherits the environment.
         child.setattr(options, "_users_tables", None)
         active.before_import()
     assert given() == inherited

@@ -44,7 +44,7 @@ def test_a_model_without_weights_records_the_gemms_of_the_real_model(name, check
 
 def test_projections_are_fused_and_only_the_last_logits_are_computed(checkpoints):
     gemms, _ = seen_without(checkpoints["llama"], [2], [5])
-    # q + k + v, o, gate + up, down.
+    # (N, K) of q + k + v, o, gate + up, and down
     layers = [(128, 64), (64, 64), (192, 64), (64, 96)]
     expected = {(m, n, k) for n, k in layers for m in (2, 10)} | {(2, 131, 64)}
     assert {shape[:3] for shape in gemms} == expected

@@ -171,7 +171,7 @@ def test_a_malicious_file_is_an_error(number, tmp_path):
     name, data, words = list(hostile(tmp_path))[number]
     path = tmp_path / f"{name}.csv"
     path.write_bytes(data)
-    # Processor time, because other processes are running.
+    # Measure processor time, because other processes are running.
     began = time.process_time()
     with pytest.raises(TableError) as refused:
         read(path)
@@ -199,7 +199,7 @@ def test_a_path_that_is_not_a_file_is_an_error(tmp_path):
 def test_the_read_size_is_limited(tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     path.write_bytes(b"")
-    # A sparse file of 1 TiB.
+    # Make a sparse file of 1 TiB.
     os.truncate(path, 1 << 40)
     with pytest.raises(TableError, match="larger than any table"):
         read(path)

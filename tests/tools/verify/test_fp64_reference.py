@@ -38,7 +38,7 @@ def test_the_reference_is_as_accurate_as_a_float64_model(build):
     with torch.no_grad(), Subject(model).reference():
         actual = model(input_ids=tokens(1, 5)).logits
     with torch.no_grad():
-        # Its norms still compute in fp32.
+        # The norms of this model still compute in fp32.
         narrow = model.double()(input_ids=tokens(1, 5)).logits
     step = torch.finfo(torch.float32).eps
     off = ((actual - narrow).norm() / narrow.norm()).item()

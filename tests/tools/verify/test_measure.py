@@ -34,7 +34,7 @@ def test_the_bound_is_twice_the_largest_error_plus_a_rounding_step():
     bound = allowed([Difference(True, 1, 1, 0.25, 0.1, 0.1), Difference(True, 1, 1, 0.5, 0.05, 0.05)], torch.bfloat16)
     assert (bound.worst, bound.typical) == (1 + 2**-7, 0.2 + 2**-7)
     assert not bound.exceeded(Difference(True, 0, 0, 1.0, 0.2, 0)) and bound.exceeded(Difference(True, 0, 0, 1.1, 0, 0))
-    # A small error at every position.
+    # The error is small, but it is at every position.
     assert bound.exceeded(Difference(True, 0, 0, 0.0, 0.3, 0))
 
 
@@ -48,7 +48,7 @@ def test_predictions_are_compared_with_a_reference():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
 def test_one_changed_element_changes_a_checksum(dtype, monkeypatch):
-    # So small that a tensor has several pieces.
+    # Make the pieces so small that a tensor has several.
     monkeypatch.setattr(fingerprint, "_PIECE", 16)
     values = (torch.arange(50) % 2).to(dtype)
     seen = {checksum(values), checksum(values.view(5, 10)), checksum(values.flip(0))}

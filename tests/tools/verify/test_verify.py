@@ -45,8 +45,8 @@ def test_a_correct_model_passes(name, dtype, passed, build):
     # hf_rocm's path ran
     assert "attention" in report.tiers and {"linear"} & set(report.tiers)
     assert len(report.layers) == 2 and all(0 < layer.own <= layer.allowed for layer in report.layers)
-    # the tolerance is twice stock's error in this dtype, plus a rounding step
-    # mixture-of-experts models use the median token's error.
+    # The tolerance is twice stock's error in this dtype, plus a rounding step. Mixture-of-experts models use the median
+    # token's error.
     if name != "gpt_oss":
         check = report.check("prompt")
         assert check.allowed == pytest.approx(2 * check.numbers["stock_error"] + torch.finfo(dtype).eps)

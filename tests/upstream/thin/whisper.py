@@ -12,7 +12,7 @@ class WhisperTester:
     batch_size, is_training = 3, True
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
     frames, seq_length = 24, 5
-    # After the second convolution, which halves the number of frames.
+    # The length after the second convolution, which halves the number of frames.
     encoder_seq_length = key_length = 12
     decoder_seq_length = 5
 

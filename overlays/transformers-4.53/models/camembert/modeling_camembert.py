@@ -26,7 +26,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(CamembertSelfOutput, layers.PostNormOutput())
     overlay.binds(CamembertOutput, layers.PostNormOutput())
 
-    # Attention returns (output,), not (output, None), and a decoder's cache is a tuple.
+    # Before 4.54, attention returns (output,), not (output, None), and a decoder's cache is a tuple.
     alone = layers.before("4.54")
 
     @overlay.replaces(CamembertSdpaSelfAttention, fuses=("query", "key", "value"))

@@ -19,7 +19,7 @@ if overlay is not None and overlay.wanted(__name__):
     def clip_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         if more or layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
-        # Up to 4.57 the text model passes two additive masks.
+        # Up to 4.57, the text model passes two additive masks.
         causal_mask = kwargs.get("causal_attention_mask")
         if causal_mask is not None:
             attention_mask = causal_mask if attention_mask is None else attention_mask + causal_mask

@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
-    # Attention returns (output,), not (output, None), and a decoder's cache is a tuple.
+    # Before 4.54, attention returns (output,), not (output, None), and a decoder's cache is a tuple.
     alone = layers.before("4.54")
 
     @overlay.replaces(RobertaPreLayerNormSelfAttention, fuses=("query", "key", "value"))

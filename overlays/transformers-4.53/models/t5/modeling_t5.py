@@ -64,7 +64,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(T5DenseGatedActDense, fuses=gated.fuses)
     def t5_gated_mlp(self, stock, hidden_states):
-        # Wo may be kept in fp32.
+        # `wo` may be kept in fp32.
         if layers.dropout_reason(self.dropout) or self.wo.weight.dtype != hidden_states.dtype:
             return stock(self, hidden_states)
         return gated.forward(self, stock, hidden_states)

@@ -44,8 +44,8 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
         if self.config.use_mem_rope:
             query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)
-        # Several layers share one module, so the caller's index is used.
         if past_key_values is not None:
+            # Several layers share one module, so the caller's index is used.
             key, value = past_key_values.update(key, value, layer_idx)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)

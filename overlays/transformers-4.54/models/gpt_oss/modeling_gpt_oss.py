@@ -43,6 +43,6 @@ if overlay is not None and overlay.wanted(__name__):
         if run is None:
             return stock(self, hidden_states, router_indices, routing_weights)
         rows = hidden_states.flatten(0, -2)  # [T, H]
-        # routing_weights: [T, E].
+        # routing_weights: [T, E]
         weights = routing_weights.gather(1, router_indices)
         return run(rows, router_indices, weights).view(len(hidden_states), -1, rows.shape[1])

@@ -23,7 +23,7 @@ if overlay is not None and overlay.wanted(__name__):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout):
             return stock(self, hidden_states, attention_mask, position_embeddings, **kwargs)
         query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H, S, D]
-        # Rotates only the patches.
+        # Only the patches are rotated.
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)

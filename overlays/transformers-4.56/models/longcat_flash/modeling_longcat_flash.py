@@ -39,8 +39,8 @@ if overlay is not None and overlay.wanted(__name__):
         narrow = self.kv_a_layernorm(narrow) * self.mla_scale_kv_lora
         query_part, key_part = apply_rotary_pos_emb_interleave(query_part, key_part[:, None], *position_embeddings)
         query = torch.cat((plain, query_part), dim=-1)
-        # The cache stores the latent form.
         if hasattr(self, "expand_kv"):
+            # The cache stores the latent form.
             cached = layers.update_cache(self, narrow[:, None], key_part, past_key_values, kwargs)
             key, value = self.expand_kv(*cached)
         else:

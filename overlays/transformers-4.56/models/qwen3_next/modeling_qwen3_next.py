@@ -57,7 +57,7 @@ if overlay is not None and overlay.wanted(__name__):
             if tokens is None:
                 return stock(self, hidden_states, cache_params, attention_mask, **kwargs)
             joined, logits = layers.project(self, tokens.x, "in_proj_qkvz", "in_proj_ba")  # [B, S, G · …]
-            # R value heads for every key head.
+            # R, the number of value heads per key head.
             shared = self.num_v_heads // self.num_k_heads
             sizes = (self.head_k_dim,) * 2 + (shared * self.head_v_dim,) * 2
             query, key, *values = joined.unflatten(-1, (self.num_k_heads, -1)).split(sizes, dim=-1)

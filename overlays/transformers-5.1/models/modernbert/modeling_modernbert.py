@@ -30,7 +30,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(ModernBertMLP)
     def modernbert_mlp(self, stock, hidden_states):
-        # Gate and up in one matrix.
+        # `Wi` joins gate and up in one matrix.
         return self.Wo(self.drop(layers.activated(self.Wi(hidden_states), self.act)))
 
     @overlay.replaces(ModernBertEncoderLayer)

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 # The faults that the server can simulate.
 FAULTS = (
-    "status",  # HTTP status 500
+    # HTTP status 500.
+    "status",
     # A line that is not JSON.
     "garbage",
     "no-choices",
@@ -29,7 +30,8 @@ FAULTS = (
     # No answer for 30 seconds.
     "silent",
     "not-http",
-    "die",  # the process ends
+    # The process ends.
+    "die",
 )
 USAGE = {"prompt_tokens": 3, "total_tokens": 0}
 

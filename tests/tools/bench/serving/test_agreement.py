@@ -20,7 +20,7 @@ def of(answers, batched=STOCK, dtype="bfloat16", stock=STOCK):
 
 def test_nothing_is_compared_after_a_first_difference():
     assert differences(STOCK, STOCK, 4) == 0
-    # 3 tokens, then 4 equal ones.
+    # 3 tokens up to the first difference, then 4 equal ones.
     assert differences(STOCK, ["abXd", "efgh"], 4) == pytest.approx(1 / 7)
     assert differences(STOCK, ["Xbcd", "efXX"], 4) == pytest.approx(2 / 4)
     # one text has fewer characters, and the other more
@@ -30,7 +30,7 @@ def test_nothing_is_compared_after_a_first_difference():
 
 def test_wrong_results_are_detected_in_answers_of_any_length_and_rounding_is_not():
     stock = ["abcdefghijklmnop"] * 10
-    # One token in eight.
+    # From the eighth token on, the answers differ.
     rounded = ["abcdefgXXXXXXXXX"] * 10
     wrong = ["aXXXXXXXXXXXXXXX"] * 10
     for length in (4, 8, 16):
@@ -50,10 +50,11 @@ def test_in_fp32_every_answer_must_be_equal():
     [
         # 1 of 8 tokens.
         (["abcX", "efgh"], STOCK, False),
-        # 1 of 5, the limit if stock's texts agree.
+        # 1 of 5 tokens, which is the limit if stock's texts agree.
         (["abcd", "Xfgh"], STOCK, False),
-        (["abcX", "Xfgh"], STOCK, True),  # 2 of 5
-        # Stock itself: 1 of 5.
+        # 2 of 5 tokens.
+        (["abcX", "Xfgh"], STOCK, True),
+        # In stock itself, 1 of 5 tokens differs.
         (["abcX", "Xfgh"], ["abcd", "Xfgh"], False),
         (["Xbcd", "Xfgh"], ["abcd", "Xfgh"], True),
     ],

@@ -193,7 +193,7 @@ def test_an_interrupt_ends_the_command_and_its_child_processes(tiny_checkpoint, 
     deadline = time.monotonic() + 60
     while not child.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    # By now the server listens, and the first request awaits its answer.
+    # Wait until the server listens and the first request awaits its answer.
     time.sleep(1)
     command.send_signal(signal.SIGINT)
     _, err = command.communicate(timeout=60)

@@ -179,7 +179,7 @@ def _not_joined(missing: Sequence[int], ranks: Sequence[int], waited: float) -> 
 def _store_lost(here: Place, error: BaseException) -> RankError:
     cause = " ".join(str(error).split())
     return RankError(
-        "the rank lost the rendezvous store, or never reached it",
+        "the rank lost its connection to the rendezvous store, or never reached it",
         facts={"rank": here.rank, "torch error": cause[:300]},
         hint="see the log of rank 0, which serves the store unless torchrun does; check MASTER_ADDR and MASTER_PORT",
     )

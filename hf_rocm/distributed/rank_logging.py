@@ -53,7 +53,7 @@ class _Buffer(logging.Filter):
         if record.thread != self.thread or record.levelno >= logging.ERROR or record.module == _ALWAYS:
             return True
         if self.here.rank == 0:
-            # The other ranks and the store no longer exist.
+            # `set` raises RuntimeError if the store no longer exists, as after the other ranks have ended.
             with suppress(RuntimeError):
                 if self.store is not None:
                     self.store.set(_key(record), "")
@@ -85,4 +85,4 @@ class _Buffer(logging.Filter):
 
 
 def _key(record: logging.LogRecord) -> str:
-    return f"hf_rocm/{attempt()}/said/{hashlib.sha256(record.getMessage().encode()).hexdigest()}"
+    return f"hf_rocm/{attempt()}/logged/{hashlib.sha256(record.getMessage().encode()).hexdigest()}"

@@ -23,7 +23,7 @@ from hf_rocm.options import Switch
 from hf_rocm.weights.tensor_parallel import mesh_of
 
 # Arguments of a forward that runs once per token.
-_OF_STEPS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
+_STEP_ARGUMENTS = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -59,7 +59,7 @@ def _generates(model: Any) -> bool:
 
 def _steps(model: Any) -> bool:
     forward = inspect.unwrap(type(model).forward)
-    return any(name in inspect.signature(forward).parameters for name in _OF_STEPS) or any(
+    return any(name in inspect.signature(forward).parameters for name in _STEP_ARGUMENTS) or any(
         _steps(child)
         for child in model.children()
         if hasattr(child, "config") and hasattr(child, "get_input_embeddings")

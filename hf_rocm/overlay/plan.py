@@ -1,7 +1,7 @@
 """The plan of a command as data, shared by the dry run, the JSON output and the real run.
 
-Nothing is written here. Installing and removing are inverse by construction: the `before` of one is the `after` of
-the other.
+Nothing is written here. Removing an overlay restores the bytes from before its installation, and `Action.inverse`
+undoes any action.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(inputs.Step, "stock", lambda step, ids: step._inputs, raising=False)
     gc.collect()
     patches.sweep()
-    # the classes of models from earlier tests that are still referenced have the unpatched method: remove it
+    # Models of earlier tests may still be referenced, and the methods of their classes call the original `_prepare`.
     for model in gc.get_objects():
         if issubclass(type(model), transformers.PreTrainedModel) and inputs.MARK in model.__dict__:
             take_away(model, inputs.MARK)

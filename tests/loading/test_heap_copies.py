@@ -105,7 +105,6 @@ def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(on, fold
     else:
         model = hf_rocm.from_pretrained(folder, force=True)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight) is not copied
-    # The stock function is restored.
     assert vars(modeling_utils)["safe_open"] is stock
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, value in expected.state_dict().items():

@@ -69,7 +69,7 @@ def replace(name, change):
 
 
 @pytest.mark.parametrize(
-    ("case", "edit", "expected", "found"),
+    ("case", "edit", "expected", "actual"),
     [
         (PACKED, drop(f"{LAYER}.weight_scale"), "[384, 2] bfloat16", "no such tensor"),
         (PACKED, drop(f"{LAYER}.weight_packed"), "[384, 32] int32", "no such tensor"),
@@ -93,7 +93,7 @@ def replace(name, change):
         (GPTQ, replace(f"{LAYER}.g_idx", lambda tensor: tensor * 0), "[256] int32", "groups that do not have 128"),
     ],
 )
-def test_a_damaged_layer_is_named_before_any_weight_is_read(folder, monkeypatch, case, edit, expected, found):
+def test_an_invalid_layer_is_named_before_any_weight_is_read(folder, monkeypatch, case, edit, expected, actual):
     """A single error names the tensor, before any weight is read."""
     path = folder(case)
     checkpoints.edit_tensors(path, edit)
@@ -101,7 +101,7 @@ def test_a_damaged_layer_is_named_before_any_weight_is_read(folder, monkeypatch,
     with pytest.raises(LoadError) as error:
         hf_rocm.from_pretrained(path, force=True)
     assert error.value.facts["tensor"].startswith(LAYER)
-    assert expected in error.value.facts["expected"] and found in error.value.facts["found"]
+    assert expected in error.value.facts["expected"] and actual in error.value.facts["found"]
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
@@ -236,7 +236,7 @@ def test_an_unquantised_checkpoint_has_no_quantised_layers(tmp_path):
     assert not layers(model) and getattr(model, "hf_quantizer", None) is None
 
 
-def test_nothing_is_replaced_for_a_folder_without_a_quantiser(folder, tmp_path, monkeypatch):
+def test_nothing_is_replaced_for_a_folder_without_a_quantization_config(folder, tmp_path, monkeypatch):
     plain, entered = tmp_path / "plain", []
     checkpoints.build().save_pretrained(plain)
     entering = stored_checkpoints._standing_in
@@ -285,7 +285,6 @@ def test_the_tensors_of_a_layer_may_be_in_several_files(folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scales_keep_their_dtype_if_the_model_has_another(folder, dtype):
-    """The checkpoint's scales keep their dtype."""
     path = folder(FP8)
     checkpoints.edit_tensors(path, replace(f"{LAYER}.weight_scale", lambda tensor: tensor.float() * 1.0001))
     model = hf_rocm.from_pretrained(path, force=True, dtype=dtype)

@@ -129,11 +129,11 @@ def test_kernels_that_stall_in_copies_from_mapped_files_are_reported(
 
 def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
-    right = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": None}}))
+    right = replace(facts, bitsandbytes=Answer({"gemms": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
     # with correct results, bitsandbytes' version is not reported
     assert [finding.what for finding in packages(right)] == ["none that are made only for NVIDIA GPUs"]
-    wrong = replace(facts, bitsandbytes=Answer({"products": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
+    wrong = replace(facts, bitsandbytes=Answer({"gemms": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)
     assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
     assert "GPU 1 (gfx942): a GEMM of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
@@ -171,15 +171,15 @@ def test_a_model_with_a_conv3d_is_recognised_and_its_conv3d_is_run(tmp_path: Pat
 
     requests = []
 
-    class Asked(Recorded):
+    class Recording(Recorded):
         def ask(self, task: str, *, timeout: float) -> Answer:
             requests.append(task)
             return super().ask(task, timeout=timeout)
 
-    collect(Asked("mi300x"), model=str(tmp_path))
+    collect(Recording("mi300x"), model=str(tmp_path))
     assert sorted(requests) == ["aiter", "torch"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    collect(Asked("stalling-kernel"), model=str(tmp_path))
+    collect(Recording("stalling-kernel"), model=str(tmp_path))
     assert {"bitsandbytes", "patch-embedding"} <= set(requests)
 
 
@@ -228,7 +228,7 @@ def test_a_kernels_package_out_of_range_is_reported_with_the_disabled_features(g
 
 
 def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
-    """The facts are read from the installed transformers: 5.16 to 5.22 name version 2 of the rotary kernel."""
+    """transformers 5.16 to 5.22 name version 2 of the rotary kernel."""
     from importlib.util import find_spec
 
     import transformers as installed
@@ -277,15 +277,15 @@ class Bitsandbytes:
     [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
 )
 def test_the_probe_of_4_bit_gemms_detects_every_fault(fault: str | None, words: str | None) -> None:
-    why = kernels.four_bit_product(torch, Bitsandbytes(fault), "cpu")
+    why = kernels.four_bit_gemm(torch, Bitsandbytes(fault), "cpu")
     assert why is None if words is None else words in str(why)
 
 
-def test_the_probe_of_a_conv3d_returns_two_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_a_conv3d_returns_two_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PATCHES", 3)
     monkeypatch.setattr(kernels, "EMBEDDING", 8)
-    convolution, product = kernels.patch_embedding(torch, "cpu")
-    assert convolution > 0 and product > 0
+    convolution, gemm = kernels.patch_embedding(torch, "cpu")
+    assert convolution > 0 and gemm > 0
 
 
 def test_rules_that_do_not_apply_are_listed_on_request(

@@ -47,7 +47,7 @@ def quantized(kind="int8", *, prepare=True, **arguments):
     return hf_rocm.quantize(model, kind, force=True, **arguments)
 
 
-def products(model, ids=IDS):
+def logits_and_gemms(model, ids=IDS):
     """Returns (the logits, the shapes of the quantised weights in GEMMs, the number of other GEMMs)."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(ids, use_cache=False).logits
@@ -63,7 +63,7 @@ def traces(model):
 @pytest.mark.parametrize("prepare", [True, False])
 def test_every_block_runs_in_8_bits_with_one_gemm_per_group(kind, prepare):
     model = quantized(kind, prepare=prepare)
-    actual, shapes, others = products(model)
+    actual, shapes, others = logits_and_gemms(model)
     assert others == 0
     if prepare:
         assert shapes == SHAPES * LAYERS
@@ -173,7 +173,7 @@ def test_a_group_with_an_excluded_layer_runs_layer_by_layer():
     hf_rocm.quantize(model, "int8", force=True, exclude=["model.layers.0.*.up_proj", "k_proj"])
     left = model.__dict__[quantizing.REPORT]["left"]
     assert left["model.layers.0.mlp.up_proj"] == "excluded by 'model.layers.0.*.up_proj'" and len(left) == 2 + LAYERS
-    _, shapes, others = products(model)
+    _, shapes, others = logits_and_gemms(model)
     assert shapes == [(64, 64), (32, 64), (64, 64), (80, 64), (64, 80), (64, 64), (32, 64), *SHAPES[1:]] and others == 0
 
 
@@ -274,14 +274,14 @@ class TestRefusals:
             model(inputs_embeds=embedded, use_cache=False)
 
 
-class TestBack:
+class TestRestoreAndDequantize:
     def test_restore_is_refused_if_the_originals_were_not_kept(self):
         model = quantized()
         before = logits(model)
         with pytest.raises(OptionError, match="its original weights were not kept") as caught:
             hf_rocm.restore(model)
         assert "hf_rocm.dequantize(model)" in str(caught.value)
-        actual, shapes, _ = products(model)
+        actual, shapes, _ = logits_and_gemms(model)
         assert torch.equal(actual, before) and shapes == SHAPES * LAYERS
 
     @each_kind
@@ -323,7 +323,7 @@ def test_without_rocm_the_hint_begins_with_the_argument(monkeypatch):
 def test_from_pretrained_quantises_while_loading(tmp_path):
     models.build().save_pretrained(tmp_path)
     model, info = hf_rocm.from_pretrained(tmp_path, quantize="fp8", force=True, output_loading_info=True)
-    assert not info["missing_keys"] and products(model)[1] == SHAPES * LAYERS
+    assert not info["missing_keys"] and logits_and_gemms(model)[1] == SHAPES * LAYERS
     with pytest.raises(OptionError, match="quantize has no kind 'fp4'"):
         hf_rocm.from_pretrained(tmp_path / "nowhere", quantize="fp4", force=True)
     with pytest.raises(OptionError, match="enables it on any machine"):
@@ -345,7 +345,7 @@ class TestFourBits:
     @pytest.mark.parametrize("kind", FOUR_BITS)
     def test_four_bit_layers_have_the_expected_kernels_and_memory(self, kind):
         model, stock = quantized(kind), models.build()
-        actual, shapes, others = products(model)
+        actual, shapes, others = logits_and_gemms(model)
         group = int(kind[-2:])
         assert shapes == [(128, 8), (64, 8), (160, 8)] * LAYERS and others == 0
         with options.override(tiers={"linear": "eager"}):
@@ -371,7 +371,7 @@ class TestFourBits:
         hf_rocm.quantize(model, "int4-g32", force=True, keep="cpu")
         before = logits(model)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            actual, shapes, _ = products(copied)
+            actual, shapes, _ = logits_and_gemms(copied)
             assert torch.equal(actual, before) and shapes[0] == (128, 8)
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, stock.state_dict()[name])

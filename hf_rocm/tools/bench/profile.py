@@ -112,7 +112,7 @@ class _Nothing:
     def stop(self) -> None: ...
 
 
-class _OfSteps:
+class _ProfilingStreamer:
     """A streamer that profiles `STEPS` steps after the third token. Tokens may arrive one step late.
 
     Up to transformers 5.16, the host waits for every streamed token, so there are gaps that other calls don't have.
@@ -138,7 +138,7 @@ def _once(side: Side, case: Case, recorder: Any) -> None:
     device = side.model.device
     if case.kind == "decode":
         ids = inputs.tokens(side.model, case.batch, case.prompt)
-        call(side, ids, _FROM + STEPS + 1, streamer=_OfSteps(recorder, device))
+        call(side, ids, _FROM + STEPS + 1, streamer=_ProfilingStreamer(recorder, device))
         return
     arguments = inputs.forward_inputs(side.model, case)
     recorder.start()

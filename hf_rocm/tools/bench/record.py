@@ -31,7 +31,7 @@ class RecordError(HfRocmError):
 class Segment:
     """One run: machine, model, rates and results.
 
-    kernels: the lines of `bench ops`. starts: the cold and warm starts of each side. Both are plain dicts.
+    kernels: the lines of `bench ops`. starts: the cold and warm starts of each side. Both contain plain dicts.
     """
 
     name: str

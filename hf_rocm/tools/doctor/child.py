@@ -108,8 +108,8 @@ def examine_bitsandbytes(diary: Diary) -> None:
         import torch
     for index in range(torch.cuda.device_count()):
         with diary.stage(f"a 4-bit GEMM on GPU {index}") as facts:
-            why = kernels.four_bit_product(torch, bitsandbytes, f"cuda:{index}")
-            facts.setdefault("products", {})[str(index)] = why
+            why = kernels.four_bit_gemm(torch, bitsandbytes, f"cuda:{index}")
+            facts.setdefault("gemms", {})[str(index)] = why
 
 
 def examine_patch_embedding(diary: Diary) -> None:

@@ -13,7 +13,7 @@ WIDEST = 0.155
 PATCHES, CHANNELS, KERNEL, EMBEDDING = 1288, 3, (2, 16, 16), 1152
 
 
-def four_bit_product(torch: Any, bitsandbytes: Any, device: str) -> str | None:
+def four_bit_gemm(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     """Test bitsandbytes' NF4 weights on a device. Returns a description of the numerical error, or None.
 
     The unpacked weights are compared with the original ones. GEMMs with 1 row and with 8 rows, which use different

@@ -18,12 +18,13 @@ from hf_rocm.tools.tuning import shapes
 class Tuning:
     """The tuning state of a model.
 
-    recorded: the number of shapes that `hf-rocm tune` recorded for the model. found: how many of these shapes have a
-    tuned kernel in the tables that aiter uses; None if this is unknown, in which case `sentence` contains the reason.
+    recorded: the number of shapes that `hf-rocm tune` recorded for the model; 0 if they or the tables can't be read.
+    tuned: how many of these shapes have a tuned kernel in the tables that aiter uses; None if this is unknown, in which
+    case `sentence` contains the reason.
     """
 
     recorded: int
-    found: int | None
+    tuned: int | None
     sentence: str
 
 

@@ -51,7 +51,7 @@ def fifo(overlays: Path) -> None:
     os.mkfifo(llama(overlays))
 
 
-def other_digest(overlays: Path) -> None:
+def other_range(overlays: Path) -> None:
     file = overlays / "transformers-4.53" / "manifest.toml"
     file.write_text(file.read_text().replace('transformers = ">=4.53,<6"', 'transformers = ">=4,<9"'))
 
@@ -68,7 +68,7 @@ def case_folded(overlays: Path) -> None:
 
 TAMPERED: dict[str, Callable[[Path], object]] = {
     "text": lambda overlays: llama(overlays).write_bytes(llama(overlays).read_bytes() + b"import os\n"),
-    "manifest": other_digest,
+    "manifest": other_range,
     "gone": lambda overlays: llama(overlays).unlink(),
     "link": link,
     "pipe": fifo,

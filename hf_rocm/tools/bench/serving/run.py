@@ -32,7 +32,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK
 PARITY_REQUESTS, PARITY_NEW = 8, 16
 # Seconds between two checks of the server's process.
 _WATCH = 0.2
-# Seconds within which a process must end after it has closed its connections.
+# Seconds to wait for the end of the server's process after a connection was refused or lost.
 _GRACE = 2.0
 _DURING = "while it answered requests"
 

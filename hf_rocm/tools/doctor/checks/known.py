@@ -157,7 +157,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
     if answer is None:
         return
     here = facts.packages.get("bitsandbytes", "")
-    wrong = {gpu: why for gpu, why in dict(answer.facts.get("products", {})).items() if why}
+    wrong = {gpu: why for gpu, why in dict(answer.facts.get("gemms", {})).items() if why}
     gpus = [str(device["arch"]) for device in facts.devices]
     if answer.error:
         yield problem(
@@ -178,7 +178,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
             "or pass quantize= to hf_rocm.from_pretrained instead",
             link=FOUR_BIT,
         )
-    elif answer.facts.get("products"):
+    elif answer.facts.get("gemms"):
         yield ok("bitsandbytes", f"bitsandbytes {here}: GEMMs with NF4 weights are correct, for 1 and for 8 rows")
 
 

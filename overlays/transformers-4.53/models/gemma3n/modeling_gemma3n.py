@@ -52,8 +52,9 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _shared(cache, kwargs):
-        """Return the dict in which layers store keys and values for later layers: an argument from 5.6 on, an
-        attribute of the cache from 4.56 to 5.5, and None in earlier releases or without a cache.
+        """Return the dict in which layers store keys and values for later layers, or None.
+
+        From 5.6 on it is an argument, and from 4.56 to 5.5 an attribute of the cache, if there is one.
         """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:

@@ -37,7 +37,7 @@ _MATRIX_GFX90A = {
     "v_mfma_f32_16x16x16bf16_1k": 0x67,
 }
 _NOP = 0xBF800000
-# s_code_end, s_nop.
+# The encodings of s_code_end and s_nop.
 _PADDING = {0xBF9F0000, 0xBF800000}
 
 

@@ -24,17 +24,15 @@ class Gpu:
         return Device("cuda", rocm=True, arch=self.arch, units=self.units)
 
 
-# Compute units as HIP counts them. On RDNA, HIP counts pairs of compute units.
+# Compute units as HIP counts them. On RDNA, HIP counts pairs of compute units. gfx1150 and gfx1151 are the GPUs of a
+# Ryzen AI 9 HX 370 and of a Ryzen AI Max+ 395.
 _UNITS = {
-    # MI250X, one of its two dies.
-    "gfx90a": 110,
+    "gfx90a": 110,  # MI250X, one die
     "gfx942": 304,  # MI300X
     "gfx950": 256,  # MI355X
     "gfx1100": 48,  # RX 7900 XTX
-    # Radeon 890M of a Ryzen AI 9 HX 370.
-    "gfx1150": 8,
-    # Radeon 8060S of a Ryzen AI Max+ 395.
-    "gfx1151": 20,
+    "gfx1150": 8,  # Radeon 890M
+    "gfx1151": 20,  # Radeon 8060S
     "gfx1200": 16,  # RX 9060 XT
     "gfx1201": 32,  # RX 9070 XT
 }

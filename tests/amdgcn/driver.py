@@ -30,7 +30,7 @@ _PAGE = 4096
 # Triton uses buffer instructions for tensors of at most 2³¹ - 1 bytes. The size in their descriptors is `RECORDS`.
 # Masked lanes get a larger offset.
 RECORDS, MASKED = 0x7FFFFFFE, 0x80000000
-# True: CDNA, False: RDNA.
+# The flags in the descriptors: True for CDNA, False for RDNA.
 FLAGS = {True: 0x27000, False: 0x31027000}
 
 

@@ -184,7 +184,7 @@ class _Watched:
         vectors[other] = _anything(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
-        # Only the bits that differ, such as some lanes of a mask.
+        # Change only the bits that differ, such as some lanes of a mask.
         bits = (expected[1] ^ actual[1])[other]
         scalars[other] ^= bits & self.random.integers(0, 2**32, bits.size, np.uint32)
         other = expected[2] != actual[2]

@@ -30,7 +30,7 @@ _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE
 
 # The number of cases of a variant that run before a fault counts as not detected.
 CASES = 40
-# Recorded launches per variant, for proofs.
+# The number of recorded launches per variant, for proofs.
 KEPT = 4
 # A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
 SLOWER = 4
@@ -116,7 +116,7 @@ class Faults:
             try:
                 changed = whole.with_instruction(fault.index, fault.after)
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
-                # Not valid assembly.
+                # The fault is not valid assembly.
                 continue
             return self._tried(code, fault, changed)
         raise AssertionError("drawn() is endless")
@@ -150,7 +150,7 @@ class Faults:
         whole = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
-        # 0: the same addresses as in the first launches without faults.
+        # With a count of 0, launches use the same addresses as the first launches without faults.
         code.program, code.launches = changed, 0
         driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
         try:

@@ -42,15 +42,15 @@ class Memory:
         return self.bandwidth * self.latency / self.units
 
 
-# Assumed, not measured.
+# Latencies in seconds; assumed, not measured.
 HBM, GDDR, LPDDR = 800e-9, 500e-9, 500e-9
 MEMORIES: Mapping[str, Memory] = {
     "gfx90a": Memory(1.6e12, HBM, 110, 4, 65536, 8),  # MI250X, one die
     "gfx942": Memory(5.3e12, HBM, 304, 4, 65536, 8),  # MI300X
     "gfx950": Memory(8.0e12, HBM, 256, 4, 163840, 8),  # MI355X
     "gfx1100": Memory(0.96e12, GDDR, 48, 4, 131072, 16),  # RX 7900 XTX
-    # Radeon 890M, 128-bit LPDDR5X-7500.
-    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),
+    # The memory of gfx1150 is 128-bit LPDDR5X-7500.
+    "gfx1150": Memory(0.12e12, LPDDR, 8, 4, 131072, 16),  # Radeon 890M
     "gfx1151": Memory(0.256e12, LPDDR, 20, 4, 131072, 16),  # Radeon 8060S
     "gfx1200": Memory(0.32e12, GDDR, 16, 4, 131072, 16),  # RX 9060 XT
     "gfx1201": Memory(0.64e12, GDDR, 32, 4, 131072, 16),  # RX 9070 XT

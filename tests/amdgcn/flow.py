@@ -144,7 +144,7 @@ class Taints:
     def __init__(self, program: Program) -> None:
         self.program = program
         first = np.zeros(SCALAR + 129, np.uint8)
-        # Registers that are not initialised.
+        # These registers are not initialised.
         first[1:SCALAR] = DATA
         first[SCALAR : SCALAR + TTMP + 16] = GRID
         first[SCALAR : SCALAR + program.source.descriptor.get("user_sgpr_count", 16)] = ARGUMENT

@@ -43,7 +43,7 @@ def implied(program: Program, index: int) -> str | None:
         return "no operation that it waits for can be in flight"
     awaited = [operation for name in open_ for operation in _of(program, flying, name)]
     registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
-    # Counter: operations issued after the wait.
+    # Counter → number of operations issued after the wait.
     issued = dict.fromkeys(open_, 0)
     unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
     for place in range(index + 1, len(program.instructions)):

@@ -24,7 +24,7 @@ _NAN = (0x7FFF, 0x7FFF0000)
 def wrong(program: Program) -> Iterator[tuple[int, str]]:
     """Yield (index, error) for every wrong sequence."""
     values = Values()
-    # Number that is rounded: index of the instruction that reads its lowest kept bit.
+    # Number that is rounded → index of the instruction that reads its lowest kept bit.
     halves: dict[int, int] = {}
     rounded = set[int]()
     constants = _set_before(program)

@@ -42,7 +42,7 @@ def test_the_sequence_is_recognised_in_all_forms_that_compilers_emit():
     assert wrong("gfx1100", swapped) == [] and wrong("gfx1100", [*swapped[:3], PLAIN[3], swapped[4]]) == [0]
     before_a_loop = [*OLD[:2], "loop:", OLD[0], *OLD[2:], "s_cbranch_scc0 loop"]
     assert wrong("gfx942", before_a_loop) == []
-    # Not recognisable as a conversion.
+    # These lines are not recognisable as a conversion.
     assert wrong("gfx1100", ["v_cndmask_b32_e32 v1, 0x7fff, v2, vcc_lo"]) == []
     assert wrong("gfx1100", ["v_bfe_u32 v2, v1, 16, 2", "v_cndmask_b32_e32 v1, 3, v2, vcc_lo"]) == []
 

@@ -93,7 +93,7 @@ def test_a_stored_nan_with_bits_that_no_operation_produces_is_an_error(dtype):
     written = {space.address(values): np.ones(values.nbytes, bool)}
     space.check_numbers(written)
     integers = values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
-    # Another payload.
+    # This changes the payload of the NaN.
     integers[2] ^= 2
     with pytest.raises(Garbage, match="1 NaN"):
         space.check_numbers(written)

@@ -46,7 +46,7 @@ def proof(index, after, bound="8"):
     ("index", "after", "words"),
     [
         (3, "v_and_b32_e32 v4, 0x7f, v0", "computes the same"),
-        # A register that nothing else names.
+        # No other instruction names v77.
         (4, "v_mov_b32_e32 v77, 9", "overwritten before"),
         (4, "v_mov_b32_e32 v3, 8", "overwritten before"),
         (6, "v_and_b32_e32 v5, 15, v0", "idle"),

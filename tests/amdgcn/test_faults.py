@@ -15,7 +15,7 @@ from tests.amdgcn.machine import MachineError, UnknownInstruction
 from tests.tolerance import assert_as_good_as_eager
 
 pytest.importorskip("triton", reason="not run: needs Triton")
-# Only one, because Triton caches compiled kernels per process.
+# The tests use only one architecture, because Triton caches compiled kernels per process.
 ARCH = "gfx942"
 
 
@@ -26,7 +26,7 @@ def loaded():
     expected = eager_rms_norm(x.double(), weight.double(), 1e-6, False)
 
     def check():
-        # Fills unwritten elements with NaN.
+        # This setting fills unwritten elements with NaN.
         torch.use_deterministic_algorithms(True)
         try:
             with options.override(tier="triton", probe=False):

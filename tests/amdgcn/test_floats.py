@@ -147,7 +147,7 @@ def test_two_codes_times_a_power_of_two(half, kind):
     every = np.arange(256, dtype=np.uint32)
     pairs = (every[::-1] << 8 | every) << 16 * half | 0x5A5A << 16 * (1 - half)
     expected = torch.arange(256).byte().view(EIGHT_BIT["gfx950", kind]).float().numpy()
-    # 3.0: only its exponent counts.
+    # 0x40400000 is 3.0, of which only the exponent counts.
     for scale, factor in (("1.0", 1), ("4.0", 4), ("-0.5", 0.5), ("0x40400000", 2)):
         line = f"v_cvt_scalef32_pk_f32_{kind} v[2:3], v1, {scale} op_sel:[{half},0,0]"
         np.testing.assert_array_equal(in_batches("gfx950", line, pairs, f32), expected * f32(factor))

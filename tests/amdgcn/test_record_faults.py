@@ -33,7 +33,7 @@ def test_one_architecture_is_recorded_again(tmp_path, monkeypatch):
     page.write_text(record_faults.page(old), encoding="utf-8")
     monkeypatch.setattr(record_faults, "PAGE", page)
     monkeypatch.setattr(record_faults, "plant", lambda arch, seed, count: faults(("Race", None)) * count)
-    # 3 of 4 is below the limit.
+    # Only 3 of 4 faults are detected, which is below the limit.
     assert record_faults.main(["gfx942", "--count", "3", "--seed", "5"]) == 1
     assert "## gfx942\n\n3 planted with seed 5, 3 detected" in page.read_text(encoding="utf-8")
     assert record_faults.main(["gfx1100", "--count", "2"]) == 0

@@ -55,7 +55,7 @@ def source_lines(text: str) -> list[str]:
         if match := _FILE.match(line):
             files[match[1]] = Path(match[2]).name
         elif match := _LOCATION.match(line):
-            # 0: code without a source line, which is counted with the line before it.
+            # Line 0 means code without a source line, which is counted with the line before it.
             if match[2] != "0":
                 here = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):

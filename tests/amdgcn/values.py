@@ -93,7 +93,7 @@ class Values:
             return self.shifted(*reversed(self.operands(instruction)))
         if name == "s_lshr_b32":
             return self.shifted(*self.operands(instruction))
-        # Treated as a sum, which it equals if no bit is set in both parts.
+        # This is treated as a sum, which it equals if no bit is set in both parts.
         if name == "v_and_or_b32":
             first, second, third = self.operands(instruction)
             return self.total(self.masked(first, second), third)

@@ -245,7 +245,7 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
     is recorded before that of `other`.
     """
     between = []
-    # Runs between the step and the read.
+    # This method runs between the step and the read.
     stocks = prepared._update_model_kwargs_for_generation
 
     def update(*args, **kwargs):

@@ -22,7 +22,7 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
                 return recording, result
 
             def faulty_replay():
-                # Called in every replay, because a fault may use earlier inputs.
+                # `fault` is called in every replay, because it may use earlier inputs.
                 wrong = fault(list(right), memory)
                 if first <= recording.replays + 1 <= last:
                     recording.kept = wrong

@@ -180,7 +180,7 @@ class Soak:
         elif form != "plain" and self._drafts(form, arguments):
             inputs = {name: tensor[:1] for name, tensor in inputs.items()}
             arguments.pop("num_return_sequences", None)
-            # Beyond the vocabulary; stock before 5.0 needs an end token.
+            # Token 61 is beyond the vocabulary; stock before 5.0 needs an end token.
             arguments.setdefault("eos_token_id", 61)
             if form == "assistant":
                 arguments["assistant"] = True

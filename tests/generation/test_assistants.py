@@ -137,7 +137,7 @@ def test_later_calls_replay_the_same_recordings(trio):
     state = known(ours[1])
     assert counts[1] == counts[-1] and state.pool.summary()[0] == 1
     lengths = {step.tensors[0].shape[1] for step in steps_of(ours[1])}
-    # Steps of one token and of two.
+    # A step has one token or two, but the model computes only the logits of the last one.
     assert lengths == {1} and len(steps_of(ours[1])) <= 4
 
 
@@ -287,7 +287,7 @@ def test_assistants_that_cannot_be_recorded_draft_uncaptured(pair, trio):
     handle = own.model.layers[0].register_forward_hook(lambda *_: None)
     for seed in range(2):
         assert torch.equal(assisted((prepared, own), repeating(seed)), generate(stock, repeating(seed), new=NEW))
-    # Once per call.
+    # The reason is counted once per call.
     assert known(own).turned_away == {"a replay would not run the hook of model.layers.0": 2}
     handle.remove()
     assert torch.equal(assisted((prepared, own), repeating()), expected) and counted(own)[1] > 0

@@ -83,7 +83,7 @@ def test_beam_searches_and_greedy_calls_share_a_recording(pair):
         inputs = prompt(rows=6 // beams if beams > 1 else 6, seed=seed)
         calls = [searched(model, inputs, num_beams=beams) for model in (prepared, stock)]
         assert torch.equal(*calls)
-    # 6 rows each: beam search and greedy calls share a recording.
+    # All calls have 6 rows, so beam search and greedy calls share a recording.
     assert counted(prepared) == (1, 5 * (NEW - 1) - 3)
 
 

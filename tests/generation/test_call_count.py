@@ -17,13 +17,13 @@ import hf_rocm
 from hf_rocm import ops
 
 LAYERS = 8
-# Per step; stock makes 1,184 in transformers 5.23 with torch 2.13.
+# Maximum number of calls per step; stock makes 1,184 in transformers 5.23 with torch 2.13.
 MOST_CALLS = 1300
-# Modules of hf_rocm, without the overlay, whose functions run in one call of a decoder layer.
+# Maximum number of hf_rocm's modules, without the overlay, whose functions run in one call of a decoder layer.
 MOST_FILES = 10
 NEWEST = transformers.__version__.startswith("5.23")
 PACKAGE = str(Path(hf_rocm.__file__).parent)
-# In an installed package; a checkout has another path.
+# The path in an installed package; a checkout has another one.
 OVERLAYS = str(Path(PACKAGE, "_overlays"))
 
 pytestmark = pytest.mark.skipif(not NEWEST, reason="the number of stock calls differs in other releases")

@@ -65,7 +65,7 @@ def test_within_the_block_reads_return_the_initial_state_and_writes_are_ignored(
         preserve_random_state()
         for device in ("cuda", "cuda:0", 0, torch.device("cuda")):
             assert torch.equal(torch.cuda.get_rng_state(device), STATE)
-        # A copy that the caller may change.
+        # The function returns a copy, which the caller may change.
         torch.cuda.get_rng_state().zero_()
         assert torch.equal(torch.cuda.random.get_rng_state(), STATE)
         gpu.capturing = False

@@ -37,7 +37,7 @@ def value_of(model):
     return model.model.layers[0].self_attn.v_proj
 
 
-# As in PEFT: a user's own class would be refused.
+# The adapter appears to belong to PEFT; a user's own class would be refused.
 Adapter.__module__ = "peft.tuners.lora.layer"
 
 

@@ -117,7 +117,7 @@ def requests(monkeypatch):
 
 def test_compilation_by_transformers_uses_the_settings(model, requests):
     expected = generate(model)
-    # stock's setting.
+    # This is stock's setting.
     assert [options["mode"] for options in requests] == ["reduce-overhead"]
     hf_rocm.prepare(model, force=True, graphs=False)
     assert torch.equal(generate(model), expected)

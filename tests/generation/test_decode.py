@@ -142,7 +142,6 @@ def test_each_batch_size_is_recorded_once(pair):
     for rows in (1, 3, 2, 1, 3):
         inputs = prompt(rows=rows, seed=rows)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
-    # Each batch size was recorded once.
     assert counted(prepared) == (3, 3 * (11 - FIRST) + 2 * 11)
 
 

@@ -150,7 +150,7 @@ def test_a_wrong_replay_is_noticed(kind, couple):
     generate(prepared, asked(kind))
     cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
-        # Has an address that the recording does not read.
+        # The clone has an address that the recording does not read.
         layer.keys = layer.keys.clone()
     for seed in (3, 4):
         inputs = asked(kind, seed=seed)

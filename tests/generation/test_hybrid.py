@@ -94,7 +94,7 @@ def test_rows_may_end_early(pair, ends_checked_late):
     with torch.no_grad():
         end = int(generate(stock)[0, -4])
         assert torch.equal(generate(prepared, eos_token_id=end), generate(stock, eos_token_id=end))
-        # With the same cache.
+        # This call uses the same cache.
         assert torch.equal(generate(prepared), generate(stock))
 
 

@@ -34,7 +34,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
     in_vain = [step for step in launched if not step.served]
-    # Those at the end of a call.
+    # Steps that are launched at the end of a call are not used.
     assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14
 
 
@@ -213,7 +213,7 @@ def test_a_second_argmax_of_a_step_returns_the_same_tokens(pair, monkeypatch):
 
     def twice(self, *args, **kwargs):
         first = argmax(self, *args, **kwargs)
-        # A copy, if a later replay overwrites the logits.
+        # This is a copy if a later replay overwrites the logits, and otherwise None.
         before = self._choice.lookahead.logits
         again = argmax(self, *args, **kwargs)
         assert torch.equal(first.tensor(), again if before is not None else again.tensor())
@@ -349,7 +349,7 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     assert candidates[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 3
     assert not ahead.prepares(7, candidates) and not ahead.prepares(8, candidates.clone())
     ahead.candidates(after, search._replace(most=2))
-    # Other settings.
+    # Other settings require a new search.
     assert Counting.searches == 4
     other = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 5, 6]])
     assert ahead.candidates(other, search)[0, 9:].tolist() == [7, 8, 5] and Counting.searches == 5

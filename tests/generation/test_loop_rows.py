@@ -148,7 +148,7 @@ def test_a_stand_in_has_the_value_that_stock_computes(kind):
     assert torch.equal(unfinished & torch.tensor([1, 1, 0]), torch.tensor([1, 0, 0]))
 
 
-# A criterion, and a change that ends the row.
+# Every entry: a function that returns a criterion, and a change to the criterion that ends the row.
 CHANGES = {
     "length": (lambda: MaxLengthCriteria(40), lambda criterion, token: setattr(criterion, "max_length", 5)),
     "ends": (

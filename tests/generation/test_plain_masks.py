@@ -105,7 +105,7 @@ def test_a_users_own_function_goes_through_vmap(calls):
     assert calls == {"vmap": 1, "hf_rocm": 0}
 
 
-# A warning of PyTorch's vmap.
+# PyTorch's vmap raises this warning.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
     served, stock = prepared("llama")

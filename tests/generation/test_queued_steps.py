@@ -68,7 +68,7 @@ def search_wrongly(monkeypatch):
 
     def wrong(*tensors, **how):
         search(*tensors, **how)
-        # Where the drafts begin.
+        # header[1] is the position at which the drafts begin.
         tensors[3][1] -= 1
 
     monkeypatch.setattr(lookahead, "look_up_drafts", wrong)

@@ -116,7 +116,7 @@ def test_a_replaced_module_takes_effect(pair):
     for model in (prepared, stock):
         for layer in model.model.layers:
             del layer.mlp.act_fn
-            # May have the address of the old activation.
+            # The new activation may have the address of the old one.
             layer.mlp.act_fn = nn.Tanh()
     assert torch.equal(generate(prepared), generate(stock))
     assert counted(prepared)[0] == recorded + 1

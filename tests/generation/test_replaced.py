@@ -170,7 +170,7 @@ def test_a_hook_registered_during_a_call_is_called(pair):
             return output * 1.25
 
         def criterion(ids, scores, **_):
-            # A module outside the model.
+            # This module is not part of the model.
             handles.append(nn.Linear(1, 1).register_forward_hook(change))
             if len(handles) == 5:
                 handles.append(model.model.layers[0].mlp.register_forward_hook(change))

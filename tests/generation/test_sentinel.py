@@ -221,8 +221,8 @@ def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(fault
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)
+    # These calls run replays 1 to 42; replay 32 is the last one that is compared.
     for _ in range(4):
-        # Replays 1 to 42; 32 is the last that is compared.
         assert torch.equal(generate(prepared, new=12), first)
     assert not ledger.events()
     assert torch.equal(generate(prepared, new=12), first)
@@ -284,5 +284,5 @@ def test_comparisons_add_few_uncaptured_steps(pair):
     generate(prepared, new=10)
     second = len(calls)
     generate(prepared, new=10)
-    # A fourth call: only the prompt.
+    # In the fourth call, the model is called only for the prompt.
     assert len(calls) - second == 1

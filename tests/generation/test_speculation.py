@@ -125,7 +125,7 @@ def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
             in_place.clear()
             call = repeating(seed, padded=padded)
             assert alike_greedy(looked_up(prepared, call), stock, call)
-            # All steps except the prompt's.
+            # All steps except the prompt's are prepared in place.
             assert in_place == [drafts + 1 for drafts in drafted[1:]]
         recorded.append(counted(prepared)[0])
     # Alternating the padding records nothing new.

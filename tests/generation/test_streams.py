@@ -120,5 +120,5 @@ def test_separate_streams_differ(monkeypatch):
         torch.cuda.Stream("cuda:0")
     assert [first, *(streams.separate("cuda:0") for _ in range(3))] == [("cuda:0", number) for number in range(4)]
     assert streams.separate("cuda:1") == ("cuda:1", 0)
-    # All are in use.
+    # All streams are in use, so this call returns one of them again.
     streams.separate("cuda:0")

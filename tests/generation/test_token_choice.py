@@ -99,7 +99,7 @@ def test_streamers_receive_the_values_of_stock(how, pair, chosen):
 def test_a_deferred_check_restores_the_random_state(pair, ends_checked_late, chosen):
     prepared, stock = pair()
     free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
-    # From the first steps, which run uncaptured, to the last step.
+    # The row ends in one of the first steps, which run uncaptured, in a later step, or in the last one.
     for at in (8, 9, 12, 20, 31):
         how = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
         for _ in range(2):

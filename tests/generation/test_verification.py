@@ -254,7 +254,7 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
     candidates = torch.cat((ids, other), dim=1)
     tokens.draft([7, 8, 9], candidates)
-    # Shows whether the values on the host are returned.
+    # This change shows whether the values on the host are returned.
     tokens._step[1] = 0
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[0, 8, 9]] and tokens.last(candidates) == 9
     assert tokens.drafts_of(other).tolist() == [[7, 8, 9]]
@@ -262,7 +262,7 @@ def test_tokens_of_other_tensors_are_copied():
     drafts = tokens.of(ids)[1:].tolist()
     candidates = torch.cat((ids, ids[:, 1:]), dim=1)
     tokens.draft(drafts, candidates)
-    # As in a nested call.
+    # A nested call does this.
     tokens.of(other)
     assert tokens.drafts_of(candidates[:, 3:]).tolist() == [[5, 6]]
     candidates[0, -1] = 1

@@ -28,7 +28,7 @@ MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 @pytest.fixture(autouse=True)
 def unprobed():
-    # first-use checks take seconds, and other tests cover them.
+    # First-use checks take seconds, and other tests cover them.
     with options.override(probe=False):
         yield
 

@@ -31,7 +31,7 @@ def pair(monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    # first-use checks take seconds, and other tests cover them.
+    # First-use checks take seconds, and other tests cover them.
     with options.override(probe=False):
         yield build
 
@@ -148,7 +148,7 @@ def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pa
                 try:
                     torch.multinomial(torch.ones(8, device="cuda"), 2)
                 except RuntimeError as error:
-                    # Raised when a capture begins.
+                    # This error is raised when a capture begins.
                     assert "Offset increment outside graph capture" in str(error)
                     caught.append(error)
         except Exception as error:  # noqa: BLE001  shown by the test

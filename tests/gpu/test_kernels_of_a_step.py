@@ -23,7 +23,7 @@ SIZES = {
     "eos_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
-# Model, config, settings, kernels per layer now, kernels per layer before norms and routers were fused.
+# Every entry: model, config, settings, kernels per layer now, kernels per layer before norms and routers were fused.
 KINDS = {
     "qwen3": ("Qwen3", "Qwen3Config", {}, 7, 11),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 8, 15),

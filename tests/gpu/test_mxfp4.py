@@ -20,8 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(Version(transformers.__version__) < Version("4.55"), reason="not run: gpt-oss needs 4.55"),
 ]
-# E, k, H, I.
-SIZES = [(5, 4, 2880, 2880), (8, 8, 2048, 768), (7, 3, 544, 96)]
+SIZES = [(5, 4, 2880, 2880), (8, 8, 2048, 768), (7, 3, 544, 96)]  # (E, k, H, I)
 
 
 @pytest.fixture(autouse=True)

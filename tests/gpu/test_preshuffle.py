@@ -78,7 +78,7 @@ def test_shuffling_in_place_needs_no_additional_memory_and_peaks_at_two_layers(m
 
 def test_copies_stay_within_the_budget(machine):
     gc.collect()
-    # Including the workspaces of the BLAS libraries.
+    # This includes the workspaces of the BLAS libraries.
     before = torch.cuda.memory_allocated()
     model = build()
     budget = 5 * LAYER

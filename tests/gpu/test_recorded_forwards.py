@@ -24,7 +24,7 @@ COPIES = ("mpnet",)
 @pytest.fixture(autouse=True)
 def unprobed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
-    # first-use checks take seconds, and other tests cover them.
+    # First-use checks take seconds, and other tests cover them.
     with options.override(probe=False):
         yield
 
@@ -105,7 +105,7 @@ def test_a_mask_that_is_computed_just_before_the_call_is_read_correctly(mode):
             given = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
             for _ in range(20):
                 slow = torch.tanh(slow @ slow)
-            # Available only after the GEMMs.
+            # This tensor is available only after the GEMMs.
             zero = (slow.sum() * 0).long()
             given["attention_mask"] = given["attention_mask"] + zero
             close(prepared(**given), twin(**given), torch.float32)

@@ -39,7 +39,7 @@ def short_buffers(monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 5)
     monkeypatch.setattr(cache_layer, "LEAST", 16)
     monkeypatch.setattr(pool, "_AHEAD", 32)
-    # first-use checks take seconds, and other tests cover them.
+    # First-use checks take seconds, and other tests cover them.
     with options.override(probe=False):
         yield
 

@@ -115,7 +115,7 @@ def test_a_recorded_graph_writes_at_the_position_on_the_device(counted, b):
         return ops.rope_into_cache(query, key, value, *tables, keys=keys, values=values, position=position)
 
     with options.override(tier="triton"), torch.no_grad():
-        # Compiles the kernels.
+        # This call compiles the kernels.
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

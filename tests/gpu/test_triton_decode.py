@@ -35,7 +35,7 @@ def by_kernel(*arguments, **keywords):
     return output
 
 
-# Shape, lengths, starts, other arguments.
+# Every entry: shape, lengths, starts, other arguments.
 CASES = {
     "llama": ((2, 32, 8, 1, 1000, 128, 128), [1000, 63], None, {}),
     "padded": ((2, 32, 8, 1, 5000, 128, 128), [4999, 1], [100, 0], {}),

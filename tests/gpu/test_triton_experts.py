@@ -12,8 +12,7 @@ from tests.tolerance import assert_as_good_as_eager
 pytestmark = pytest.mark.gpu
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# E, k, H, I.
-SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]
+SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]  # (E, k, H, I)
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from tests.ops.test_routing import FORMS, check, drawn
 
 pytestmark = pytest.mark.gpu
 
-# E, k.
-SIZES = [(8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8), (512, 10)]
+SIZES = [(8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8), (512, 10)]  # (E, k)
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ def load(folder, *, prepared):
 
 def follows(model, groups):
     """Check that results are as accurate as stock's with the current weights, and that `groups` fused GEMMs ran."""
-    # Also copies the rotary frequencies, which `.half()` rounds.
+    # This also copies the rotary frequencies, which `.half()` rounds.
     twin = models.stock_with_weights_of(model).cuda()
     with torch.inference_mode(), ops.recording() as routes:
         actual = model(IDS.cuda(), use_cache=False).logits
@@ -204,7 +204,7 @@ def test_replays_use_changed_weights_and_captures_use_no_stale_group():
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
-            # Drops the fused block, but its parts do not move during the capture.
+            # This drops the fused block, but its parts do not move during the capture.
             outputs = group(x)
         assert group.a.weight.data_ptr() == kept
         again.replay()

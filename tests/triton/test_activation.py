@@ -44,7 +44,7 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_it_rounds_like_unfused_layers(activation):
-    # No large gates, for which terms of the formula cancel.
+    # x has no large gates, for which terms of the formula cancel.
     x = random(64, 256, dtype=torch.bfloat16)
     actual = routed("act_and_mul", x, activation=activation, **TERMS)
     expected = torch_act_and_mul(x, activation, False, **TERMS)

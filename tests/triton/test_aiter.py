@@ -51,7 +51,7 @@ def flash_attn_func(tmp_path_factory):
 def test_attention(flash_attn_func, shape, causal, dtype):
     b, h, kv_heads, s_q, s_k, d = shape
     attend(flash_attn_func, shape, causal, dtype)
-    # The same compiled variant with one more sequence and more blocks of keys.
+    # Run the same compiled variant with one more sequence and more blocks of keys.
     if d < 128:
         attend(flash_attn_func, (b + 1, h, kv_heads, s_q, s_k + 66, d), causal, dtype)
 

@@ -1,7 +1,6 @@
 """A step of one or a few tokens in one kernel: norms, rotation, the write to the cache and attention.
 
-The kernel must agree with the two operations that it replaces, and never read the rows that it writes: those rows, rows
-after them and hidden rows are NaN before the call.
+It must agree with the two operations that it replaces. All rows that it must not read are NaN before the call.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from tests.triton.test_rope import angles
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# On a GPU, fp32 is left to PyTorch.
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new keys"

@@ -14,7 +14,7 @@ from hf_rocm.overlay import bind
 from tests.generation.conftest import counted, generate, pair, prompt, recorded_on_cpu  # noqa: F401 - fixtures
 from tests.generation.emulator import Operators
 
-# Padding tokens.
+# Every model, with its number of padding tokens.
 MODELS = {"llama": 0, "qwen3": 3, "mistral": 3, "gemma2": 0, "gemma3": 3, "gpt_oss": 3}
 OPERATIONS = {"rope", "rope_into_cache", "decode_attention", "attention", "attend_into_cache"}
 

@@ -39,7 +39,7 @@ def several_splits(monkeypatch):
 
 def tensors(shape, dtype):
     b, h, kv_heads, s_q, s_k, d, value_dim = shape
-    # The layout of a projection.
+    # The query has the layout of a projection's output.
     query = random(b, s_q, h, d, dtype=dtype).transpose(1, 2)
     return (
         query,
@@ -53,7 +53,7 @@ def check(shape, lengths, *, dtype=USUAL, **terms):
     output = check_once(shape, lengths, dtype=dtype, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, s_q, s_k, *dims = shape
-        # One split, or several.
+        # 0 units result in one split, and 8 in several.
         for units, more in ((0, 256), (8, 2048)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(decode, "units", lambda device, units=units: units)
@@ -164,7 +164,7 @@ def test_the_softcap_of_large_scores_is_finite(factor):
 
 def test_every_key_can_have_all_the_weight(monkeypatch):
     """Every row of the batch attends to a different key, so a wrong weight of any key changes the output."""
-    # One split.
+    # Use one split.
     monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
@@ -274,7 +274,7 @@ def test_empty_batches_and_calls_without_keys_are_supported(monkeypatch):
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, 1, 4, 16)
     output, _ = routed("attention", query, key[:, :, :0], value[:, :, :0], scale=1.0)
     assert torch.equal(output, torch.zeros(2, 1, 4, 16, dtype=USUAL))
-    # One split, like the call without keys.
+    # Use one split, like the call without keys.
     monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
@@ -372,7 +372,7 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
 @pytest.mark.skipif(suite.gpu() is not None, reason="the memory of machine code is not filled")
 def test_partial_results_that_no_program_wrote_are_not_used(monkeypatch):
     deterministic = torch.are_deterministic_algorithms_enabled()
-    # Fills new tensors with NaN.
+    # This setting fills new tensors with NaN.
     torch.use_deterministic_algorithms(True)
     try:
         check_once((2, 4, 2, 1, 300, 64, 64), (1, 70))

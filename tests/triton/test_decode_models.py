@@ -13,12 +13,12 @@ from hf_rocm import ops
 from tests.parity.models import GROUPED, SHARED, tokens
 
 PADDING = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
-# Shorter than the prompt, so that the cache rolls from the first step on.
+# The window is shorter than the prompt, so that the cache rolls from the first step on.
 WINDOW = {"sliding_window": 4}
-# With sinks.
 MODELS = {
     "llama": {},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 24},  # with a softcap
+    # with sinks
     "gpt_oss": {
         **WINDOW,
         "num_local_experts": 2,

@@ -42,7 +42,7 @@ def extreme(n: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
 def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     data, scale = rounded(extreme(5, k), format)
-    # Every code, if K is large enough.
+    # All codes occur if K is large enough.
     codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(format)
     # Weights have no NaN codes.
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)
@@ -98,7 +98,7 @@ def test_many_rows_use_a_dequantised_weight(kind, form):
     routes = [route for route in routes if route.operation == "quantized_linear"]
     assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
     as_good_as_eager(output, x, data, scale, bias, **more)
-    # Every code, in the same compiled variant.
+    # Decode all codes with the same compiled variant.
     if suite.gpu() is not None and not isinstance(kind, int):
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)
         # Weights have no NaN codes.

@@ -49,7 +49,7 @@ def test_every_class_of_rows(m):
 )
 @pytest.mark.parametrize("m", [1, 3])
 def test_odd_sizes(m, n, k, dtype):
-    # Several iterations of the loop.
+    # With a larger K, the loop takes several iterations.
     for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:
         check_once(random(2, m, columns, dtype=dtype)[:1], *blocks(n, columns), random(n, dtype=dtype, seed=2))
 
@@ -114,7 +114,7 @@ def test_zeros_extremes_and_nan_affect_only_their_block(m):
 @pytest.mark.parametrize("k", [1, 16, 67, 128, 2048, 2100, 4352])
 def test_dequantised_weights_equal_the_torch_tier(k, dtype):
     data, scale = blocks(130, k)
-    # Every code, if K is large enough.
+    # All codes occur if K is large enough.
     codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(FP8)
     scale[1, -1] = torch.nan

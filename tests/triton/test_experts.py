@@ -23,8 +23,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
-# T, E, k, H, I.
-ODD = (5, 7, 3, 20, 9)
+ODD = (5, 7, 3, 20, 9)  # (T, E, k, H, I)
 # added to the sizes; with machine code, larger sizes also run, which have several full blocks
 LONGER = (0,) if suite.gpu() is None else (0, 160)
 GATE_UP, DOWN = experts.gate_up_tile, experts.down_tile
@@ -221,7 +220,7 @@ def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
     with torch.no_grad():
         with options.override(tiers=tiers):
             assert moe.most_pairs(x) == most
-        # Without a Triton kernel.
+        # No Triton kernel serves float64 or the meta device.
         assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
         assert moe.most_pairs(x) == moe_torch.FEW

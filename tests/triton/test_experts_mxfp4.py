@@ -91,7 +91,7 @@ def test_every_value_is_decoded_at_every_position(dtype):
     nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
     for column in range(0, 32, 1 if suite.gpu() is not None else 5):
         bias = torch.zeros(1, 64, dtype=dtype)
-        # Up + 1 is zero in all columns but one.
+        # `up + 1` is zero in all columns but one.
         bias[0, 1::2] = -1
         bias[0, 2 * column], bias[0, 2 * column + 1] = 64, 1 / 32 - 1
         # The sigmoid of 64 is 1.
@@ -120,7 +120,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row():
     scales[:, 3] = 0
     scales[:, 4] = 254 - 40
     down[:, 5] = 0
-    # Two negative zeros.
+    # 0x88 contains two negative zeros.
     down[:, 6] = 0x88
     bias[:, 3:7] = 0
     tensors = (x, *first, down, scales, bias, ids, weights)

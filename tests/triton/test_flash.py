@@ -83,7 +83,7 @@ def check_once(
     return output
 
 
-# H and Hkv, D and D_v, queries, keys.
+# Every entry: H and Hkv, D and D_v, the number of queries per sequence, the number of keys per sequence.
 PACKED = {
     "one token": ((1, 1), (64, 64), [1], [1]),
     "63 and 1": ((4, 2), (64, 64), [63, 1], [63, 1]),
@@ -155,13 +155,13 @@ def test_every_number_of_sequences_is_supported(sequences):
 def test_dense(s_q, s_k, causal, dtype):
     window = 9 if s_k == 60 else None
     check_dense(s_q, s_k, causal, dtype, window)
-    # The same compiled variant with several iterations of the loops.
+    # Run the same compiled variant with several iterations of the loops.
     if suite.gpu() is not None:
         check_dense(130, 290, causal, dtype, window and window + 240)
 
 
 def check_dense(s_q, s_k, causal, dtype, window):
-    # The layout of a projection.
+    # The query has the layout of a projection's output.
     query = random(2, s_q, 6, 32, dtype=dtype).transpose(1, 2)
     key, value = (random(2, 2, s_k + 6 + seed, 32, dtype=dtype, seed=seed) for seed in (1, 2))
     hidden = key.clone(), value.clone()
@@ -230,7 +230,7 @@ PACK = VarlenSpec(**HEADS, causal=True, window=None, softcap=False, sinks=False,
 def test_first_use_checks_pass_and_detect_a_wrong_result(operation, spec, monkeypatch):
     assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None
     stock = flash._traced
-    # A wrong window.
+    # Pass a wrong window.
     monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))
     assert "wrong by" in probe_cases.check(operation, "triton", "flash_kernel", tuple(spec))
 

@@ -18,7 +18,7 @@ from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
 
 @pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 64])
 def test_every_class_of_rows(m):
-    # Several iterations of the loop.
+    # With K = 2560, the loop takes several iterations.
     for k in (512,) if suite.gpu() is None else (512, 2560):
         x, weight = random(m, k, dtype=BF16), random(21, k, dtype=BF16, seed=1)
         check(x, *quantize_groups(weight, 128))
@@ -95,7 +95,7 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
 def test_every_value_is_decoded_at_every_position(m, dtype):
     """The nonzero elements of every row of x are 1 and 16, so a result is exactly one number plus 16 times another."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
-    # Several iterations of the loop.
+    # With 9 groups, the loop takes several iterations.
     groups = 1 if suite.gpu() is None else 9
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int().repeat(1, groups)
     k = levels.shape[1]
@@ -108,7 +108,7 @@ def test_every_value_is_decoded_at_every_position(m, dtype):
         x.scatter_(1, pairs, torch.tensor([1, 16], dtype=dtype).expand(m, 2))
         output = routed("quantized_linear", x, words, scale)
         assert torch.equal(output, (weight[:, pairs[:, 0]] + 16 * weight[:, pairs[:, 1]]).T)
-    # Distinct rows and columns that fill a block.
+    # Also run distinct rows and columns that fill a block.
     if suite.gpu() is not None:
         scale = torch.arange(1, 65, dtype=BF16)[:, None].repeat(1, groups)
         check_once(random(m if m == 1 else 13, k, dtype=dtype), words.repeat(4, 1), scale, None)

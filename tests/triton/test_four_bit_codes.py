@@ -45,7 +45,7 @@ def product(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: b
 @each_scale
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 64])
 def test_every_class_of_rows(m, double, code):
-    # Several iterations of the loop.
+    # With K = 2560, the loop takes several iterations.
     for k in (512,) if suite.gpu() is None else (512, 2560):
         product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
@@ -92,7 +92,7 @@ def test_every_value_is_decoded_at_every_position(m, dtype, code):
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
-    # e2m1 with scales that are powers of two, here 1.
+    # MXFP4 has e2m1 codes and scales that are powers of two, here 1.
     if code == "mxfp4":
         code, scale = four_bit.E2M1, torch.full((16, 4), 127, dtype=torch.uint8)
     weight = torch.tensor(CODES[code])[levels].to(dtype)
@@ -227,10 +227,10 @@ def _execute(lines: list[str], operands: list[int]) -> list[int]:
         if name == "prmt.b32":
             stored = (b << 32 | a).to_bytes(8, "little")
             places = [more[0] >> (4 * byte) & 0xF for byte in range(4)]
-            # 8 … 15 would be an error.
+            # Places 8 to 15 raise an IndexError.
             result = int.from_bytes(bytes(stored[place] for place in places), "little")
         elif name == "lop3.b32":
-            # C selects between the bits of a and b.
+            # The operand c selects between the bits of a and b.
             assert more[1] == 0xE4
             result = a & more[0] | b & ~more[0]
         else:

@@ -100,7 +100,7 @@ def test_it_rounds_like_separate_layers(form):
     with options.override(tiers={"rms_norm": "triton", "act_and_mul": "triton"}), torch.no_grad():
         expected = composed(*flattened(*arguments, **keywords))
     assert torch.equal(routed("fused_linear", *arguments, **keywords), expected)
-    # Several full blocks, whose sums are not exact.
+    # Run several full blocks, whose sums are not exact.
     if suite.gpu() is not None:
         as_good_as_eager(*call(2, torch.bfloat16, k=1091, **form))
 
@@ -193,7 +193,7 @@ def test_an_output_head_runs_here_for_few_rows_and_in_pytorch_for_many():
         with torch.no_grad():
             many, few = model.head(x), model.head(x[:1])
             stock = torch.nn.functional.linear(x, model.head.weight, model.head.bias)
-        # With gradients.
+        # With gradients, PyTorch runs, and no route is recorded.
         model.head(x[:1])
     assert [(route.operation, route.tier) for route in routes] == [("linear", "triton")]
     assert torch.equal(many, stock)

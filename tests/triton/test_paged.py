@@ -45,7 +45,7 @@ def check(lengths, *, page, columns=4, **terms):
     """Compare once, and in machine code also with enough keys for several iterations of a program's loop."""
     check_once(lengths, page=page, columns=columns, **terms)
     if suite.gpu() is not None:
-        # One split, or several.
+        # 0 units result in one split, and 8 in several.
         for units, more in ((0, 256), (8, 640)):
             longer = [None if length is None else length + more for length in lengths]
             with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def check_once(
     b = len(lengths)
     total = torch.tensor([0 if length is None else length + s_q for length in lengths], dtype=torch.int32)
     kept = [0 if length is None else length + (0 if new and not full else s_q) for length in lengths]
-    # Enough pages for the last query.
+    # The last query may need one more page.
     if s_q > 1:
         columns += 1
     table, *pages = pages_of(kept, page, kv_heads, dims, dtype, columns)

@@ -107,7 +107,7 @@ def assert_apart(
         lost = rows % 3 == first
         nan = routed("quantized_linear", x.masked_fill(lost[..., None], torch.nan), weight, scale, bias, **more)
         assert nan[lost].isnan().all() and torch.equal(nan[~lost], output[~lost])
-        # Double quantisation.
+        # The scales of double quantisation are uint8, which has no NaN.
         if scale.dtype == torch.uint8:
             continue
         lost = columns % 3 == first
@@ -228,7 +228,7 @@ def test_every_value_of_a_format_is_decoded():
                     x[:, column] = 1
                     output = routed("quantized_linear", x, weight, torch.ones(len(bits)), round_input=False)
                     assert torch.equal(output, weight[:, column].to(dtype).expand(m, -1))
-            # Two columns, one per row.
+            # Select two columns, one per row of x.
             for first in range(0, 0 if suite.gpu() is None else 16, 2):
                 columns = torch.tensor([first, first + 1])
                 x = torch.zeros(2, k, dtype=BF16).scatter_(1, columns[:, None], 1)

@@ -23,7 +23,7 @@ def test_a_step_has_four_gemms_per_layer(kind):
         actual = model(ids, use_cache=False).logits
     counted = Counter((route.operation, route.tier) for route in routes)
     assert counted["quantized_linear", "triton"] == 4 * LAYERS
-    # Only the model's final norm.
+    # Only the model's final norm runs separately.
     assert counted["rms_norm", "triton"] == 1 and counted["act_and_mul", "triton"] == 0
     hf_rocm.dequantize(model)
     hf_rocm.restore(model)

@@ -29,7 +29,7 @@ def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
     assert rows.dtype == format and rows.is_contiguous() and scale.is_contiguous()
     assert scale.dtype == FP32 and torch.equal(scale.isnan(), its_scale.isnan())
     assert torch.equal(scale.nan_to_num(), its_scale.nan_to_num())
-    # With any other scale, the row is not finite, whatever its 8-bit numbers.
+    # A row with any other scale is not finite, whatever its 8-bit numbers are.
     finite = its_scale.isfinite()[:, 0]
     assert torch.equal(rows[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 

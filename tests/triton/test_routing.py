@@ -26,7 +26,7 @@ def test_choose_experts(form, dtype):
         actual = routed("choose_experts", logits, **keywords)
         assert torch.equal(actual[1], eager(logits, keywords)[1]), "the largest score is not first"
         check(actual, logits, keywords)
-    # One large score.
+    # Every row has one large score.
     weights, ids = routed("choose_experts", torch.eye(16, dtype=dtype) * 1000, **keywords)
     assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()
     # A NaN affects only its row, and counts as the largest score.

@@ -33,7 +33,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     # run imports and one-time checks first, so that they are not counted
     with torch.inference_mode():
         hf_rocm.prepare(LlamaForCausalLM(transformers.LlamaConfig(**TINY)), force=True)(ids)
-        # Mapped, so no heap memory remains.
+        # The weights are mapped, so no heap memory remains.
         LlamaForCausalLM.from_pretrained(checkpoint, torch_dtype="auto")
     measured = {}
     base, start = settled(), _status("VmRSS")

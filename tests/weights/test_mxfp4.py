@@ -94,14 +94,14 @@ def test_results_and_tokens_equal_the_dequantised_model(tmp_path, experts):
 def test_the_numbers_equal_those_of_transformers(tmp_path):
     mxfp4.write(tmp_path, torch.bfloat16)
     model = prepared(tmp_path)
-    # Loads in bf16 in every release.
+    # In every release, transformers loads this checkpoint in bf16.
     stock = GptOssForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     for path, experts in [(path, one) for path, one in model.named_modules() if isinstance(one, StoredExperts)]:
         tensors, loaded = experts.tensors(), stock.get_submodule(path)
         for name in ("gate_up_proj", "down_proj"):
             stored = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
             wanted = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16)
-            # 4.55 transposes the weight afterwards.
+            # transformers 4.55 transposes the weight afterwards.
             if wanted.shape != getattr(loaded, name).shape:
                 wanted = wanted.transpose(1, 2)
             assert torch.equal(dequantize(*stored, torch.bfloat16).transpose(1, 2), wanted)

@@ -127,9 +127,9 @@ def test_the_use_of_the_patches_is_read_from_the_source():
     flattens = patch_embeddings._flattens
     assert flattens(SiglipVisionEmbeddings, "patch_embedding") is SiglipVisionEmbeddings.forward
     assert flattens(ViTPatchEmbeddings, "projection") is ViTPatchEmbeddings.forward
-    # Its forward calls view.
+    # The forward of `PatchEmbed` calls `view`.
     assert flattens(PatchEmbed, "proj") is None
-    # Not a class of transformers.
+    # `Embedding` is not a class of transformers.
     assert flattens(Embedding, "proj") is None
 
 

@@ -62,7 +62,7 @@ def test_restore_returns_the_stock_model(either):
     expected = build()
     for _ in range(2):
         assert hf_rocm.restore(either) is either
-        # Frees the models of earlier tests, whose copies are tracked, too.
+        # This frees the models of earlier tests, whose copies are also tracked.
         gc.collect()
         shuffled_copy.unwatch()
         assert not traces(either) and not shuffled_copy._hook.live

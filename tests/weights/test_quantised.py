@@ -47,7 +47,7 @@ LIBRARIES = [
 ]
 
 
-# The libraries warn.
+# The libraries raise warnings.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
 def test_layers_of_quantisation_libraries_are_not_fused(checkpoint, config, reason):
@@ -55,7 +55,7 @@ def test_layers_of_quantisation_libraries_are_not_fused(checkpoint, config, reas
     report = model.__dict__[preparing.REPORT]
     assert not report["fused"] and live(model) == blocks(model) == 0
     assert len(report["skipped"]) == GROUPS and report["skipped"]["model.layers.0.self_attn"] == reason
-    # Its GEMM on the CPU needs larger layers.
+    # On a CPU, the 4-bit GEMM of bitsandbytes needs larger layers.
     if config is four_bits:
         return
     loader = transformers.LlamaForCausalLM

@@ -28,7 +28,7 @@ from tests.weights.models import GROUPS, IDS, LAYERS, assert_same_results, logit
 
 LINEARS = 7 * LAYERS
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]
+SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # [N, K] of q+k+v, o, gate+up and down
 
 each_kind = pytest.mark.parametrize("kind", FORMATS)
 # The models of this file are narrower than a group of 128.

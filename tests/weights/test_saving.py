@@ -45,7 +45,7 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
-    # Its weights are in a mapped file.
+    # The weights of `loaded` are in a mapped file.
     hf_rocm.prepare(loaded, force=True)
     follows(loaded, GROUPS)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")

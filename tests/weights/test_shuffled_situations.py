@@ -183,14 +183,14 @@ def test_lora_of_peft_equals_stock(either, safe):
     equal()
     actual, its = (it.merge_and_unload(safe_merge=safe) for it in (actual, its))
     equal()
-    # Without a call in between.
+    # Merge an adapter without calling the model first.
     straight = lora(prepared()).merge_and_unload(safe_merge=safe)
     torch.testing.assert_close(
         logits(straight), logits(lora(build()).merge_and_unload(safe_merge=safe)), rtol=0.05, atol=0.3
     )
 
 
-# Masks of 4.x, when traced.
+# The masks of transformers 4.x raise this warning when they are traced.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     eager = build()

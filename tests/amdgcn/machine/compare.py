@@ -22,7 +22,7 @@ def mask_reader(c: Compiling, operand: Operand) -> Callable[[State], np.ndarray]
     """Return a function that reads a scalar operand as a lane mask."""
     if operand.kind == "s":
         return lambda state: state.mask(operand.register)
-    # 0 or -1, the only constants that make sense as a mask.
+    # Only the constants 0 and -1 make sense as a mask.
     if operand.kind == "constant":
         bits = operand.value & (1 << c.target.lanes) - 1
         fixed = np.array([[bits >> lane & 1 for lane in range(c.target.lanes)]], bool)
@@ -108,7 +108,7 @@ def _class(c: Compiling, executes: bool, bits: str) -> Step:
         quiet_bit = 1 << (22 if bits == "32" else 9)
         raw = np.ascontiguousarray(value).view(np.uint32 if bits == "32" else np.uint16).astype(np.uint32)
         quiet = (raw & np.uint32(quiet_bit)) != 0
-        # Zeros.
+        # The class of zeros, which the next lines replace for all other values.
         bit = np.where(negative, 5, 6)
         bit = np.where((value != 0) & (np.abs(value) < tiny), np.where(negative, 4, 7), bit)
         bit = np.where(np.abs(value) >= tiny, np.where(negative, 3, 8), bit)

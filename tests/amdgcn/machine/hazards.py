@@ -108,7 +108,7 @@ def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) 
     else:
         passes = (4 if match[1] == "16x16" else 8) * (2 if single else 1)
         states = passes + (2 if single else 3)
-    # Read as A or B; reading it as C depends on forwarding, and is not checked.
+    # An MFMA may read the result as A or B. Reading it as C depends on forwarding, and is not checked.
     if used.kind == "mfma":
         operands_ab = used.reads[0] | used.reads[1]
         return states if produced.writes & operands_ab else 0

@@ -34,10 +34,10 @@ def dpp_source(c: Compiling) -> tuple[np.ndarray, np.ndarray]:
         return row + (place - n & 15), always
     if c.target.cdna:
         if (n := c.take("row_bcast")) is not None:
-            # From the last lane of a row to the next row.
+            # Broadcast the last lane of a row to the next row.
             if n == 15:
                 return np.maximum(row - 1, 0), row >= 16
-            # From the last lane of the first half to the second half.
+            # Broadcast the last lane of the first half to the second half.
             if n == 31:
                 return np.full(count, 31), lanes >= 32
         if (n := c.take("row_newbcast")) is not None:

@@ -59,8 +59,8 @@ class Shape:
     def results_of(self, product: np.ndarray) -> np.ndarray:
         """Reorder [waves, size, size] to registers [results, waves, lanes]."""
         waves, n = len(product), self.size
-        # Register 4 q + t holds row 8 q + 4 (lane / 32) + t.
         if self.layout == "mfma32":
+            # Register 4 q + t holds row 8 q + 4 (lane / 32) + t.
             parts = product.reshape(waves, 4, 2, 4, n).transpose(1, 3, 0, 2, 4)
         elif self.layout == "interleaved":
             # Register r holds row 2 r + lane / 16.

@@ -78,7 +78,7 @@ def _bit_field(c: Compiling, *, signed: bool, wide: bool) -> Step:
         value = read(state).astype(u64) >> offset
         some = width > 0
         kept = np.where(some, u64(64) - width, u64(0))
-        # sign-extend the field, which may be truncated at the end of the register.
+        # Sign-extend the field, which may be truncated at the end of the register.
         if signed:
             value = (value << kept).view(i64) >> kept.view(i64)
             value = value.view(u64)

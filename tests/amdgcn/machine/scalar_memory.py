@@ -51,7 +51,7 @@ def compile_scalar_load(c: Compiling) -> Step | None:
     def step(state: State) -> None:
         where = address(state) + extra(state).astype(u64) + u64(immediate & 2**64 - 1)
         where = np.broadcast_to(where, state.count)
-        # The hardware ignores these bits.
+        # The hardware ignores the two lowest bits of the address.
         if abs(size) >= 4 and (where & u64(3)).any():
             raise OutOfBounds(f"{abs(size)} bytes at {int(where[0]):#x}: a scalar load needs a multiple of 4")
         words, access = machine.memory.load(where, abs(size), state, index, every=True)

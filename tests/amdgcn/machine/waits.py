@@ -135,7 +135,7 @@ def limits(c: Compiling) -> list[tuple[str, int]] | None:
 def _gfx12_limits(counters: list[str], value: int) -> list[tuple[str, int]]:
     if len(counters) == 1:
         return [(counters[0], value)]
-    # In loadcnt_dscnt and storecnt_dscnt: bits 13:8 and bits 5:0.
+    # In loadcnt_dscnt and storecnt_dscnt, the first counter is in bits 13:8, and the second in bits 5:0.
     first, second = counters
     return [(first, value >> 8 & 63), (second, value & 63)]
 

@@ -28,8 +28,8 @@ def setup_environment(
     tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
     algorithms. Flags that this build lacks are skipped.
 
-    Returns lines for a log: at most one for the allocator, and one for every flag that was set or skipped. Imports torch
-    only if a flag is given.
+    Returns lines for a log: at most one for the allocator, and one for every flag that was set or skipped. Imports
+    torch only if a flag is given.
     Raises `OptionError` if allocator is neither a string nor None, or if the allocator is already in use with other
     settings.
     """

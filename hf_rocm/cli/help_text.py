@@ -40,6 +40,8 @@ class HelpText:
 
     def write_usage(self, program: str, arguments: str = "", prefix: str | None = None) -> None:
         start = f"{prefix or 'Usage: '}{program} "
+        # Some releases of typer write braces around the name of a required argument.
+        arguments = re.sub(r"\{(\w+)\}", r"\1", arguments)
         self._lines += wrapped(arguments, self.width, indent=start, hanging="")
 
     def write_heading(self, heading: str) -> None:

@@ -89,7 +89,7 @@ def model(
     if output is not None:
         check_output(output, parents=True)
     if not shapes_only and (missing := commands.no_gpu()) is not None:
-        print_notice(f"{missing}: the shapes are recorded, but nothing is tuned")
+        print_notice(f"{missing}: this run only records shapes")
     with Progress("runs of the model") as progress:
         job = commands.prepare(
             model,

@@ -111,10 +111,11 @@ def refuses_device(model: nn.Module) -> str | None:
     if torch.device("meta") in devices:
         return "some of its weights are offloaded, and loaded again for every call of their layer"
     if len(devices) > 1:
-        return f"its weights are on {len(devices)} devices"
+        return f"the model is on {len(devices)} devices"
     device = next(iter(devices), torch.device("cpu"))
     if device.type not in recorder.factories:
-        return f"its weights are on {device.type}, where steps can't be recorded"
+        where = "the CPU" if device.type == "cpu" else device.type
+        return f"the model is on {where}, where steps can't be recorded"
     reason = refuses_ranks(model)
     if reason is not None:
         return reason

@@ -141,7 +141,8 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
         )
     exists = isinstance(model, str) and MODEL.fullmatch(model) and os.path.lexists(_file(installation, model))
     served = [overlay.model for overlay in catalog.for_release(release)]
-    examples = difflib.get_close_matches(str(model), served, n=3) or served[:3]
+    longer = [name for name in served if name.startswith(f"{model}_")]
+    examples = (longer or difflib.get_close_matches(str(model), served) or served)[:3]
     return OverlayError(
         f"hf-rocm has no overlay for {model!r}",
         facts={

@@ -164,7 +164,7 @@ def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay 
     cls = type(module)
     base = next((base for base in cls.__mro__[1:] if base in bind.bindings_by_class), None)
     if base is not None:
-        return f"a subclass of {base.__name__}; only {base.__name__} itself is served"
+        return f"{cls.__name__} is a subclass of {base.__name__}; only {base.__name__} itself is served"
     origin = cls.__module__.split(".")[0]
     if origin in ("torch", "hf_rocm"):
         return noted(module) or ("PyTorch's own layers" if origin == "torch" else "hf_rocm's own layers")
@@ -174,7 +174,7 @@ def _why_stock(module: nn.Module, served: set[str], overlays: dict[str, Overlay 
     if overlays.get(family, ...) is None:
         return NO_OVERLAY.format(family)
     if not module._parameters:
-        return "it has no weights of its own"
+        return "no weights outside its layers"
     return "no operation of hf_rocm fits" if family in served else "no overlay"
 
 

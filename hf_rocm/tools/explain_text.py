@@ -76,7 +76,7 @@ def _part(part: Part) -> Iterator[str]:
     if part.group and part.active:
         yield f"    fused {part.fused} of {part.active}: {' + '.join(part.group)}"
         if part.gradients:
-            yield "    one by one while gradients are enabled: call the model under torch.inference_mode()"
+            yield "    not fused while gradients are enabled: call the model under torch.inference_mode()"
         yield from (f"    not fused × {count}: {reason}" for reason, count in part.not_fused.items())
     if part.joined:
         yield f"    one matrix in the checkpoint already: {', '.join(part.joined)}"

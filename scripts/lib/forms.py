@@ -37,6 +37,7 @@ def text_of(source: bytes | str, name: str) -> str:
 
 def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> Iterator[str]:
     """For each new version of a definition, yield its text, or the differences from the previous version.
+
     texts: digest → text. forms: all versions, the oldest first. known: the versions that were accepted before.
     """
     before: str | None = None
@@ -44,9 +45,8 @@ def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> 
         lines = texts[digest].splitlines()
         if digest not in known:
             shown = lines if before is None else _difference(texts[before].splitlines(), lines)
-            yield "\n".join(
-                [f"{name} has a new definition in {releases[0]}", *(f"    {line}".rstrip() for line in shown)]
-            )
+            first = f"{name} {'is defined' if before is None else 'has a new definition'} in {releases[0]}"
+            yield "\n".join([first, *(f"    {line}".rstrip() for line in shown)])
         before = digest
 
 

@@ -36,7 +36,7 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
         and "prefill, 1 × 8 tokens: floor" in captured.out
     )
     assert captured.out.count("\nstock ") == 2 and captured.out.count("\nhf_rocm ") == 2
-    assert "uncaptured: its weights are on cpu" in captured.out
+    assert "uncaptured: the model is on the CPU" in captured.out
     assert "building the model" in captured.err and f"chart: {chart}" in captured.err
     (segment,) = record.load(runs)
     assert segment.name == "mine" and len(segment.results) == 2 and chart.read_text().startswith("<svg")

@@ -144,7 +144,7 @@ def test_layers_on_two_gpus_run_as_in_stock(kind, checkpoint):
     devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
     assert cache_places(prepared) == cache_places(stock) == [(device, device) for device in devices]
     assert [layer.mlp.up_proj.weight.device for layer in prepared.model.layers] == devices
-    assert "steps run uncaptured: its weights are on 2 devices" in hf_rocm.explain(prepared).details()
+    assert "steps run uncaptured: the model is on 2 devices" in hf_rocm.explain(prepared).details()
     how = {"do_sample": True, "top_k": 40, "seed": 1}
     assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
     assert torch.equal(generate(prepared, asked(), num_beams=3), generate(stock, asked(), num_beams=3))

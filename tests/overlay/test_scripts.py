@@ -96,7 +96,7 @@ def test_check_writes_nothing_and_fails_on_a_difference(
     text = (overlays / "transformers-5.0/manifest.toml").read_text()
     assert run(refresh, overlays, "--check") == 1
     assert (overlays / "transformers-5.0/manifest.toml").read_text() == text
-    assert "DemoAttention has a new definition in 5.0.0" in capsys.readouterr().out
+    assert "DemoAttention is defined in 5.0.0" in capsys.readouterr().out
     run(refresh, overlays)
     capsys.readouterr()
     assert run(refresh, overlays, "--check") == 0
@@ -109,7 +109,7 @@ def test_a_new_form_is_shown_as_source_and_as_a_diff(
     run(refresh, overlays)
     shown = capsys.readouterr().out.partition("transformers-5.2")[0]
     first, second = shown.split("transformers-5.0/manifest.toml: demo: ")[2:]
-    assert first.splitlines()[0].endswith(":DemoAttention has a new definition in 5.0.0")
+    assert first.splitlines()[0].endswith(":DemoAttention is defined in 5.0.0")
     assert "    class DemoAttention:" in first and "            return 1" in first
     assert second.splitlines()[0].endswith(":DemoAttention has a new definition in 5.1.0")
     changed = [line.strip() for line in second.splitlines() if line.lstrip()[:1] in ("+", "-")]

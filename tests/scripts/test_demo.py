@@ -184,7 +184,7 @@ def test_without_the_real_model_the_demo_continues(lib, capsys, monkeypatch):
 @pytest.mark.parametrize("explained", [True, False])
 def test_the_demo_checks_that_explain_states_why_forwards_are_not_recorded(explained, lib, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    reason = "its weights are on cpu, where steps can't be recorded" if explained else "replayed"
+    reason = "the model is on the CPU, where steps can't be recorded" if explained else "replayed"
     explanation = {"forwards": [f"forwards run uncaptured: {reason}", f"uncaptured × 5: {reason}"]}
     runs = SimpleNamespace(result=lambda *_: {"explanation": explanation})
     checks = lib.demo.Checks()

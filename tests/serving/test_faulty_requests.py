@@ -100,7 +100,7 @@ def broken(*args, **kwargs):
 
 
 def works(model, alone):
-    """Check that the next two requests and `generate` return the tokens that the stock model returns for each prompt."""
+    """Check that the next two requests and `generate` return the tokens of the stock model for each prompt."""
     assert model.config._attn_implementation == "sdpa"
     assert answered(model) == {"first": (alone[2], None), "second": (alone[0], None)}
     assert model.config._attn_implementation == "sdpa"

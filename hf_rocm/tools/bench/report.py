@@ -148,12 +148,12 @@ def comparison(result: Result) -> list[str]:
             ratio = other.median / prepared.median
             words = f"{ratio:.2f} × as fast as {name}" if ratio >= 1 else f"takes {1 / ratio:.2f} × the time of {name}"
             (alike if overlaps else different).append(words)
-    lines = [f"hf_rocm: {', '.join(different)}"] if different else []
+    noisy = [LABELS.get(side, side) for side, unit in sides.items() if unit.high - unit.low > unit.median / 5]
+    lines = [f"hf_rocm: {', '.join(different)}{', but the times are noisy' if noisy else ''}"] if different else []
     if alike:
-        lines.append(f"hf_rocm: {', '.join(alike)}, within the noise: the quartiles overlap")
+        lines.append(f"hf_rocm: within the noise (the quartiles overlap): {', '.join(alike)}")
     if len(result.timings[0].rounds) == 1:
         lines.append("one round shows no spread: use --rounds 5 or more")
-    noisy = [LABELS.get(side, side) for side, unit in sides.items() if unit.high - unit.low > unit.median / 5]
     if noisy and lines:
         lines.append(f"noisy: the quartiles of {', '.join(noisy)} span more than 20 % of the median; use more --rounds")
     return lines

@@ -93,7 +93,7 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
         numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
         note = (
             f"the first {first} of {len(text)} tokens are equal to {whose}; after them, the reference's two largest "
-            f"logits are {numbers['margin']:.2e} apart, and that of hf_rocm's token is {numbers['behind']:.2e} lower"
+            f"logits are {numbers['margin']:.2e} apart, and that of hf_rocm's token is {numbers['behind']:.2e} smaller"
         )
     # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
     # is compared

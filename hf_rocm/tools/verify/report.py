@@ -79,7 +79,7 @@ def _text(result: Verification, width: int, *, everything: bool = False) -> str:
         for operation, where in result.tiers.items():
             lines += wrapped(where, width, indent=f"  {operation:<18}", hanging="")
     lines += ["", *wrapped(f"{result.model}: {_verdict(result)}", width)]
-    lines += wrapped(f"next: {_next(result)}", width)
+    lines += wrapped(f"next: {_next(result, everything=everything)}", width)
     return "\n".join(lines)
 
 
@@ -91,9 +91,9 @@ def _verdict(result: Verification) -> str:
     return f"{words}, {skipped} not run, {result.seconds:.0f} s"
 
 
-def _next(result: Verification) -> str:
+def _next(result: Verification, *, everything: bool) -> str:
     if result.passed:
-        return "hf-rocm bench MODEL; hf-rocm verify --all also shows the layers' errors"
+        return "hf-rocm bench MODEL" + ("" if everything else "; hf-rocm verify --all also shows the layers' errors")
     return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; add `hf-rocm env` to a report"
 
 

@@ -18,11 +18,11 @@ from hf_rocm.tools.bench.run import Subject
     [
         (Spread(10.0, 9.9, 10.1), ["hf_rocm: 2.00 × as fast as stock"]),
         (Spread(2.5, 2.4, 2.6), ["hf_rocm: takes 2.00 × the time of stock"]),
-        (Spread(5.2, 4.9, 5.4), ["hf_rocm: 1.04 × as fast as stock, within the noise: the quartiles overlap"]),
+        (Spread(5.2, 4.9, 5.4), ["hf_rocm: within the noise (the quartiles overlap): 1.04 × as fast as stock"]),
         (
             Spread(10.0, 8.0, 12.0),
             [
-                "hf_rocm: 2.00 × as fast as stock",
+                "hf_rocm: 2.00 × as fast as stock, but the times are noisy",
                 "noisy: the quartiles of stock span more than 20 % of the median; use more --rounds",
             ],
         ),

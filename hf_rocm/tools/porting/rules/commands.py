@@ -15,7 +15,7 @@ from hf_rocm.tools.porting.shell import Command, commands
 STARTED = Rule(
     "nvidia-tool-call",
     Severity.PROBLEM,
-    "a machine with AMD GPUs does not have this program: starting it raises FileNotFoundError, or returns nothing",
+    "a machine with AMD GPUs does not have this program: Python raises FileNotFoundError, and a shell prints an error",
     "",
 )
 TYPED = Rule(

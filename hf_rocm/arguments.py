@@ -22,7 +22,7 @@ def require_module(model: object, function: str) -> None:
         found = f"the class {model.__qualname__}"
         hint = f"create a model first, for example with {model.__qualname__}.from_pretrained(…)"
     elif isinstance(getattr(model, "model", None), nn.Module):
-        # A pipeline or a trainer, for example.
+        # The argument is, for example, a pipeline or a trainer.
         hint = f"pass the `.model` of this {found}"
     raise OptionError(f"{function} takes a model", facts={"expected": "a torch.nn.Module", "found": found}, hint=hint)
 

@@ -181,7 +181,7 @@ def cache_folder() -> Path:
     try:
         return Path(named).expanduser() if named else Path(base or "~/.cache").expanduser() / "hf_rocm"
     except RuntimeError as error:
-        # No HOME, and no entry for this user in the system's user database.
+        # There is no HOME, and no entry for this user in the system's user database.
         raise FileNotFoundError(errno.ENOENT, "this user has no home folder") from error
 
 
@@ -247,7 +247,7 @@ def refresh() -> None:
 
 def check_names() -> None:
     """Log one warning for every environment variable that looks like an option but is not one."""
-    # An inert overlay block does not need it.
+    # Imported here, because an inert overlay block does not need this module.
     from hf_rocm.variables import warn_of_unknown
 
     warn_of_unknown(os.environ, (variable.name for variable in VARIABLES))
@@ -329,11 +329,11 @@ def preshuffle_mode(value: Any, source: str = "preshuffle=") -> str:
 
 
 _overrides: list[Options] = []
-# AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table.
+# The value of AITER_CONFIG_GEMM_BF16 before it was set to hf_rocm's table.
 _users_tables: str | None = None
 
 
-# Read at every use and not part of `Options`.
+# Variables that are read at every use and are not part of `Options`.
 _READ_AT_USE = ("HF_ROCM_FORCE", "HF_ROCM_AUTO", "HF_ROCM_CACHE", "AITER_CONFIG_GEMM_BF16")
 # The values that were read, and the options parsed from them.
 _read: tuple[list[str | None], Options] | None = None

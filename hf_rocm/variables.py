@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 _PREFIX = "HF_ROCM_"
-# Prefixes of options that other programs use too.
+# Prefixes of variables that other programs also use.
 _SHARED = ("USE_",)
 _warned: set[str] = set()
 

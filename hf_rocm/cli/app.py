@@ -74,10 +74,10 @@ def build() -> typer.Typer:
     app = typer.Typer(
         cls=StartPage,
         pretty_exceptions_enable=False,
-        # Plain help: nothing is truncated, and rich is not imported for it.
+        # In plain help nothing is truncated, and rich is not imported for it.
         rich_markup_mode=None,
         subcommand_metavar="COMMAND [ARGUMENTS]",
-        # For every command: contexts inherit them.
+        # Every command has these options, because contexts inherit them.
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays "
         "unchanged, and every change can be undone.",

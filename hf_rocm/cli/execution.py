@@ -80,7 +80,7 @@ def _forced() -> bool:
     try:
         return options.force_requested()
     except OptionError:
-        # Then models with installed overlays stay stock.
+        # If the value is invalid, models with installed overlays stay stock.
         return False
 
 

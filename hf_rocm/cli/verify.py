@@ -73,7 +73,7 @@ def verify(
             check_output(output)
     only_record = None if enabled(force=force) or golden is not None else save_golden
     if only_record is None:
-        # Before the model is loaded.
+        # Raise this error before the model is loaded.
         check_enabled(force=force, enabled_by="--force")
         print_notice(f"comparing {model or config} with stock, which may take minutes")
     loaded, ids = _loaded(model, config, dtype=dtype or "bfloat16", device=device)

@@ -100,7 +100,7 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store did not answer an earlier load with a shorter timeout.
+        # The agent's store did not answer an earlier load with a shorter timeout, so try again.
         _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
@@ -172,8 +172,8 @@ def _sharded(arguments: Mapping[str, Any]) -> bool:
     sizes = [setting(config, name) for name in _SIZES]
     if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
         return True
-    # transformers 4.x: the config has no size, and layers are split over all ranks.
     if not any(sizes):
+        # In transformers 4.x the config has no size, and layers are split over all ranks.
         return setting(config, "enable_expert_parallel") is not None
     return any(size not in (None, 1) for size in sizes)
 

@@ -142,13 +142,13 @@ def _canonical(value: Any) -> str:
         return "{" + ", ".join(sorted(map(_canonical, value))) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_canonical, value)) + "]"
-    # A DeviceMesh.
     if hasattr(value, "mesh_dim_names"):
+        # `value` is a DeviceMesh.
         return f"mesh {value.mesh.tolist()} {value.mesh_dim_names}"
     if hasattr(value, "to_dict"):
         return f"{type(value).__name__} {_canonical(value.to_dict())}"
-    # A dtype.
     if type(value).__module__ == "torch":
+        # `value` is a dtype.
         return str(value)
     return f"a value of type {type(value).__qualname__}"
 

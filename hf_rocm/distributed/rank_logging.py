@@ -19,7 +19,7 @@ from hf_rocm.distributed.environment import Place, attempt
 # Seconds that a rank waits, after its own load, for rank 0 to log the same message: for a model that they load
 # together, and for one that rank 0 may never load.
 WAIT, WAIT_SEPARATE = 5.0, 1.0
-# This module logs the progress of a build, which one rank runs for all ranks.
+# The module that logs the progress of a build, which one rank runs for all ranks.
 _ALWAYS = "probe_worker"
 
 _log = logging.getLogger("hf_rocm")
@@ -53,7 +53,11 @@ class _Buffer(logging.Filter):
         if record.thread != self.thread or record.levelno >= logging.ERROR or record.module == _ALWAYS:
             return True
         if self.here.rank == 0:
+<<<<<<< HEAD
             # `set` raises RuntimeError if the store no longer exists, as after the other ranks have ended.
+=======
+            # `set` raises RuntimeError if the other ranks and the store no longer exist.
+>>>>>>> c1
             with suppress(RuntimeError):
                 if self.store is not None:
                     self.store.set(_key(record), "")

@@ -163,8 +163,8 @@ class Reads(_BasicOperators):
 
     def _is_stranger(self, tensor: Tensor) -> bool:
         number = id(tensor)
-        # More likely the result of a kernel that PyTorch does not dispatch.
         if tensor.numel() > _CONSTANT:
+            # A tensor of this size is more likely the result of a kernel that PyTorch does not dispatch.
             return False
         if tensor.device.type == "cpu" or number in self._inputs or number in self._weights or number in self._kept:
             return False

@@ -100,8 +100,8 @@ class _Found(NamedTuple):
 
 def _recorded(model: Any, state: State, given: _Given) -> Any:
     """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
-    # Another thread has disabled recording while this one waited.
     if state.disabled is not None:
+        # Another thread has disabled recording while this one waited.
         return _NOT_REPLAYED
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():

@@ -67,8 +67,8 @@ class Rounds:
             return stock(input_ids, *args, **kwargs)
 
     def _step(self, arguments: Mapping[str, Any]) -> Any:
-        # The model was restored in the meantime.
         if SETTINGS not in self.model.__dict__:
+            # The model was restored in the meantime.
             return self.model(**arguments)
         if self._runner is None:
             assert self.cache is not None

@@ -173,7 +173,7 @@ def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float
         noise = max((_apart(run[index], two) for run in runs[:-1]), default=0.0)
         eps = torch.finfo(two.dtype).eps if two.is_floating_point() else 0.0
         rounding = ROUNDINGS * eps * float(two.float().abs().max())
-        # Also False for NaN.
+        # Comparisons with NaN are False, and so is `agree`.
         agree = agree and off <= 2 * noise and noise <= rounding
         worst = worst if off <= worst or math.isnan(worst) else off
         noisy = noisy or noise != 0
@@ -199,7 +199,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            # DTensor calls the operators on its local tensors, which are counted.
+            # DTensor calls the operators on its local tensors, and those calls are counted.
             return NotImplemented
         self.count += not operator.is_view
         return operator(*args, **(kwargs or {}))

@@ -28,7 +28,7 @@ from hf_rocm.generation.methods import put_before
 # In a prepared model's __dict__: a bool, whether graphs are required.
 MARK = "_hf_rocm_continuous_batching"
 
-# The attribute of a manager with the implementation to restore.
+# The attribute of a manager that contains the implementation to restore.
 _ORIGINAL = "_original_attn_impl"
 
 _METHOD = "init_continuous_batching"
@@ -130,7 +130,7 @@ def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
-    # `block_size` up to 5.17.
+    # Up to transformers 5.17, `page_size` is called `block_size`.
     page = config.page_size if hasattr(config, "page_size") else config.block_size
     if longest > usual * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -201,7 +201,7 @@ def _requested(config: Any, arguments: Mapping[str, Any]) -> bool | None:
     """Whether the user requested graphs, directly or by sizes that only graphs need; None if neither is set."""
     value = getattr(config, "use_cuda_graph", None)
     if value is not None:
-        # A tuple has values for (prompts, steps).
+        # A tuple contains the values for (prompts, steps).
         return any(value) if isinstance(value, tuple) else bool(value)
     return True if any(getattr(config, name, 0) or arguments.get(name) for name in _PADDINGS) else None
 

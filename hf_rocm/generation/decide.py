@@ -57,8 +57,8 @@ def refuses_model(model: Any) -> str | None:
     if reason is not None:
         return reason
     config = model.config
-    # Its layers have recurrent states.
     if getattr(type(model), "_is_stateful", False):
+        # The layers of a stateful model have recurrent states.
         reason = hybrid.refuses(config.get_text_config(decoder=True))
         if reason is not None:
             return reason
@@ -227,7 +227,7 @@ def _refuses_preparation(model: Any) -> str | None:
 
 
 def _is_foreign(hook: Any) -> bool:
-    # Unwraps a partial.
+    # Unwrap a partial.
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in KNOWN
 
@@ -244,7 +244,7 @@ def windows(model: Any) -> Sequence[int | None] | str:
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
-        # Sliding layers differ only in their masks.
+        # In releases without this class, sliding layers differ only in their masks.
         return [None] * config.num_hidden_layers
     recurrent = getattr(cache_utils, "LinearAttentionLayer", None)
     sizes: list[int | None] = []

@@ -103,7 +103,7 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
         late = Late(input_ids.device, input_ids.shape[1], longest, drawn)
     check = None if late is None else _stock_check()
     replacements = {} if check is None else {"is_supported": _is_supported, "__init__": _initialiser}
-    # A nested call has its own check, or none.
+    # A nested call has its own deferred check, or none.
     outer, _thread.late = current(), late
     try:
         with patches.applied(*[Change(check, name, make, key=__name__) for name, make in replacements.items()]):
@@ -131,7 +131,7 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
     if input_ids.device.type not in devices or call.get("synced_gpus"):
         return False
     if call.get("streamer") is not None and (call["generation_config"].do_sample or not _stock_check()):
-        # Before 5.17 a streamer waits for every token anyway; streamers may draw random numbers.
+        # Streamers may draw random numbers. Before 5.17, a streamer waits for every token anyway.
         return False
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
     # a user's processor may count its calls; those of transformers don't

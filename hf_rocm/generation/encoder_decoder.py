@@ -225,7 +225,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     shape = (len(state), 1, 1, state.shape[1])
     if attention_mask is not None and attention_mask.ndim == 2:
         query = torch.empty((len(state), 1, 0), dtype=state.dtype, device=state.device)
-        # Releases differ in the second parameter's name.
+        # Pass the arguments by position, because releases differ in the second parameter's name.
         mask = make(model.config, query, attention_mask, state)
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape

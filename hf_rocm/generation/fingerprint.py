@@ -114,7 +114,7 @@ def _fact(value: Any, kept: list[object]) -> Hashable:
     try:
         return _identity(value)
     except TypeError:
-        # It does not support weak references.
+        # The value does not support weak references.
         kept.append(value)
         return id(value)
 
@@ -158,7 +158,7 @@ def _place(tensor: Tensor) -> Hashable:
         try:
             pointer = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):
-            # It has no storage.
+            # The tensor has no storage.
             pointer = 0
         return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
     return tensor.data_ptr(), tensor.shape, tensor.dtype

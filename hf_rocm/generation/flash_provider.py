@@ -116,7 +116,7 @@ def take_request(arguments: dict[str, Any]) -> bool:
     requested = arguments.get(_ARGUMENT, getattr(config, "_attn_implementation", None))
     if requested != NAME or unavailable() is not None:
         return False
-    # transformers' default, which also overrides the config.
+    # None is transformers' default, and also overrides the config.
     arguments[_ARGUMENT] = None
     return True
 

@@ -91,8 +91,8 @@ def _prepare_cache_for_generation(
     state = state_of(self)
     brought = model_kwargs.get("past_key_values") is not None
     rounds = assistant.rounds_of(self, generation_config)
-    # Not the first round.
     if rounds is not None and brought:
+        # This is not the first round.
         if rounds.cache is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         else:
@@ -234,7 +234,7 @@ def _prompt(model_kwargs: dict[str, Any]) -> int:
 def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[str, Any], generation_config: Any) -> Any:
     cache = model_kwargs.get("past_key_values")
     if isinstance(cache, DecodeCache):
-        # With drafts, `loops` runs recorded steps where the loop calls the model.
+        # With drafts, `loops` runs the recorded steps when the loop calls the model.
         return cache.drafts is None
     return stock(model_kwargs, generation_config)
 
@@ -288,7 +288,7 @@ def _decoded(
             break
         attempt.take_back(rewind)
     result = user_cache.store(result, attempt.cache)
-    # Not after an error, which may have left the caches in any state.
+    # After an error, the caches may be in any state, so they are not returned to the pool.
     for model, cache in attempt.caches(self):
         state = known(model)
         if state is not None and state.disabled is None:
@@ -303,7 +303,7 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
         # Replays may have been wrong, so the user's cache is left unchanged.
         raise
     except BaseException:
-        # Raised by user code: as in stock, the cache has the tokens so far.
+        # User code raised this error. As in stock, the user's cache contains the tokens so far.
         user_cache.store(None, attempt.cache)
         raise
 
@@ -377,7 +377,7 @@ def _has_unfinished_sequences(self: Any, stock: Method, this_peer_finished: Any,
     late = deferred_stop.current()
     if late is not None:
         late.begin_step()
-    # From 5.17 on, the decision has already been made.
+    # From 5.17 on, `this_peer_finished` is a bool, because the decision has already been made.
     if late is None or isinstance(this_peer_finished, bool):
         return stock(this_peer_finished, *args, **kwargs)
     return late.continues(this_peer_finished)

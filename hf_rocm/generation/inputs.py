@@ -203,5 +203,5 @@ def _most(cache: Any) -> int:
 
 
 _steps: WeakKeyDictionary[Any, Step] = WeakKeyDictionary()
-# Cache → number of tokens at its last refused step.
+# The number of tokens of every cache at its last refused step.
 _refused: WeakKeyDictionary[Any, int] = WeakKeyDictionary()

@@ -73,10 +73,10 @@ def record(event: Event) -> None:
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
-            # One write of less than a page, so lines don't mix.
+            # This is one write of less than a page, so that lines don't mix.
             file.write(json.dumps(asdict(event)) + "\n")
     except OSError as error:
-        # Also if there is no path, because this user has no home folder.
+        # `path` also raises this error if this user has no home folder.
         _log.warning("the event can't be written to %s: %s", NAME, error)
 
 
@@ -96,5 +96,5 @@ def _event(line: str) -> Event | None:
         values = json.loads(line)
         return Event(**{name: value for name, value in values.items() if name in names})
     except (ValueError, TypeError, AttributeError):
-        # Written by another release, or truncated.
+        # The line was written by another release, or is truncated.
         return None

@@ -139,7 +139,7 @@ class Lookahead:
         if launched is None or launched.input_ids.device != input_ids.device:
             on_device = torch.tensor([drafts]).to(input_ids.device, input_ids.dtype)
         else:
-            # Copying them from the host would wait for the launched step.
+            # Copying the drafts from the host would wait for the launched step.
             on_device = launched.input_ids[:, 1:]
         candidates = torch.cat((input_ids, on_device), dim=1)
         self._tokens.draft(drafts, candidates)
@@ -162,7 +162,7 @@ class Lookahead:
 
         length: the length of the cache. Raises `GraphError` if the step began before this length.
         """
-        # None if transformers has prepared the step.
+        # `_prepared` is None if transformers has prepared the step.
         self._ids, self._prepared = self._prepared, None
         launched, self.launched, self.logits = self.launched, None, None
         if launched is None:
@@ -173,7 +173,7 @@ class Lookahead:
 
     def end(self, length: int) -> None:
         """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
-        # Else the loop has not called the last step that was launched.
+        # If a launched step is left, the loop has not called it.
         used = self.launched is None
         self.take(length)
         if used:

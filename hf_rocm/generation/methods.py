@@ -58,7 +58,7 @@ def _method(function: Method, mark: str, change: Change) -> Method:
     # `wraps` preserves the signature, from which generate reads the arguments that a model accepts
     @functools.wraps(getattr(cls, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not `call_of`, which would add a call to every step.
+        # `call_of` would add a call to every step.
         original = change.original
         inherited = getattr(super(cls, self), name) if original is ABSENT else original.__get__(self, cls)
         if mark not in self.__dict__ or type(self) is not cls or not change.live:

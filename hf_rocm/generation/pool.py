@@ -115,7 +115,7 @@ class Pool:
         """
         oldest = self._idle.pop(0)
         if oldest.used is not None:
-            # Before the last reference goes out of scope.
+            # Wait before the last reference goes out of scope.
             oldest.used.synchronize()
 
     def latest_recording(self) -> Any:

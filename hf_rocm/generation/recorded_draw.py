@@ -131,7 +131,7 @@ def _drawn(probabilities: Tensor, noise: Tensor, compared: Tensor) -> Tensor:
     compared: [] bool, whether the check is left to the uncaptured draw that this one is compared with.
     """
     low, high = torch.aminmax(probabilities)
-    # So the sum of a softmax is not 0 either, which multinomial also checks.
+    # `multinomial` also rejects a sum of 0, but the sum of a softmax with valid values is never 0.
     valid = (high < math.inf) & (low >= 0)
     torch._assert_async(valid | compared, "probability tensor contains either `inf`, `nan` or element < 0")
     return (probabilities / noise).argmax(dim=-1, keepdim=True)

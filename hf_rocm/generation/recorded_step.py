@@ -130,7 +130,7 @@ class RecordedStep(Recorded):
         self._fields |= zip(self._names, self.tensors, strict=True)
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
-        # Selects and compiles kernels.
+        # The first run selects and compiles kernels.
         self._write(like)
         self.digests.zero_()
         self.alarm.number.zero_()

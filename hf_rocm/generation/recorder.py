@@ -174,7 +174,7 @@ def _abandon(graph: Any, shared: _Shared) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # The same error again: the capture was invalidated.
+        # The same error is raised again if the capture was invalidated.
         _leave_pool(shared)
         _abandoned.append((graph, shared))
         _devices.pop(shared.device, None)
@@ -190,7 +190,7 @@ def _leave_pool(shared: _Shared) -> None:
     """
     leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
     if leave is not None:
-        # This version of PyTorch has already ended it.
+        # PyTorch raises RuntimeError if it has already ended the allocation.
         with suppress(RuntimeError):
             leave(shared.device.index, shared.pool)
 

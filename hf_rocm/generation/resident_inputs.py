@@ -212,7 +212,7 @@ class Step:
         self._position += 1
         decodes = isinstance(cache, DecodeCache)
         places = cache.places(1) if decodes and cache.has_room() else ()
-        # Runs while the device is busy.
+        # This runs while the device is busy.
         self.residents.write(self._position, places)
         for name, value in self._given.items():
             self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
@@ -342,7 +342,7 @@ def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, 
             raise Unlike(f"the step's {name} does not match its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
-        # Used only by the prompt.
+        # Only the prompt uses the embeddings.
         known.add("inputs_embeds")
     for name, value in {**arguments, **inputs}.items():
         if name not in known and value is not cache and not (value is None or isinstance(value, (bool, int, str))):

@@ -213,7 +213,7 @@ class Runner:
         self.cache.reorderer = WeakMethod(self._reorder)
         self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
         if self._uncaptured:
-            # On all ranks, so that their counts are equal from here on.
+            # Start over on all ranks, so that their counts are equal from here on.
             self._state.start_over()
             self._state.turn_away("the models are in different states on different ranks")
         return not self._uncaptured

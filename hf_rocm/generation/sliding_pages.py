@@ -123,7 +123,7 @@ def _longest(change: Change) -> Callable[[Any], int]:
             columns = self.max_blocks_per_request - (kind == SLIDING)
             if kind != SLIDING or _pages(allocator) > columns:
                 limits.append(columns * allocator.tokens_per_page)
-        # No limit, because a ring buffer does not grow with the request.
+        # The default means no limit: a ring buffer does not grow with the request.
         return min(limits, default=sys.maxsize)
 
     return _infer_max_decode_fast_path_length

@@ -35,10 +35,8 @@ class State:
         self.required = required
         self.pool = Pool()
         self.disabled: str | None = None  # the reason why recording has stopped
-        self.wrong_replay: str | None = (
-            # The same reason, if a comparison or the alarm showed that a replay was wrong.
-            None
-        )
+        # the same reason, if a comparison or the alarm showed that a replay was wrong
+        self.wrong_replay: str | None = None
         self.calls = 0  # the number of generate calls that used a DecodeCache
         self.recorded = 0  # the number of recorded steps
         self.routes: Collection[Route] = ()  # of every operation in the last recorded step

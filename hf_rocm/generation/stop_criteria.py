@@ -73,7 +73,7 @@ class _Criteria(StoppingCriteriaList):
                 return Stopped(lambda: self._stock(input_ids, scores, **kwargs), rows, appended)
         if criterion is False:
             if self._tokens is not None and not self._only_reads():
-                # A criterion of the user may change the tokens in place.
+                # A user's criterion may change the tokens in place.
                 self._tokens.forget()
             return self._stock(input_ids, scores, **kwargs)
         none = criterion is None or self._goes_on(criterion, input_ids)

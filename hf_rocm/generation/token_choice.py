@@ -33,7 +33,7 @@ from hf_rocm.overlay.dependencies import Reference, of_method
 from hf_rocm.overlay.replacements import Watch
 
 FEATURE = "token_choice"
-# This method receives the outputs with the stand-in.
+# The method that receives the outputs with the stand-in.
 UPDATE = "_update_model_kwargs_for_generation"
 
 # Processors that read nothing but the scores and their own plain attributes, and never wait for the device.

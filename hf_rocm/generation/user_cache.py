@@ -128,8 +128,8 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
     windows: the windows of the model. A layer of the user's cache that keeps all keys has no window.
     """
     layers = getattr(cache, "layers", None)
-    # Layers are created by the first update, and keep all keys.
     if not layers:
+        # The first update creates the layers, which keep all keys.
         return [None] * len(windows)
     # Whisper's cache may have more layers than its decoder.
     if len(layers) < len(windows):
@@ -139,7 +139,7 @@ def windows_of(cache: Any, windows: Sequence[int | None]) -> Sequence[int | None
         if not layer.is_sliding:
             sizes.append(None)
             continue
-        # A static layer may be smaller than the window.
+        # A static layer has no `sliding_window`, and may be smaller than the window.
         exact: int | None = getattr(layer, "sliding_window", None)
         if window is None or (layer.max_cache_len > window if exact is None else exact != window):
             return "the call uses a cache whose sliding windows differ from the model's"

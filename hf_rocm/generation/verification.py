@@ -114,7 +114,7 @@ def _receiving() -> Watch:
     )
 
 
-# The candidate generator receives the stand-in for the logits.
+# The method that creates the candidate generator, which receives the stand-in for the logits.
 _GENERATOR = "_get_candidate_generator"
 _GENERATORS = (
     "AssistedCandidateGenerator",

@@ -111,7 +111,7 @@ def _may_change_during_a_call(reference: Reference) -> bool:
 def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) -> Iterator[Reference]:
     yield from of_call(nn.Module)
     for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        # Otherwise `loops.stepping` replaces its `__call__` during a call.
+        # If a class has `generate`, `loops.stepping` replaces its `__call__` during a call.
         if not hasattr(cls, "generate"):
             yield from of_call(cls)
         dependencies = of_class(cls)
@@ -138,8 +138,8 @@ def mask_registry() -> Registry:
 
 def masks_replaced(model: Any) -> str | None:
     """Return a sentence if a function that creates this model's masks was replaced, else None."""
-    # Faster by 3 µs than the property behind the config's `__getattribute__`.
     try:
+        # This is 3 µs faster than the property behind the config's `__getattribute__`.
         implementation = object.__getattribute__(model.config, "_attn_implementation_internal")
     except AttributeError:
         implementation = None

@@ -30,10 +30,10 @@ from hf_rocm.overlay.replacements import Watch, constant_in_traces
 
 SERVED = "sdpa"
 
-# A config's attribute behind `_attn_implementation`.
+# The attribute of a config behind its property `_attn_implementation`.
 _IMPLEMENTATION = "_attn_implementation_internal"
 
-# A mask's attribute: the `CacheRows` of the visible keys.
+# The attribute of a mask that contains the `CacheRows` of the visible keys.
 _ROWS = "_hf_rocm_rows"
 
 # (class, implementation) → the references through which the stock forward looks up its attention function, if any.

@@ -44,7 +44,7 @@ def encoder_decoder(
     if paired and cache.is_updated.get(module.layer_idx):
         return query, *_cached(half, module.layer_idx)
     key, value = split_heads(tuple(module._modules[name](source) for name in others), size)
-    # The encoder's positions are not the decoder's.
+    # Pass no positions, because the encoder's positions are not the decoder's.
     key, value = update_cache(module, key, value, half, {})
     if paired:
         cache.is_updated[module.layer_idx] = True

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, compiler, nn
 
-# The name in torch.nn may have been replaced.
+# Not from torch.nn, where the name may have been replaced.
 from torch.nn.modules.normalization import LayerNorm
 
 from hf_rocm import ops

@@ -15,7 +15,7 @@ from torch._C import _get_tracing_state
 from torch.nn import Module, Parameter, functional
 from torch.nn.modules import module as torch_module
 
-# The name in torch.nn may have been replaced.
+# Not from torch.nn, where the name may have been replaced.
 from torch.nn.modules.linear import Linear
 
 from hf_rocm import ops
@@ -105,7 +105,7 @@ def live(module: Module) -> WeightGroup | None:
         if its.get("forward") is not forward and not group.accepts(module, linear, name):
             return _modified(module, group)
         parameters = its["_parameters"]
-        # FSDP1 removes them.
+        # FSDP1 removes the parameters from this dict.
         weight, bias = parameters.get("weight"), parameters.get("bias")
         memory = weight
         if weight.__class__ is not Parameter:

@@ -33,7 +33,7 @@ _FORMULAS = {
     ("transformers.activations", "NewGELUActivation"): "gelu_new",
 }
 
-# torch.nn.functional.gelu, unless it was replaced.
+# The original torch.nn.functional.gelu, which other code may have replaced.
 _GELU = torch._C._nn.gelu
 
 

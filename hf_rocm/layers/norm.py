@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-# The names in torch.nn may have been replaced.
+# Not from torch.nn, where the names may have been replaced.
 from torch.nn.modules.dropout import Dropout
 from torch.nn.modules.linear import Linear
 

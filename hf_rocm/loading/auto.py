@@ -27,7 +27,7 @@ LEFT_STOCK = ("diffusers", "comfy", "invokeai", "open_clip", "sentence_transform
 
 _log = logging.getLogger("hf_rocm")
 _lock = threading.RLock()
-# Depth: the number of nested `suspended` blocks in this thread.
+# `depth`: the number of nested `suspended` blocks in this thread.
 _loading = threading.local()
 _warned: set[str] = set()
 _switch: _Switch | None = None
@@ -58,7 +58,7 @@ class _Switch:
                 with heap_copies.where_needed():
                     loaded = stored_checkpoints.load(change.call_of(cls), *args, **kwargs)
 
-                # output_loading_info=True.
+                # With output_loading_info=True, `from_pretrained` returns a tuple.
                 model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
                 model = prepare(model, force=self.force)
                 if flash:

@@ -99,12 +99,13 @@ def prepare(
         "forced": forced,
         # The models whose overlays are bound.
         "overlays": overlays,
-        # Model: why its overlay can't be used.
+        # model: why its overlay can't be used
         "refused": refused,
-        "fused": joined,  # module: its layers
-        # Module: why its layers are unchanged.
+        # module: its layers
+        "fused": joined,
+        # module: why its layers are unchanged
         "skipped": skipped,
-        # The settings, the shuffled and skipped weights with reasons, the bytes of copies.
+        # The settings, the shuffled weights, the skipped weights with reasons, and the bytes of copies.
         "preshuffle": shuffled,
         "graphs": _record_steps(
             model,
@@ -199,7 +200,7 @@ def _bind_overlays(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
     bind.bind_waiting()
     names = families(model)
-    # Reading the catalog takes longer than mapping a checkpoint.
+    # Look for bound overlays first: reading the catalog takes longer than mapping a checkpoint.
     bound = sorted(filter(is_active, names))
     refused: dict[str, str] = {}
     if len(bound) == len(names):

@@ -244,7 +244,7 @@ def _config_or_none(model_id: str | PathLike[str], arguments: dict[str, Any]) ->
     try:
         return _config(model_id, arguments)
     except (OSError, ValueError, KeyError):
-        # Loading raises the error.
+        # Loading the model raises the error.
         return None
 
 

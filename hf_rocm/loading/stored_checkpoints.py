@@ -22,11 +22,11 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-# Quantizer: the quantiser of this thread's load, if any; active: whether a load runs.
+# `quantizer`: the quantiser of this thread's load, or None. `active`: whether a load runs.
 _loading = threading.local()
 
 _SETTINGS = b"quantization_config"
-# In the folder of an adapter, whose base model is elsewhere.
+# A file in the folder of an adapter, whose base model is elsewhere.
 _ADAPTER = "adapter_config.json"
 
 _FILES = "_get_resolved_checkpoint_files"
@@ -73,7 +73,7 @@ def _standing_in() -> Iterator[None]:
     changes: list[Change] = [Entry(configs, method, _Config) for method in methods]
     changes += [Entry(quantizers, method, _quantizer) for method in methods]
     changes.append(Change(modeling, _FILES, _files))
-    # Before 5.0.
+    # Only releases before 5.0 have this function.
     if hasattr(modeling, "_infer_parameter_dtype"):
         changes.append(Change(modeling, "_infer_parameter_dtype", _own_dtype))
     with patches.applied(*changes):

@@ -35,7 +35,8 @@ ALLOWED = {
     "hf_rocm/weights/experts.py": {"_modules"},
     "hf_rocm/overlay/activate.py": {"__file__"},
     # the output of generate, before it is returned
-    "hf_rocm/generation/hooks.py": {"()", "past_key_values", "sequences"},
+    "hf_rocm/generation/hooks.py": {"()", "sequences"},
+    "hf_rocm/generation/user_cache.py": {"past_key_values"},
     # attributes of hf_rocm's functions, which torch.compile or hf_rocm reads
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},

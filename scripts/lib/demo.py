@@ -195,7 +195,7 @@ class Demo:
         say(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
         sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
         quoted("\n".join(sentences))
-        told = any("on cpu" in sentence for sentence in sentences)
+        told = any("on the CPU" in sentence for sentence in sentences)
         self.checks.expect(told, "explain gives the reason why the model's forwards are not recorded here")
 
     def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:

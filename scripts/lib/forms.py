@@ -45,7 +45,8 @@ def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> 
         lines = texts[digest].splitlines()
         if digest not in known:
             shown = lines if before is None else _difference(texts[before].splitlines(), lines)
-            first = f"{name} {'is defined' if before is None else 'has a new definition'} in {releases[0]}"
+            what = "is missing" if not lines else "is defined" if before is None else "has a new definition"
+            first = f"{name} {what} in {releases[0]}"
             yield "\n".join([first, *(f"    {line}".rstrip() for line in shown)])
         before = digest
 

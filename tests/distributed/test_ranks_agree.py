@@ -107,7 +107,10 @@ def test_a_lost_store_raises_an_hf_rocm_error():
             raise RuntimeError("Connection reset by peer")
 
     ended = ranks_with([lambda: SAME, None], store=Gone())
-    assert "lost the rendezvous store" in ended[0].message and "Connection reset" in ended[0].facts["torch error"]
+    assert (
+        "lost its connection to the rendezvous store" in ended[0].message
+        and "Connection reset" in ended[0].facts["torch error"]
+    )
 
 
 def test_the_rank_with_the_store_waits_until_the_others_have_read_it():

@@ -49,7 +49,7 @@ def test_required_graphs_raise_with_the_reason(pair, monkeypatch):
     with pytest.raises(GraphError, match="no cache"):
         generate(prepared, use_cache=False)
     monkeypatch.delitem(recorder.factories, "cpu")
-    with pytest.raises(GraphError, match="on cpu"):
+    with pytest.raises(GraphError, match="on the CPU"):
         generate(prepared)
 
 

@@ -260,7 +260,7 @@ def test_the_parts_that_features_depend_on_are_recorded_for_every_release(
     file = overlays / "features.toml"
     file.write_text('transformers = ">=5"\n')
     assert run(refresh, overlays) == 0
-    assert "overlays/features.toml: deep: transformers.generation.utils:Absent has a new" in capsys.readouterr().out
+    assert "overlays/features.toml: deep: transformers.generation.utils:Absent is missing" in capsys.readouterr().out
     recorded = refresh.parse(file.read_text(), source=file).records["deep"]
     every = ("5.0.0", "5.1.0", "5.2.0", "5.10.0")
     assert recorded.names[parts[1]] == {"absent": every}

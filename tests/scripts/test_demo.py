@@ -49,7 +49,7 @@ def result(lib, *, stock: float, **others: float) -> dict[str, object]:
     shapes = [("torch", ((1, 4, 1, 8), (1, 2, 9, 8), (1, 2, 9, 8)))]
     explanation = {
         "parts": [{"group": "qkv", "fused": 4, "instances": 4}],
-        "forwards": ["forwards on cpu: " + "x " * 90],
+        "forwards": ["forwards on the CPU: " + "x " * 90],
     }
     return {
         way: {

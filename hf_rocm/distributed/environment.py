@@ -100,7 +100,7 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store did not answer an earlier load with a shorter timeout, so try again.
+        # The agent's store did not answer an earlier load, whose timeout may have been shorter, so try again.
         _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later

@@ -139,7 +139,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         "--tb=short",
     ]
     command += ["-c", settings.tree / "pytest.ini", "--rootdir", settings.tree, *settings.pytest, *settings.files]
-    question = {
+    plugin_settings = {
         "log": str(settings.log),
         "done": done,
         "timeout": settings.timeout,
@@ -148,7 +148,7 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
     environ = settings.interpreter.environ(
         *([] if settings.site is None else [settings.site]),
         scratch / "plugin",
-        UPSTREAM_TESTS=json.dumps(question),
+        UPSTREAM_TESTS=json.dumps(plugin_settings),
         UPSTREAM_FAULT=settings.fault,
         UPSTREAM_SPREAD=str(settings.spread),
         HF_HOME=str(scratch / "hub"),

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py in each of two ranks: the handshake before the ranks load, and the log messages.
+"""Run by test_ranks.py on each of two ranks: the handshake before the ranks load, and the log messages.
 
 Arguments: a checkpoint, and one whose heads can't be divided. Prints a line of JSON: check → observation.
 """
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
-class Heard(logging.Handler):
+class Messages(logging.Handler):
     """Collect the messages of the hf_rocm logger."""
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Heard(logging.Handler):
 
 
 def main(checkpoint: str, undivided: str) -> None:
-    messages, seen = Heard(), {}
+    messages, seen = Messages(), {}
 
     def load(folder=checkpoint, **arguments):
         return hf_rocm.from_pretrained(folder, **{"tp_plan": "auto", "force": True, **arguments}).eval()
@@ -78,7 +78,7 @@ def main(checkpoint: str, undivided: str) -> None:
     before = next(agree._calls[rank, "0,1"])
     messages.since()
     stock = load(force=None)
-    seen["stock said"] = messages.since()
+    seen["stock messages"] = messages.since()
     assert next(agree._calls[rank, "0,1"]) == before + 1
     assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a single-process load waits for no other rank
@@ -88,7 +88,7 @@ def main(checkpoint: str, undivided: str) -> None:
     # in a single-process load, rank 1 logs only messages that rank 0 has not logged
     messages.since()
     load(tp_plan=None, quantize="int8")
-    seen["own said"] = messages.since()
+    seen["own messages"] = messages.since()
     # the behaviour of stock with heads that can't be divided
     try:
         with torch.no_grad():
@@ -97,7 +97,7 @@ def main(checkpoint: str, undivided: str) -> None:
     except RuntimeError as error:
         seen["stock heads"] = str(error)
     seen["rank"] = dist.get_rank()
-    # Use a single write, because print makes two, and the ranks share a pipe.
+    # Use a single write, because print makes two, and ranks may share an output file.
     os.write(1, f"{json.dumps(seen)}\n".encode())
     dist.barrier()
     dist.destroy_process_group()

@@ -54,8 +54,8 @@ def test_both_ranks_count_the_same_number_of_comparisons(seen):
 
 
 def test_one_rank_logs_the_messages_of_a_load(seen):
-    speaks, listens = sorted(seen, key=lambda rank: rank["rank"])
-    assert len(speaks["stock said"]) == 1 and "stays stock" in speaks["stock said"][0]
-    assert len(speaks["own said"]) == 1 and "int8" in speaks["own said"][0]
+    logging_rank, other_rank = sorted(seen, key=lambda rank: rank["rank"])
+    assert len(logging_rank["stock messages"]) == 1 and "stays stock" in logging_rank["stock messages"][0]
+    assert len(logging_rank["own messages"]) == 1 and "int8" in logging_rank["own messages"][0]
     # in a single-process load, a rank waits only briefly for rank 0, and logs what rank 0 has not logged by then
-    assert all(words.startswith("rank 1: ") for words in listens["stock said"] + listens["own said"])
+    assert all(words.startswith("rank 1: ") for words in other_rank["stock messages"] + other_rank["own messages"])

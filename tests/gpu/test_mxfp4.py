@@ -72,7 +72,7 @@ def test_the_kernel_is_selected_and_checked_in_a_child_process():
 
 
 def test_a_checkpoint_stays_packed_and_its_steps_are_recorded(tmp_path):
-    """Weights remain packed, logits are as accurate as stock's, and recorded and uncaptured tokens are equal."""
+    """Weights remain packed, logits are as accurate as stock's, and recorded steps give the same tokens."""
     from tests.weights import mxfp4_checkpoints as mxfp4
 
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 4}

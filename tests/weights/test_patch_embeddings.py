@@ -47,7 +47,7 @@ def built(kind, dtype=torch.float32, **more):
     return model.to(dtype), pixels.to(dtype)
 
 
-def products(model, *inputs):
+def output_and_routes(model, *inputs):
     """Returns the output, and the routes of the GEMMs that hf_rocm ran."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(*inputs)
@@ -71,7 +71,7 @@ def test_the_gemm_equals_the_convolution(kind, bias, dtype):
     model, pixels = built(kind, dtype, bias=bias)
     with torch.no_grad():
         exact, stock = copy.deepcopy(model).double()(pixels.double()), model(pixels)
-    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    prepared, routes = output_and_routes(hf_rocm.prepare(model, force=True), pixels)
     assert len(routes) == 1
     assert_as_good_as_eager(prepared, stock, exact)
     assert strides(prepared) == strides(stock)
@@ -81,7 +81,7 @@ def test_the_memory_format_is_that_of_the_convolution():
     model, pixels = built("image")
     pixels = pixels.to(memory_format=torch.channels_last)
     stock = model(pixels)
-    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    prepared, routes = output_and_routes(hf_rocm.prepare(model, force=True), pixels)
     assert routes and strides(prepared) == strides(stock) and not prepared.is_contiguous()
     torch.testing.assert_close(prepared, stock)
 
@@ -115,7 +115,7 @@ def test_a_replaced_forward_gets_the_format_of_a_convolution(monkeypatch):
     hf_rocm.prepare(model, force=True)
     around = next(module for module in model.modules() if type(module).__name__ == "SiglipVisionEmbeddings")
     monkeypatch.setattr(type(around), "forward", lambda self, pixels: self.patch_embedding(pixels).view(2, 48, -1))
-    output, routes = products(around, pixels)
+    output, routes = output_and_routes(around, pixels)
     assert routes and output.is_contiguous()
 
 
@@ -135,7 +135,7 @@ def test_the_use_of_the_patches_is_read_from_the_source():
 
 def test_an_empty_batch_returns_an_empty_output():
     model, pixels = served("frames")
-    prepared, routes = products(model, pixels[:0])
+    prepared, routes = output_and_routes(model, pixels[:0])
     assert (
         routes and prepared.shape == F.conv3d(pixels[:0], model.proj.weight, model.proj.bias, model.proj.stride).shape
     )
@@ -154,14 +154,14 @@ def test_gradients_equal_stock():
 
 def test_weights_are_read_in_every_call():
     model, pixels = served()
-    products(model, pixels)
+    output_and_routes(model, pixels)
     with torch.no_grad():
         model.proj.weight.mul_(2)
         model.proj.bias.zero_()
-    prepared, routes = products(model, pixels)
+    prepared, routes = output_and_routes(model, pixels)
     torch.testing.assert_close(prepared, F.conv2d(pixels, model.proj.weight, None, 14))
     model.proj.weight = nn.Parameter(torch.randn_like(model.proj.weight) * 0.02)
-    prepared, more = products(model, pixels)
+    prepared, more = output_and_routes(model, pixels)
     torch.testing.assert_close(prepared, F.conv2d(pixels, model.proj.weight, model.proj.bias, 14))
     assert routes and more
 
@@ -182,7 +182,7 @@ def test_other_convolutions_stay_stock(make):
     torch.manual_seed(0)
     model, pixels = Embedding(make()), torch.randn(2, 3, 16, 16)
     expected = model(pixels)
-    prepared, routes = products(hf_rocm.prepare(model, force=True), pixels)
+    prepared, routes = output_and_routes(hf_rocm.prepare(model, force=True), pixels)
     assert torch.equal(prepared, expected) and not routes
     assert "forward" not in model.proj.__dict__
 
@@ -211,7 +211,7 @@ def test_changes_by_users_take_effect(surgery, before):
     if surgery == "another kernel size":
         with torch.no_grad():
             model.proj.weight.copy_(stock.proj.weight)
-    prepared, routes = products(model, pixels)
+    prepared, routes = output_and_routes(model, pixels)
     assert torch.equal(prepared, stock(pixels)) and not routes
     hf_rocm.restore(model)
     assert torch.equal(model(pixels), stock(pixels))
@@ -230,9 +230,9 @@ def test_functions_replaced_by_users_are_called(holder, name, before):
         expected = stock(pixels)
         if before:
             hf_rocm.prepare(model, force=True)
-        prepared, routes = products(model, pixels)
+        prepared, routes = output_and_routes(model, pixels)
         assert torch.equal(prepared, expected) and not routes
-    assert products(model, pixels)[1]
+    assert output_and_routes(model, pixels)[1]
 
 
 def test_hooks_run():
@@ -240,7 +240,7 @@ def test_hooks_run():
     seen = []
     model.proj.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output + 1)
     plain = F.conv2d(pixels, model.proj.weight, model.proj.bias, 14)
-    prepared, routes = products(model, pixels)
+    prepared, routes = output_and_routes(model, pixels)
     torch.testing.assert_close(prepared, plain + 1)
     assert seen and routes
 
@@ -248,9 +248,9 @@ def test_hooks_run():
 def test_unsupported_calls_stay_stock():
     model, pixels = served()
     stock, _ = built("image")
-    assert torch.equal(products(model, pixels[0])[0], stock(pixels[0]))
+    assert torch.equal(output_and_routes(model, pixels[0])[0], stock(pixels[0]))
     with torch.autocast("cpu", torch.bfloat16):
-        prepared, routes = products(model, pixels)
+        prepared, routes = output_and_routes(model, pixels)
         assert torch.equal(prepared, stock(pixels)) and not routes
     mapped = torch.func.vmap(model)(pixels[None])
     assert torch.equal(mapped[0], stock(pixels))
@@ -270,7 +270,7 @@ def test_without_force_a_model_on_the_cpu_stays_stock(monkeypatch):
     model, pixels = built("image")
     expected = model(pixels)
     patch_embeddings.attach(model, bind.GPU)
-    prepared, routes = products(model, pixels)
+    prepared, routes = output_and_routes(model, pixels)
     assert torch.equal(prepared, expected) and not routes
 
 
@@ -283,11 +283,11 @@ def test_copies_and_pickles_work_and_can_be_restored():
     with torch.no_grad():
         twin.proj.weight.zero_()
         twin.proj.bias.zero_()
-    assert not products(twin, pixels)[0].any() and products(twin, pixels)[1]
+    assert not output_and_routes(twin, pixels)[0].any() and output_and_routes(twin, pixels)[1]
     file = io.BytesIO(pickle.dumps(model))
     thawed = pickle.load(file)
-    assert torch.equal(thawed(pixels), expected) or products(thawed, pixels)[1]
-    assert products(hf_rocm.prepare(thawed, force=True), pixels)[1]
+    assert torch.equal(thawed(pixels), expected) or output_and_routes(thawed, pixels)[1]
+    assert output_and_routes(hf_rocm.prepare(thawed, force=True), pixels)[1]
     for variant in (model, thawed):
         hf_rocm.restore(variant)
         assert torch.equal(variant(pixels), expected)

@@ -20,7 +20,7 @@ from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models
 from tests.weights.models import IDS, LAYERS, logits
-from tests.weights.test_quantize import SHAPES, each_kind, products, quantized
+from tests.weights.test_quantize import SHAPES, each_kind, logits_and_gemms, quantized
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,7 +32,7 @@ class TestAfterwards:
     """Changes to a quantised model, and its use."""
 
     def still_one_product(self, model, expected):
-        actual, shapes, others = products(model)
+        actual, shapes, others = logits_and_gemms(model)
         assert torch.equal(actual, expected) and shapes == SHAPES * LAYERS and others == 0
 
     def test_copies_and_pickles_stay_quantised(self):
@@ -54,14 +54,14 @@ class TestAfterwards:
         for path, layer in quantizing.layers(model):
             assert torch.equal(layer.quantized.data.double(), before[path].double())
             assert layer.quantized.scale.dtype == torch.float32 and layer.weight.dtype == torch.bfloat16
-        output, shapes, _ = products(model)
+        output, shapes, _ = logits_and_gemms(model)
         assert output.dtype == torch.bfloat16 and shapes == SHAPES * LAYERS
         assert model.to("meta").model.layers[0].mlp.up_proj.quantized.data.is_meta
 
     def test_quantised_layers_run_under_autocast(self):
         model = quantized()
         with torch.autocast("cpu", torch.bfloat16):
-            output, shapes, _ = products(model)
+            output, shapes, _ = logits_and_gemms(model)
         assert shapes == SHAPES * LAYERS and output.dtype == torch.bfloat16 and torch.isfinite(output).all()
 
     @pytest.mark.parametrize("kept", [None, "cpu"])
@@ -116,7 +116,7 @@ class TestAfterwards:
         expected = logits(models.build(attention_bias=True).double())
         stock = copy.deepcopy(model)
         hf_rocm.quantize(hf_rocm.prepare(model, force=True), "int8", force=True)
-        actual, shapes, _ = products(model)
+        actual, shapes, _ = logits_and_gemms(model)
         assert shapes == SHAPES * LAYERS and not torch.equal(actual.double(), expected)
         with options.override(tiers={"linear": "eager"}):
             eager = logits(model)
@@ -129,7 +129,7 @@ class TestAfterwards:
         seen = []
         attention = model.model.layers[0].self_attn
         handle = attention.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-        actual, shapes, _ = products(model)
+        actual, shapes, _ = logits_and_gemms(model)
         assert torch.equal(actual, expected) and len(seen) == 1 and len(shapes) == len(SHAPES) * LAYERS + 2
         handle.remove()
         self.still_one_product(model, expected)

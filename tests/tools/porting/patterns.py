@@ -27,6 +27,7 @@ PLANTED = [
     ("inductor-setting", "a.py", "import torch._inductor.config as c\nc.triton.cudagraphs = True\n"),
     ("inductor-setting", "a.py", "from torch._inductor import config\nconfig.memory_planning = True\n"),
     ("inductor-setting", "a.py", "import torch\nf = torch.compile(g, options={'triton.cudagraphs': True})\n"),
+    ("inductor-setting", "a.py", "model.compile(options={'triton.cudagraphs': True})\n"),
     ("random-state-in-capture", "a.py", "import torch\nwith torch.cuda.graph(g):\n    s = torch.cuda.get_rng_state()\n"),
     ("allocator-split-size", "a.py", "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:128'\n"),
     ("allocator-conflict", "a.py", "import os\nos.environ.setdefault('PYTORCH_HIP_ALLOC_CONF', "

@@ -80,7 +80,7 @@ def _tuned(gpu: Gpu, release: Release) -> Path | None:
 
 
 def _mend(table: Table) -> None:
-    """Accept a table without the column gfx, because the number of compute units determines its values."""
+    """Accept a table without the column gfx. Rows whose number of compute units does not determine it stay problems."""
     if table.lacks_gfx:
         table.problems = [problem for problem in table.problems if "there is no column gfx" not in problem.text]
 

@@ -114,7 +114,7 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
             return await _streamed(parts, sent, question.new // 2 if question.leave else None)
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
-    except ValueError as error:
+    except (ValueError, asyncio.LimitOverrunError) as error:
         # An invalid status line, header or size, or an endless line.
         raise _Failure("malformed answer", str(error)) from error
     finally:

@@ -11,7 +11,7 @@ from hf_rocm.tools.porting.module import Module
 MODE = Rule(
     "compile-mode",
     Severity.WARNING,
-    "this mode records graphs through inductor's graph trees; reports on ROCm range from a speed-up to wrong results",
+    "this mode records graphs with inductor's CUDAGraph Trees; reports on ROCm range from a speed-up to wrong results",
     "mode='default', or hf_rocm.compile, whose settings are safe; measure before you use another mode",
 )
 SETTING = Rule(
@@ -77,7 +77,7 @@ def _compiles(module: Module, node: ast.Call) -> bool:
     if name in ("functools.partial", "partial"):
         return bool(node.args) and module.name(node.args[0]) == "torch.compile"
     return name == "torch.compile" or (isinstance(node.func, ast.Attribute) and name.endswith(".compile") and (
-        any(keyword.arg == "mode" for keyword in node.keywords)
+        any(keyword.arg in ("mode", "options") for keyword in node.keywords)
     ))  # fmt: skip
 
 

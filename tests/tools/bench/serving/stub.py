@@ -25,6 +25,8 @@ FAULTS = (
     "early",
     # The connection is closed within a chunk.
     "cut",
+    # The line with the size of a chunk does not end.
+    "endless-size",
     # The answer has one token too few.
     "short",
     # No answer for 30 seconds.
@@ -101,6 +103,9 @@ class Handler(BaseHTTPRequestHandler):
             if fault in ("garbage", "no-choices", "error-event") and index == 1:
                 line = {"garbage": b"data: {oh\n\n", "no-choices": b'data: {"choices": []}\n\n',
                         "error-event": b'data: {"error": "worker died"}\n\n'}[fault]  # fmt: skip
+            if fault == "endless-size":
+                self.wfile.write(b"0" * 2**21)
+                return
             self.wfile.write(b"%x\r\n%s\r\n" % (len(line) + (9 if fault == "cut" else 0), line))
             if fault == "cut":
                 return

@@ -21,6 +21,7 @@ KINDS = {
     "error-event": "error event",
     "early": "ended early",
     "cut": "connection lost",
+    "endless-size": "malformed answer",
     "short": "wrong length",
     "silent": "timeout",
     "not-http": "malformed answer",

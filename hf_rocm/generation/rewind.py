@@ -94,7 +94,7 @@ class Attempt:
         if not rewind.ranks.all(reason is None):
             facts = {
                 "reason": rewind.reason,
-                "tokens that may be wrong": f"the last {rewind.unproven} of every row",
+                "tokens that may be wrong": f"those of the last {rewind.unproven} steps, in every row",
                 "why they remain": reason or "another rank can't withdraw them",
             }
             raise GraphError("a replayed step was wrong, and its tokens can't be withdrawn", facts=facts, hint=_HINT)

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and a function that runs it in a new interpreter."""
+"""The wheel of this checkout, installed in a folder, and a function that runs Python in a new process."""
 
 from __future__ import annotations
 

@@ -73,5 +73,5 @@ def either(request, machine):
     """A model in which the weights of all linear layers are shuffled, in place or as copies."""
     machine(threshold=request.param)
     model = shuffling.prepared()
-    assert len(shuffling.account(model)["shuffled"]) == shuffling.PRODUCTS and not shuffling.account(model)["skipped"]
+    assert len(shuffling.account(model)["shuffled"]) == shuffling.GEMMS and not shuffling.account(model)["skipped"]
     return model

@@ -20,7 +20,7 @@ from tests.weights.models import IDS, LAYERS
 
 NEWEST = recorded.RELEASES[-1]
 # q + k + v, o, gate + up and down of every layer, and lm_head.
-PRODUCTS = 4 * LAYERS + 1
+GEMMS = 4 * LAYERS + 1
 ROWS = IDS.numel()
 
 

@@ -19,11 +19,11 @@ from hf_rocm.weights.fuse import Fused
 from hf_rocm.weights.shuffled_parameter import ShuffledWeight
 from tests.weights import models
 from tests.weights.models import IDS, LAYERS, assert_same_results, logits
-from tests.weights.shuffling import NEWEST, PRODUCTS, ROWS, account, build, forwards, prepared, serves, traces
+from tests.weights.shuffling import GEMMS, NEWEST, ROWS, account, build, forwards, prepared, serves, traces
 
 
 def test_every_gemm_reads_shuffled_weights(either):
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
 
 
 def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
@@ -36,7 +36,7 @@ def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
         == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
     )
     assert set(account_of_model["shuffled"].values()) == {"a copy"}
-    serves(model, shuffled=PRODUCTS)
+    serves(model, shuffled=GEMMS)
     # Unfused layers run in PyTorch, as without copies.
     serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])
 
@@ -50,8 +50,8 @@ def test_shuffling_in_place_needs_no_memory_and_serves_any_number_of_rows(machin
     weights = [module.weight for module in model.modules() if type(module) is nn.Linear]
     assert all(type(weight) is ShuffledWeight and isinstance(weight, nn.Parameter) for weight in weights)
     assert all(weight.original.nbytes == 0 for weight in weights)
-    serves(model, shuffled=PRODUCTS)
-    serves(model, shuffled=PRODUCTS, ids=IDS[:1, :1])
+    serves(model, shuffled=GEMMS)
+    serves(model, shuffled=GEMMS, ids=IDS[:1, :1])
     assert model.num_parameters() == sum(p.numel() for p in build().parameters())
     assert all(type(module.weight) is ShuffledWeight for module in model.modules() if type(module) is nn.Linear)
     hf_rocm.restore(model)
@@ -84,7 +84,7 @@ def test_preparing_twice_equals_preparing_once(either):
     hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
     assert account(either) == before
     assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == slots
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
 
 
 def test_preparing_again_without_arguments_keeps_the_settings(either):
@@ -93,7 +93,7 @@ def test_preparing_again_without_arguments_keeps_the_settings(either):
     before = account(either)
     hf_rocm.prepare(either, force=True)
     assert account(either) == before
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
 
 
 def test_other_settings_replace_the_earlier_ones(either):
@@ -105,7 +105,7 @@ def test_other_settings_replace_the_earlier_ones(either):
 def test_explain_lists_shuffled_unshuffled_and_stale_weights(either):
     in_place = account(either)["threshold"] == 0
     text = hf_rocm.explain(either).details()
-    assert (f"shuffled in place: {PRODUCTS}" if in_place else f"shuffled: {PRODUCTS} as copies") in text
+    assert (f"shuffled in place: {GEMMS}" if in_place else f"shuffled: {GEMMS} as copies") in text
     assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in text
     assert "shuffled_linear (96 × 64): aiter" in text
     either.lm_head.weight = nn.Parameter(torch.zeros_like(either.lm_head.weight.data))
@@ -162,7 +162,7 @@ def test_tied_weights_inference_tensors_and_adapter_bases_are_not_shuffled(machi
     assert not account(model)["shuffled"]
     tied = hf_rocm.prepare(build(tie_word_embeddings=True), force=True, preshuffle="all", budget=1.0)
     assert "share memory" in account(tied)["skipped"]["lm_head"]
-    assert len(account(tied)["shuffled"]) == PRODUCTS - 1
+    assert len(account(tied)["shuffled"]) == GEMMS - 1
     wrapped = build()
     wrapped.lm_head = nn.ModuleDict({"base_layer": wrapped.lm_head})
     hf_rocm.prepare(wrapped, force=True, preshuffle="all", budget=1.0)

@@ -17,14 +17,14 @@ from hf_rocm.weights import shuffled_copy
 from tests.aiter import recorded
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights.models import IDS, LAYERS, logits
-from tests.weights.shuffling import PRODUCTS, ROWS, account, build, prepared, serves, traces
+from tests.weights.shuffling import GEMMS, ROWS, account, build, prepared, serves, traces
 
 
 def test_load_state_dict_takes_effect_in_the_next_forward(either):
     other = {name: torch.randn_like(p) * 0.1 for name, p in build().state_dict().items()}
     assert either.load_state_dict(other).missing_keys == []
     in_place = account(either)["threshold"] == 0
-    serves(either, shuffled=0 if in_place else PRODUCTS, plain=2 * LAYERS if in_place else 0)
+    serves(either, shuffled=0 if in_place else GEMMS, plain=2 * LAYERS if in_place else 0)
     assert all(torch.equal(p, other[name]) for name, p in either.state_dict().items())
 
 
@@ -70,12 +70,12 @@ def test_state_dict_pickle_deepcopy_and_checkpoints_have_the_stock_layout(either
     buffer = io.BytesIO()
     torch.save(either, buffer)
     # Copying and pickling did not change the model.
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
     same(either.state_dict())
     either.save_pretrained(tmp_path)
     same(type(either).from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict())
     hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
 
 
 def test_moves_and_casts_discard_the_old_copy(either):
@@ -207,7 +207,7 @@ def test_compiled_models_read_shuffled_weights_and_follow_writes(either):
     ]
     # Without original weights, a group runs layer by layer.
     single = 7 * LAYERS + 1
-    assert sum(marked) == (single if account(either)["threshold"] == 0 else PRODUCTS)
+    assert sum(marked) == (single if account(either)["threshold"] == 0 else GEMMS)
     new = {name: torch.randn_like(p) * 0.1 for name, p in eager.state_dict().items()}
     either.load_state_dict(new)
     eager.load_state_dict(new)
@@ -221,7 +221,7 @@ def test_hooks_and_functional_calls_get_stock_weights(either):
     linear = either.model.layers[0].mlp.down_proj
     seen = []
     handle = linear.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    serves(either, shuffled=PRODUCTS)
+    serves(either, shuffled=GEMMS)
     handle.remove()
     assert seen
     other = torch.randn(96, 64).bfloat16().t().contiguous()

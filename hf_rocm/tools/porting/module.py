@@ -17,17 +17,19 @@ from typing import Any
 
 from hf_rocm.tools.porting.libraries import LIBRARIES
 
-# PACKAGES, ASKED and PLATFORM: the words that rules look for in a guard. No other words are stored, so that contexts
+# GENERIC: words in package names that do not make a condition a guard, because of `torch.cuda.is_available()`.
+# PACKAGES, FLAGS and PLATFORM: the words that rules look for in a guard. No other words are stored, so that contexts
 # are small even in long files.
+GENERIC = frozenset(("torch", "cuda"))
 PACKAGES = frozenset(
     word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
-)
-ASKED = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
+).difference(GENERIC)
+FLAGS = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
 # In characters. Longer imported names are ignored, because every use would be resolved to one.
 LONGEST_NAME = 300
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")
-VOCABULARY = PACKAGES | ASKED | frozenset(PLATFORM)
+VOCABULARY = PACKAGES | FLAGS | frozenset(PLATFORM)
 _ABSENCE = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NONE: frozenset[str] = frozenset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 # (rule, file name, text): every text results in exactly one finding
 PLANTED = [
+    ("nvidia-only-import", "a.py", "import torch\nif torch.cuda.is_available():\n    import torch_tensorrt\n"),
     ("nvidia-only-import", "a.py", "import pynvml\n"),
     ("nvidia-only-import", "a.py", "import torch\nif torch.cuda.is_available():\n    import pynvml as nv\n"),
     ("nvidia-only-import", "a.py", "from flash_attn import flash_attn_func\n"),

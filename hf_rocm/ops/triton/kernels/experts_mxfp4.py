@@ -4,8 +4,8 @@ A word contains 8 consecutive numbers along K. x is stored in the order [8, K / 
 several words are multiplied by a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of
 tiles, so that the compiler spreads words and x over the threads in the same way. A number becomes the last exponent
 bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number. x is first multiplied
-by 2⁶⁴, and the sum of a block by 2⁶² and by its scale, so that no intermediate result leaves the range of fp32 where
-|x| < 2⁶³.
+by 2⁶⁴, and the sum of a word by 2⁶² and by the scale of its block, so that no intermediate result leaves the range of
+fp32 where |x| < 2⁶³.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def mxfp4_down(
         if bias is not None:
             product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
         weight = tl.broadcast_to(tl.load(weights + pairs).to(tl.float32)[:, None], product.shape)
-        # The product is rounded before the sum. Otherwise, the compiler would fuse the two, and lanes that add the
-        # same experts in a different order would differ in the last bit.
+        # `fma` rounds each weighted output before the sum. Otherwise, the compiler would fuse the multiplication and
+        # the addition, and lanes that add the same experts in a different order would differ in the last bit.
         total += tl.sum(tl.fma(rounded(product, dtype), weight, tl.zeros_like(product)), 0)
     tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
 

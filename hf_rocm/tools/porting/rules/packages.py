@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hf_rocm.tools.porting.findings import Place, Rule, Severity
 from hf_rocm.tools.porting.libraries import by_package
-from hf_rocm.tools.porting.module import Module
+from hf_rocm.tools.porting.module import GENERIC, Module
 
 IMPORT = Rule(
     "nvidia-only-import",
@@ -17,7 +17,7 @@ IMPORT = Rule(
 )
 
 # Package → words that occur in the names of flags for it, such as `HAS_TRT`, in addition to those of its own name.
-_ASKED = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
+_FLAGS = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",), "transformer_engine": ("te",)}
 
 
 def imports(module: Module) -> Iterator[Place]:
@@ -29,7 +29,8 @@ def imports(module: Module) -> Iterator[Place]:
         for name in _imported(node):
             library = by_package(name)
             first = name.split(".")[0]
-            if library is None or module.guarded(context, *first.split("_"), *_ASKED.get(first, ())):
+            words = {*first.split("_"), *_FLAGS.get(first, ())} - GENERIC
+            if library is None or module.guarded(context, *words):
                 continue
             instead = f"{library.rocm}; or {IMPORT.instead}"
             yield Place(IMPORT, node.lineno, f"import {name}", f"{library.cuda}: {IMPORT.why}", instead)

@@ -33,12 +33,12 @@ class HostTokens:
 
     def of(self, input_ids: Tensor) -> np.ndarray[Any, Any]:
         """Return the tokens of input_ids [1, S] as [S] int64, without a copy from the device if they are known."""
-        if not self.knows(input_ids):
+        if not self.has(input_ids):
             self._length = 0
             self._write(input_ids[0].cpu().numpy(), input_ids)
         return self._buffer[: self._length]
 
-    def knows(self, input_ids: Tensor) -> bool:
+    def has(self, input_ids: Tensor) -> bool:
         """Whether `of` returns these tokens without a copy."""
         return self._tokens is not None and self._tokens.matches(input_ids)
 
@@ -53,7 +53,7 @@ class HostTokens:
 
         before, after: the tokens on the device, [1, S] and [1, S + N].
         """
-        if self.knows(before):
+        if self.has(before):
             self._write(tokens[0].numpy(), after)
         else:
             self._tokens = None
@@ -76,7 +76,7 @@ class HostTokens:
 
     def step_of(self, input_ids: Tensor) -> list[int] | None:
         """Return the last token, followed by the drafts of the step if input_ids ends with them; None if unknown."""
-        if self.knows(input_ids) and self._length:
+        if self.has(input_ids) and self._length:
             return self._last()
         candidates = self._candidates
         return self._step if candidates is not None and candidates.matches(input_ids) else None

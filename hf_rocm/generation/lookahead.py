@@ -126,7 +126,7 @@ class Lookahead:
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return input_ids, [1, S], followed by the drafts of this search; input_ids itself if there are no drafts."""
-        launched = self.launched if search == self._search and self._tokens.knows(input_ids) else None
+        launched = self.launched if search == self._search and self._tokens.has(input_ids) else None
         self._search = search
         tokens = self._tokens.of(input_ids)
         if launched is not None:

@@ -46,7 +46,7 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
         return _once(
             (operation, tier, name, terms(spec)),
             key,
-            lambda: probe_worker.ask(
+            lambda: probe_worker.send(
                 probe_worker.request(operation, tier, name, kind), options.current().probe_timeout
             ),
             remember=True,

@@ -52,7 +52,7 @@ def start(device: torch.device | None = None) -> None:
             _worker.wake(device)
 
 
-def ask(question: Request, timeout: float) -> str | None:
+def send(question: Request, timeout: float) -> str | None:
     """Run a check in the child. Returns the problem, as a sentence, or None.
 
     A crash or a time-out also counts as a failed check. timeout: in seconds.
@@ -70,7 +70,7 @@ def ask(question: Request, timeout: float) -> str | None:
                     _worker = None
                     return f"no process could be started to check it: {error.strerror or error}"
             try:
-                answer = _worker.ask(question, timeout)
+                answer = _worker.send(question, timeout)
             except KeyboardInterrupt:
                 _worker.kill()
                 _worker = None
@@ -175,7 +175,7 @@ class _Worker:
         self.process.stdin.write(json.dumps(question).encode() + b"\n")
         self.process.stdin.flush()
 
-    def ask(self, question: Request, timeout: float) -> dict[str, Any]:
+    def send(self, question: Request, timeout: float) -> dict[str, Any]:
         began = False
         deadline = time.monotonic() + timeout
         try:

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib.console import ScriptError, duration, say, styled, table
+from lib.console import ScriptError, duration, echo, styled, table
 from lib.environments import ROOT
 
 KERNELS = "hf_rocm.ops.triton.kernels"
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ScriptError("no kernel matches")
     builts = list(map(_build, jobs)) if options.jobs == 1 else _in_processes(jobs, options.jobs)
     if options.json:
-        say(json.dumps([asdict(kernel) for kernel in builts], indent=1))
+        echo(json.dumps([asdict(kernel) for kernel in builts], indent=1))
     else:
         _show(builts, time.monotonic() - began)
     return 1 if any(kernel.problems for kernel in builts) else 0
@@ -216,10 +216,10 @@ def _show(builts: Sequence[Built], seconds: float) -> None:
         last = name
     table(header, rows)
     bad = [kernel for kernel in builts if kernel.problems]
-    say()
+    echo()
     for kernel in bad:
-        say(
+        echo(
             f"  {styled('bad', 'red')}  {kernel.kernel} {kernel.form} on {kernel.architecture}: "
             f"{'; '.join(kernel.problems)}"
         )
-    say(f"{len(builts)} builds, {len(bad)} bad, {duration(seconds)}")
+    echo(f"{len(builts)} builds, {len(bad)} bad, {duration(seconds)}")

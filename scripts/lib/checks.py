@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lib.console import heading, line, say
+from lib.console import echo, heading, line
 from lib.environments import ROOT, Environment, base, clean_environ, lock
 from lib.suites import Outcome
 
@@ -98,7 +98,7 @@ def _gate(name: str, command: Sequence[str | Path]) -> Outcome:
     if done.returncode:
         outcome.failed = 1
         line(name, "failed", "red", outcome.seconds)
-        say("\n".join(f"    {text}" for text in done.stdout.strip().splitlines()))
+        echo("\n".join(f"    {text}" for text in done.stdout.strip().splitlines()))
     else:
         outcome.passed = 1
         line(name, "passed", "green", outcome.seconds)

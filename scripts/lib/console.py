@@ -29,7 +29,7 @@ def styled(text: str, style: str) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
-def say(text: str = "") -> None:
+def echo(text: str = "") -> None:
     print(text, flush=True)
 
 
@@ -52,20 +52,20 @@ def wrapped(text: str, first: str = "", later: str = "  ", *, break_words: bool 
 
 def paragraph(text: str, first: str = "  ", later: str = "  ") -> None:
     """Print a paragraph, wrapped between words. first, later: as in `wrapped`."""
-    say("\n".join(wrapped(" ".join(text.split()), first, later)))
+    echo("\n".join(wrapped(" ".join(text.split()), first, later)))
 
 
 def quoted(text: str, *, break_words: bool = False) -> None:
     """Print the output of another process, with a bar before every line. Lines that are too long are wrapped."""
     for one in text.strip().splitlines():
         for part in wrapped(one, "  │ ", "  │   ", break_words=break_words):
-            say(part)
+            echo(part)
 
 
 def heading(text: str) -> None:
-    say()
+    echo()
     for part in wrapped(text):
-        say(styled(part, "bold"))
+        echo(styled(part, "bold"))
 
 
 def duration(seconds: float) -> str:
@@ -83,8 +83,8 @@ def line(title: str, result: str, style: str, seconds: float | None = None) -> N
     took = "" if seconds is None else f"  {duration(seconds)}"
     if len(title) + len(result + took) + 3 > columns():
         *above, title = [*wrapped(title, "  ", "    "), "  "]
-        say("\n".join(above))
-    say(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(took, 'dim')}")
+        echo("\n".join(above))
+    echo(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(took, 'dim')}")
 
 
 @contextmanager
@@ -125,12 +125,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
         groups[-1].append(column)
     for number, group in enumerate(groups):
         if number:
-            say()
+            echo()
         for place, row in enumerate(everything):
             label, *more = textwrap.wrap(row[0], max(first, 1), break_on_hyphens=False) or [""]
             cells = [f"{label:<{first}}", *(f"{row[column]:>{widths[column]}}" for column in group)]
             for text in ["  ".join(cells), *more]:
-                say(styled(f"{indent}{text}".rstrip(), "dim") if place == 0 else f"{indent}{text}".rstrip())
+                echo(styled(f"{indent}{text}".rstrip(), "dim") if place == 0 else f"{indent}{text}".rstrip())
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:

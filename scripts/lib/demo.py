@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lib import tree
-from lib.console import duration, heading, paragraph, quoted, say, styled, table, wrapped
+from lib.console import duration, echo, heading, paragraph, quoted, styled, table, wrapped
 from lib.demo_environment import DEMO, MINILM, demo_environment, install_project, minilm, remove, size
 from lib.demo_runs import WAYS, Runs, background, show
 from lib.environments import NEWEST, ROOT, lock
@@ -43,11 +43,11 @@ class Checks:
     def expect(self, holds: bool, text: str) -> None:
         if holds:
             self.passed += 1
-            say("\n".join(wrapped(text, "  ✓ ", "    ")).replace("✓", styled("✓", "green"), 1))
+            echo("\n".join(wrapped(text, "  ✓ ", "    ")).replace("✓", styled("✓", "green"), 1))
         else:
             self.failed.append(text)
             for part in wrapped(text, "  ✗ ", "    "):
-                say(styled(part, "red"))
+                echo(styled(part, "red"))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,21 +61,21 @@ def main(arguments: Sequence[str]) -> int:
     if options.clean:
         with lock():
             taken = remove()
-        say(f"removed .demo: {gigabytes(taken)}" if taken else "nothing to remove: there is no .demo")
+        echo(f"removed .demo: {gigabytes(taken)}" if taken else "nothing to remove: there is no .demo")
         return 0
     began = time.monotonic()
-    say(styled("hf_rocm demo", "bold"))
+    echo(styled("hf_rocm demo", "bold"))
     paragraph(NOTICE)
     paragraph("The demo takes a few minutes on two cores and uses about 1.1 GB in .demo, which --clean removes.")
     with lock():
         checks = Demo(options.steps, with_minilm=not options.without_minilm).run()
     heading("result")
     for text in checks.failed:
-        say("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
+        echo("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
     count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
-    say(f"  {checks.passed} of {count} checks passed in {took}")
-    say(f"  .demo contains the environment and the model: {gigabytes(size())}")
-    say(f"\n{NEXT}")
+    echo(f"  {checks.passed} of {count} checks passed in {took}")
+    echo(f"  .demo contains the environment and the model: {gigabytes(size())}")
+    echo(f"\n{NEXT}")
     return 1 if checks.failed else 0
 
 
@@ -121,13 +121,13 @@ class Demo:
             if "embed" in self.runs.workloads:
                 self._compare_embeddings()
             else:
-                say("  left out: the package is not installed")
+                echo("  left out: the package is not installed")
         finally:
             heading("8  the overlays are removed")
             self.runs.shown("hf-rocm", "uninstall-overlays")
         after = tree.read(package)
         changed = after.differing(before)
-        say(f"  before  {before.digest[:40]}\n  after   {after.digest[:40]}")
+        echo(f"  before  {before.digest[:40]}\n  after   {after.digest[:40]}")
         detail = f"; different: {', '.join(changed[:5])}" if changed else ""
         self.checks.expect(not changed, f"{len(after.files)} files, all with their original content and mode{detail}")
         self._as_released()
@@ -154,9 +154,9 @@ class Demo:
         results = self.runs.results("generate")
         stock = results["stock"]
         for way in ("stock", "loader"):
-            say(styled(f"  {WAYS[way].title}", "cyan"))
+            echo(styled(f"  {WAYS[way].title}", "cyan"))
             quoted(results[way]["fp32"]["text"], break_words=True)
-        say()
+        echo()
         count = len(stock["fp32"]["tokens"])
         self._table(results, {"first token": "first", f"{count} tokens": "all"})
         verdict = self.runs.verdict("generate")
@@ -182,7 +182,7 @@ class Demo:
         first, *others = results["stock"]["sentences"]
         rows = [(sentence, f"{stock[i]:.6f}", f"{loader[i]:.6f}") for i, sentence in enumerate(others, start=1)]
         table((f"similarity to “{first}”", "stock", "hf_rocm"), rows)
-        say()
+        echo()
         self._table(results, {f"{len(others) + 1} sentences": "all"})
         verdict = self.runs.verdict("embed")
         self._inert_is_stock(results, verdict, "embeddings")
@@ -192,11 +192,11 @@ class Demo:
 
     def _explain_forwards(self) -> None:
         """On a CPU no forward is recorded, and `explain` must report that."""
-        say(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
+        echo(f"  {styled('hf_rocm.explain(model).forwards', 'cyan')}")
         sentences = self.runs.result("embed", "loader")["explanation"]["forwards"]
         quoted("\n".join(sentences))
-        told = any("on the CPU" in sentence for sentence in sentences)
-        self.checks.expect(told, "explain gives the reason why the model's forwards are not recorded here")
+        explained = any("on the CPU" in sentence for sentence in sentences)
+        self.checks.expect(explained, "explain gives the reason why the model's forwards are not recorded here")
 
     def _table(self, results: dict[str, dict[str, Any]], timed: dict[str, str]) -> None:
         """Print a table of times and memory, and how they were measured. timed: column title → key of its times."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lib.console import ScriptError, columns, quoted, say, step, styled, wrapped
+from lib.console import ScriptError, columns, echo, quoted, step, styled, wrapped
 from lib.demo_environment import DEMO
 from lib.environments import ROOT, Environment, clean_environ
 
@@ -79,7 +79,7 @@ class Runs:
 
     def shown(self, *words: str) -> None:
         """Run a command as users do, and show its output."""
-        say(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
+        echo(f"  {styled('$ ' + ' '.join(words), 'cyan')}")
         output = self.output([self.environment.path / "bin" / words[0], *words[1:]])
         quoted(output)
 
@@ -127,7 +127,7 @@ def show(process: subprocess.Popen[str], *, name: str) -> None:
     """Print the process's output so far, then new lines as they appear. Raises `ScriptError` if the process failed."""
     output: IO[str] | None = process.stdout
     for text in output or ():
-        say("\n".join(wrapped(text.rstrip())))
+        echo("\n".join(wrapped(text.rstrip())))
     if process.wait():
         raise ScriptError(f"{name} ended with exit code {process.returncode}")
 

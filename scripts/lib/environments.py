@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
-from lib.console import ScriptError, say, step
+from lib.console import ScriptError, echo, step
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".envs"
@@ -182,7 +182,7 @@ def lock() -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another run in this checkout …")
+            echo("waiting for another run in this checkout …")
             fcntl.flock(handle, fcntl.LOCK_EX)
         _locks.append(handle.fileno())
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lib.console import ScriptError, say, styled
+from lib.console import ScriptError, echo, styled
 from lib.environments import ROOT
 
 RELEASE = "0.1.20.post1"
@@ -142,9 +142,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     machine = look(options.arch)
     chosen = plan(machine, release=options.release, pypi=options.pypi)
-    say(f"torch {machine.torch}, ROCm {machine.hip}, {machine.arch}")
+    echo(f"torch {machine.torch}, ROCm {machine.hip}, {machine.arch}")
     for line in chosen.words:
-        say(f"  {line}")
+        echo(f"  {line}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
         constraints.write_text("".join(f"{pin}\n" for pin in pins()), encoding="utf-8")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
             constrained = ("--constraint", str(constraints)) if command[0] == "install" else ()
             shown = ["python", "-m", "pip", *command, *(("--constraint", "<what is installed>") if constrained else ())]
             prefix = [f"{name}={value}" for name, value in chosen.variables.items()]
-            say(styled(" ".join([*prefix, *shown]), "bold"))
+            echo(styled(" ".join([*prefix, *shown]), "bold"))
             if not options.dry_run:
                 _pip([*command, *constrained], chosen.variables)
     return 0

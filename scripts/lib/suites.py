@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.console import duration, line, live, say, styled
+from lib.console import duration, echo, line, live, styled
 from lib.environments import ENVIRONMENTS, ROOT, Environment, clean_environ
 
 REPORTS = ENVIRONMENTS / "reports"
@@ -102,8 +102,8 @@ class _Running:
         """Show the failures in the log, or the whole log if pytest did not report any."""
         text = self.log.read_text(errors="replace")
         match = re.search(r"^=+ (ERRORS|FAILURES) =+$", text, re.MULTILINE)
-        say(text[match.start() :] if match else text)
-        say(f"  full log: {self.log.relative_to(ROOT)}")
+        echo(text[match.start() :] if match else text)
+        echo(f"  full log: {self.log.relative_to(ROOT)}")
 
 
 def _run_in_view(suite: Suite) -> Outcome:
@@ -183,7 +183,7 @@ def _heartbeat(running: Sequence[_Running]) -> None:
     if live():
         print(f"\r\x1b[2K{styled(text, 'dim')}", end="\r", flush=True)
     else:
-        say(text)
+        echo(text)
 
 
 def _report_file(suite: Suite) -> Path:

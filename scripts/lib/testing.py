@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lib import checks, machine_code
-from lib.console import ScriptError, duration, heading, say, styled, table
+from lib.console import ScriptError, duration, echo, heading, styled, table
 from lib.environments import (
     ENVIRONMENTS,
     NEEDS_PYTHON,
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     began = time.monotonic()
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    say(f"{styled('hf_rocm tests', 'bold')}  Python {platform.python_version()}, {machine}")
+    echo(f"{styled('hf_rocm tests', 'bold')}  Python {platform.python_version()}, {machine}")
     with lock():
         heading("set-up")
         shared = base()
@@ -289,7 +289,7 @@ def fetch_upstream(builder: Environment) -> None:
     try:
         source_distribution(NEWEST, builder)
     except ScriptError as error:
-        say(f"  {styled('not fetched', 'yellow')}  {str(error).strip().splitlines()[0]}")
+        echo(f"  {styled('not fetched', 'yellow')}  {str(error).strip().splitlines()[0]}")
 
 
 def _ignoring(folders: Sequence[str]) -> list[str]:
@@ -310,22 +310,22 @@ def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) ->
     ]
     table(("", "passed", "failed", "skipped", "time"), rows)
     not_run: Counter[str] = sum((outcome.not_run for outcome in outcomes), Counter())
-    say()
+    echo()
     for reason, command in HARDWARE.items():
         if not_run[reason] or not any(outcome.not_run for outcome in outcomes):
-            say(f"  {styled('not run', 'yellow')}  {command}: {reason} ({not_run[reason]} tests)")
+            echo(f"  {styled('not run', 'yellow')}  {command}: {reason} ({not_run[reason]} tests)")
     for reason in sorted(set(not_run) - set(HARDWARE)):
-        say(f"  {styled('not run', 'yellow')}  {reason} ({not_run[reason]} tests)")
+        echo(f"  {styled('not run', 'yellow')}  {reason} ({not_run[reason]} tests)")
     for version in set(RELEASES) - set(RUNNABLE):
         needed = ".".join(map(str, NEEDS_PYTHON[version]))
-        say(f"  {styled('not run', 'yellow')}  transformers {version}: needs Python {needed}")
+        echo(f"  {styled('not run', 'yellow')}  transformers {version}: needs Python {needed}")
     if not everything:
-        say(f"  {styled('not run', 'yellow')}  slow tests and the other releases: scripts/test --all")
+        echo(f"  {styled('not run', 'yellow')}  slow tests and the other releases: scripts/test --all")
     passed, failed = sum(outcome.passed for outcome in outcomes), sum(outcome.failed for outcome in outcomes)
     skipped = sum(outcome.skipped for outcome in outcomes)
-    say(f"\n  {duration(time.monotonic() - began)} in all\n")
+    echo(f"\n  {duration(time.monotonic() - began)} in all\n")
     empty = bool(outcomes) and not passed + failed + skipped
     if empty:
-        say("error: no test was selected; check the paths and -k after --")
-    say(f"{passed} passed, {failed} failed, {skipped} skipped")
+        echo("error: no test was selected; check the paths and -k after --")
+    echo(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if failed or empty else 0

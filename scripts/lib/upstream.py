@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lib.console import duration, heading, line, say, step, styled, table
+from lib.console import duration, echo, heading, line, step, styled, table
 from lib.environments import ENVIRONMENTS, RUNNABLE, Environment, base, lock, release, wheel
 from lib.upstream_detected import detect, parity, print_detected
 from lib.upstream_differences import Comparison, as_json, compare, listed
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         sources["mixins"] = f"source distribution of transformers {options.release}" if mixins else sources["tests"]
         sources["weights"] = f"{options.spread:g} times the standard deviation of transformers' initial weights"
         options.json.write_text(as_json(comparison, sources, detected), encoding="utf-8")
-    say(f"\n  {duration(time.monotonic() - began)} in all")
+    echo(f"\n  {duration(time.monotonic() - began)} in all")
     return 1 if comparison.failed else 0
 
 
@@ -86,19 +86,19 @@ def show(comparison: Comparison) -> None:
             hits = str(sum(comparison.hits(model).values())) if name == "overlaid" else ""
             rows.append((f"{model}, {name}", *(str(counts[outcome]) for outcome in OUTCOMES), hits))
     table(("", *OUTCOMES, "hf_rocm's forwards"), rows)
-    say()
+    echo()
     for test in comparison.regressions:
         after = comparison.overlaid.get(test)
-        say(f"  {styled('regression', 'red')}   {test}\n      {after.reason if after else 'was not run'}")
+        echo(f"  {styled('regression', 'red')}   {test}\n      {after.reason if after else 'was not run'}")
     for test, entry in comparison.unavoidable.items():
-        say(f"  {styled('unavoidable', 'yellow')}  {test}\n      {entry.reason}")
+        echo(f"  {styled('unavoidable', 'yellow')}  {test}\n      {entry.reason}")
     for entry in comparison.stale:
         named = f"{entry.test} ({', '.join(entry.models)})"
-        say(f"  {styled('stale', 'red')}        {named} is listed but no longer differs")
+        echo(f"  {styled('stale', 'red')}        {named} is listed but no longer differs")
     for model in comparison.idle:
-        say(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
+        echo(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
     if comparison.repaired:
-        say(f"  {len(comparison.repaired)} tests fail with stock and pass with overlays")
+        echo(f"  {len(comparison.repaired)} tests fail with stock and pass with overlays")
     result = "failed" if comparison.failed else "passed"
     line(f"{len(comparison.regressions)} regressions", result, "red" if comparison.failed else "green")
 

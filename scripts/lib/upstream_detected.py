@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.console import ScriptError, heading, say, step, table
+from lib.console import ScriptError, echo, heading, step, table
 from lib.environments import ROOT
 from lib.upstream_faults import FAULTS
 from lib.upstream_passes import FAULTS as PLUGIN
@@ -96,7 +96,7 @@ def print_detected(detected: Sequence[Detected]) -> None:
         row = (cells.get(column) for column in columns)
         rows.append((fault, *("-" if cell is None else f"{cell.noticed} of {cell.reached}" for cell in row)))
     table(("", *(f"{model}, {tests}" for tests, model in columns)), rows)
-    say()
+    echo()
 
 
 def _run_parity(interpreter: Interpreter, log: Path, fault: str, models: Sequence[str]) -> str:

@@ -195,6 +195,6 @@ def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, 
 
     probe.forget()
     registry.forget_choices()
-    monkeypatch.setattr(probe_worker, "ask", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(probe_worker, "send", lambda *_: pytest.fail("checked again"))
     assert main(["explain", str(tmp_path / "llama"), "--force", "--device", "cpu", "--all"]) == 0
     assert "attention (prefill, 4 query heads, 2 key/value heads, dim 16): aiter, mha_fwd" in capsys.readouterr().out

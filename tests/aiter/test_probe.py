@@ -106,7 +106,7 @@ def newest(recorded_as, monkeypatch):
         kind = probe_worker.decode(question["kind"])
         return probe_cases.check(question["operation"], question["tier"], question["name"], kind)
 
-    monkeypatch.setattr(probe_worker, "ask", here)
+    monkeypatch.setattr(probe_worker, "send", here)
 
 
 def test_a_dropped_sink_is_found(newest, monkeypatch):
@@ -155,9 +155,9 @@ def test_a_hanging_build_is_killed(monkeypatch, break_kernel):
 
 def test_a_pass_is_cached_and_a_failure_is_not(monkeypatch, tmp_path, break_kernel):
     requests = []
-    ask = probe_worker.ask
+    send = probe_worker.send
     monkeypatch.setattr(
-        probe_worker, "ask", lambda question, timeout: requests.append(question) or ask(question, timeout)
+        probe_worker, "send", lambda question, timeout: requests.append(question) or send(question, timeout)
     )
 
     assert (attend().name, len(requests)) == ("mha_fwd", 1)

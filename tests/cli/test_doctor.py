@@ -115,7 +115,7 @@ def test_the_facts_of_a_crashed_child_are_kept_with_the_cause() -> None:
 def test_the_child_names_the_stage_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "aiter.py").write_text("raise RuntimeError('ROCm version file not found')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    answer = ThisMachine().ask("aiter", timeout=60)
+    answer = ThisMachine().run_task("aiter", timeout=60)
     assert (answer.stage, answer.error) == ("import", "RuntimeError: ROCm version file not found")
 
 
@@ -125,7 +125,7 @@ def test_the_child_lists_the_functions_that_aiter_lacks(tmp_path: Path, monkeypa
     (package / "__init__.py").write_text("print('aiter is noisy')\ndef rms_norm(): ...\ndef silu_and_mul(): ...\n")
     (package / "tuned_gemm.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    answer = ThisMachine().ask("aiter", timeout=60)
+    answer = ThisMachine().run_task("aiter", timeout=60)
     assert answer.error is None and answer.facts["missing"] == ["flash_attn_func", "flash_attn_varlen_func"]
 
 
@@ -146,7 +146,7 @@ def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
 def test_the_real_torch_child_returns_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    answer = ThisMachine().ask("torch", timeout=240)
+    answer = ThisMachine().run_task("torch", timeout=240)
     assert answer.error is None and answer.facts["version"] == torch.__version__
     assert answer.facts["available"] == torch.cuda.is_available()
     assert answer.facts["flags"]["backends.cudnn.benchmark"] is False

@@ -26,7 +26,7 @@ class Choices(TorchFunctionMode):
         super().__init__()
         self.made: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
-        self.told = None if made is None else list(made)
+        self.stock_choices = None if made is None else list(made)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -38,8 +38,8 @@ class Choices(TorchFunctionMode):
         # Scores of excluded experts are ignored.
         self.scores.append(scores.detach().nan_to_num(neginf=0.0))
         ids = result[1]
-        if self.told is not None:
-            ids = self.told.pop(0)
+        if self.stock_choices is not None:
+            ids = self.stock_choices.pop(0)
             assert ids.shape == result[1].shape, "the shape of the selection differs from stock's"
         self.made.append(ids)
         dim = (kwargs or {}).get("dim", -1)
@@ -57,7 +57,7 @@ def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
         return
     with choices:
         yield choices
-    assert not choices.told, "some of stock's selections were not used"
+    assert not choices.stock_choices, "some of stock's selections were not used"
 
 
 def route_in_float64(model: Any) -> None:

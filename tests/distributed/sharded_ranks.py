@@ -65,13 +65,13 @@ class Sharded:
         kind = getattr(transformers, json.loads((checkpoint / "config.json").read_text())["architectures"][0])
         self.kind = kind
         # up to at least 5.19, transformers selects sdpa for gemma2, which omits the softcap
-        self.asked = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
-        self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.asked).eval()
+        self.arguments = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
+        self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.arguments).eval()
         self.model = self.prepared().eval()
-        self.whole = kind.from_pretrained(checkpoint, **self.asked).eval()
+        self.whole = kind.from_pretrained(checkpoint, **self.arguments).eval()
 
     def prepared(self):
-        return hf_rocm.from_pretrained(self.checkpoint, tp_plan="auto", force=True, graphs=False, **self.asked)
+        return hf_rocm.from_pretrained(self.checkpoint, tp_plan="auto", force=True, graphs=False, **self.arguments)
 
     def returns_the_same_results_as_stock(self):
         expected = run(self.stock)
@@ -155,7 +155,7 @@ class Sharded:
         assert all(group is not None and group.weight.dtype == torch.float64 for group in block)
         # Stock's experts don't support float64.
         if self.checkpoint.name != "mixtral":
-            twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.asked).double()
+            twin = self.kind.from_pretrained(self.checkpoint, tp_plan="auto", **self.arguments).double()
             same(run(model), run(twin))
 
     def saves_the_same_weights_as_stock(self):

@@ -258,14 +258,14 @@ class Counts(ModelHook):
     """A user's hook that records its calls."""
 
     def __init__(self, text):
-        self.said = text
+        self.events = text
 
     def pre_forward(self, module, *args, **kwargs):
-        self.said.append("before")
+        self.events.append("before")
         return args, kwargs
 
     def post_forward(self, module, output):
-        self.said.append("after")
+        self.events.append("after")
         return output
 
 

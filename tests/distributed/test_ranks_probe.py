@@ -26,14 +26,14 @@ from hf_rocm.device import Device
 from hf_rocm.ops import probe, probe_cases, probe_worker
 meeting, answer, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["WORLD_SIZE"])
 
-def ask(question, timeout):
-    (meeting / f"asked-{os.getpid()}").touch()
+def send(question, timeout):
+    (meeting / f"request-{os.getpid()}").touch()
     while len(list(meeting.glob("coming-*"))) < world:
         time.sleep(0.01)
     time.sleep(2.0)  # until ranks that announced themselves have arrived
     return answer
 
-probe_worker.ask = ask
+probe_worker.send = send
 probe_cases.kind = lambda operation, spec: (8, torch.bfloat16)
 check = probe.checked("linear", "gemm", version=lambda: "1")
 (meeting / f"coming-{os.environ['RANK']}").touch()
@@ -56,7 +56,7 @@ def test_one_of_four_ranks_runs_the_check_and_all_use_its_result(tmp_path, answe
     ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
     expected = None if answer is None else f"its check failed: {answer}"
     assert [json.loads(rank.out) for rank in succeeded(ranks)] == [[expected] * 2] * 4
-    assert len(list(tmp_path.glob("asked-*"))) == 1
+    assert len(list(tmp_path.glob("request-*"))) == 1
     remembered = list((cache / "probes").glob("*")) if answer is None else []
     assert [file.suffix for file in remembered] == [".json"] * (answer is None)
     assert len(list((cache / "turns").iterdir())) == (answer is not None), "the waiting ranks did not get the failure"

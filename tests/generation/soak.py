@@ -205,7 +205,7 @@ class Soak:
     def _prompt(self, rows, length, seed, padded):
         if self.encodes:
             padded = padded if test_encoder_decoder.MASKS_IN_FOUR_DIMENSIONS else 0
-            inputs = test_encoder_decoder.asked(self.family, rows=rows, length=length, seed=seed, padded=padded)
+            inputs = test_encoder_decoder.make_inputs(self.family, rows=rows, length=length, seed=seed, padded=padded)
         else:
             inputs = conftest.prompt(rows=rows, length=length, seed=seed, padded=padded)
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}

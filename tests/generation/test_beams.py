@@ -11,7 +11,7 @@ from hf_rocm.generation import recorder
 from hf_rocm.generation.state import known
 from tests.generation import faults
 from tests.generation.conftest import alike_from_threads, counted, generate, prompt
-from tests.generation.test_encoder_decoder import SIZES, asked, couple  # noqa: F401  a fixture
+from tests.generation.test_encoder_decoder import SIZES, couple, make_inputs  # noqa: F401  a fixture
 from tests.generation.test_user_caches import alike, close
 
 NEW = 20
@@ -71,7 +71,7 @@ def test_returned_outputs_equal_stock(kind, pair):
 def test_beam_search_of_encoder_decoder_models_equals_stock(kind, couple):  # noqa: F811
     prepared, stock = couple(kind)
     for seed, arguments in enumerate(({}, {"num_return_sequences": 2}, {"eos_token_id": [5, 17, 40]})):
-        inputs = asked(kind, seed=seed)
+        inputs = make_inputs(kind, seed=seed)
         how = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, **arguments}
         assert torch.equal(prepared.generate(**inputs, **how), stock.generate(**inputs, **how))
     assert counted(prepared)[1] > NEW

@@ -51,7 +51,7 @@ def make(kind, **changes):
     return model.eval()
 
 
-def asked(kind, rows=2, length=9, seed=0, padded=0):
+def make_inputs(kind, rows=2, length=9, seed=0, padded=0):
     generator = torch.Generator().manual_seed(seed)
     if kind == "whisper":
         return {"input_features": torch.randn(rows, 8, 40, generator=generator)}
@@ -80,7 +80,7 @@ def couple(recorded_on_cpu):
 def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
     prepared, stock = couple(kind)
     for seed in (0, 1, 2):
-        inputs = asked(kind, seed=seed)
+        inputs = make_inputs(kind, seed=seed)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     assert counted(prepared) == (1, 3 * (NEW - 1) - 3)
 
@@ -89,7 +89,7 @@ def test_tokens_equal_stock_and_recordings_are_reused(kind, couple):
 def test_padded_encoder_inputs_equal_stock(kind, couple):
     prepared, stock = couple(kind, graphs=None)
     for seed, padded in ((0, 3), (1, 4), (2, 0), (3, 2)):
-        inputs = asked(kind, seed=seed, padded=padded)
+        inputs = make_inputs(kind, seed=seed, padded=padded)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     if MASKS_IN_FOUR_DIMENSIONS:
         assert counted(prepared)[1] > 2 * NEW and not known(prepared).turned_away
@@ -102,7 +102,7 @@ def test_padded_encoder_inputs_equal_stock(kind, couple):
 def test_other_batches_lengths_and_sampling_equal_stock(kind, couple):
     prepared, stock = couple(kind)
     for rows, length, new in ((1, 4, 8), (3, 9, 40), (1, 4, 12), (2, 17, 9)):
-        inputs = asked(kind, rows=rows, length=length)
+        inputs = make_inputs(kind, rows=rows, length=length)
         tokens = []
         for model in (prepared, stock):
             torch.manual_seed(rows)
@@ -116,7 +116,7 @@ def test_returned_outputs_equal_stock(kind, couple):
     prepared, stock = couple(kind)
     how = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):
-        inputs = asked(kind, seed=seed)
+        inputs = make_inputs(kind, seed=seed)
         got, wanted = generate(prepared, inputs, **how), generate(stock, inputs, **how)
         assert type(got) is type(wanted) and list(got) == list(wanted)
         assert torch.equal(got.sequences, wanted.sequences)
@@ -147,13 +147,13 @@ def tensors(cache):
 def test_a_wrong_replay_is_noticed(kind, couple):
     """The comparison covers cross-attention, whose keys are moved, so that the recording reads their old address."""
     prepared, stock = couple(kind, graphs=None)
-    generate(prepared, asked(kind))
+    generate(prepared, make_inputs(kind))
     cache = known(prepared).pool._idle[0].cache
     for layer in cache.cross_attention_cache.layers:
         # The clone has an address that the recording does not read.
         layer.keys = layer.keys.clone()
     for seed in (3, 4):
-        inputs = asked(kind, seed=seed)
+        inputs = make_inputs(kind, seed=seed)
         assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
     assert "differed from the step itself" in known(prepared).disabled
 
@@ -163,7 +163,7 @@ def test_a_call_restarts_after_a_wrong_replay(kind, couple, monkeypatch, tmp_pat
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=6))
     prepared, stock = couple(kind, graphs=None)
-    inputs = asked(kind)
+    inputs = make_inputs(kind)
     assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
     assert "differed from the step itself" in known(prepared).disabled
     assert torch.equal(generate(prepared, inputs, new=25), generate(stock, inputs, new=25))
@@ -171,7 +171,7 @@ def test_a_call_restarts_after_a_wrong_replay(kind, couple, monkeypatch, tmp_pat
 
 def test_passed_caches_run_as_in_stock(couple):
     prepared, stock = couple("bart", graphs=None)
-    inputs = asked("bart")
+    inputs = make_inputs("bart")
     tokens = [
         generate(model, inputs, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
         for model in (prepared, stock)

@@ -106,4 +106,4 @@ def test_tokens_stay_known_unless_a_criterion_may_change_them(known):
     tokens.of(ids)
     further = [] if known else [MaxTimeCriteria(600.0)]
     criteria = stop_criteria._Criteria(of(MaxLengthCriteria(3), EosTokenCriteria(torch.tensor([9])), *further), tokens)
-    assert criteria(ids, None).tolist() == [True] and tokens.knows(ids) is known
+    assert criteria(ids, None).tolist() == [True] and tokens.has(ids) is known

@@ -80,7 +80,7 @@ def searched(monkeypatch):
     of = HostTokens.of
 
     def checked(self, input_ids):
-        copies.append(not self.knows(input_ids))
+        copies.append(not self.has(input_ids))
         tokens = of(self, input_ids)
         assert tokens.tolist() == input_ids[0].tolist()
         return tokens
@@ -249,7 +249,7 @@ def test_tokens_of_other_tensors_are_copied():
     assert tokens.last(after) is None and tokens.of(after).tolist() == [4, 5, 6, 7, 8, 9]
     longer = torch.cat((after, ids), dim=1)
     tokens.append(ids, before=after, after=longer)
-    assert tokens.knows(longer) and tokens.of(longer).tolist() == [4, 5, 6, 7, 8, 9, 4, 5, 6]
+    assert tokens.has(longer) and tokens.of(longer).tolist() == [4, 5, 6, 7, 8, 9, 4, 5, 6]
     longer[0, -1] = 1
     assert tokens.last(longer) is None and tokens.of(longer).tolist()[-1] == 1
     candidates = torch.cat((ids, other), dim=1)

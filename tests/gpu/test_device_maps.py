@@ -59,7 +59,7 @@ def load(folder, *, prepared, **arguments):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments).eval()
 
 
-def asked(**arguments):
+def make_inputs(**arguments):
     return {name: tensor.cuda(0) for name, tensor in prompt(**arguments).items()}
 
 
@@ -77,7 +77,7 @@ def same_as_stock(prepared, stock, *, groups):
     assert prepared.hf_device_map == stock.hf_device_map
     assert hooks(prepared) == hooks(stock)
     for padded in (0, 3):
-        inputs = asked(padded=padded)
+        inputs = make_inputs(padded=padded)
         assert torch.equal(generate(prepared, inputs, new=24), generate(stock, inputs, new=24))
         assert joined_products(prepared, inputs) == groups == live(prepared)
     assert counted(prepared) == (0, 0)
@@ -85,7 +85,7 @@ def same_as_stock(prepared, stock, *, groups):
 
 def cache_places(model):
     with torch.no_grad():
-        cache = model(**asked(), use_cache=True).past_key_values
+        cache = model(**make_inputs(), use_cache=True).past_key_values
     return [(layer.keys.device, layer.values.device) for layer in cache.layers]
 
 
@@ -99,16 +99,16 @@ def test_layers_offloaded_to_the_cpu_run_as_in_stock(kind, checkpoint, tmp_path)
     with torch.no_grad():
         reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in prepared.model.layers]
     assert [reason is None for reason in reasons] == [True, False, True, False]
-    told = hf_rocm.explain(prepared).details()
-    assert MOVED in told and "steps run uncaptured: some of its weights are offloaded" in told
-    assert "meta device" not in told
+    details = hf_rocm.explain(prepared).details()
+    assert MOVED in details and "steps run uncaptured: some of its weights are offloaded" in details
+    assert "meta device" not in details
     for name, our in (("prepared", prepared), ("stock", stock)):
         our.save_pretrained(tmp_path / name)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("prepared", "stock")]
     assert files[0] == files[1]
-    expected = generate(stock, asked(), new=24)
+    expected = generate(stock, make_inputs(), new=24)
     hf_rocm.restore(prepared)
-    assert hooks(prepared) == hooks(stock) and torch.equal(generate(prepared, asked(), new=24), expected)
+    assert hooks(prepared) == hooks(stock) and torch.equal(generate(prepared, make_inputs(), new=24), expected)
 
 
 def test_layers_that_do_not_fit_are_offloaded_as_in_stock(checkpoint):
@@ -130,7 +130,7 @@ def test_a_device_map_with_one_gpu_adds_no_hooks(mapping, checkpoint):
     memory = {"max_memory": {0: "4GiB"}} if mapping == "auto" else {}
     prepared, stock = (load(folder, prepared=which, device_map=mapping, **memory) for which in (True, False))
     assert not hooks(prepared)
-    assert torch.equal(generate(prepared, asked(), new=24), generate(stock, asked(), new=24))
+    assert torch.equal(generate(prepared, make_inputs(), new=24), generate(stock, make_inputs(), new=24))
     assert live(prepared) == GROUPS and counted(prepared)[1] > 0
 
 
@@ -146,8 +146,8 @@ def test_layers_on_two_gpus_run_as_in_stock(kind, checkpoint):
     assert [layer.mlp.up_proj.weight.device for layer in prepared.model.layers] == devices
     assert "steps run uncaptured: the model is on 2 devices" in hf_rocm.explain(prepared).details()
     how = {"do_sample": True, "top_k": 40, "seed": 1}
-    assert torch.equal(generate(prepared, asked(), **how), generate(stock, asked(), **how))
-    assert torch.equal(generate(prepared, asked(), num_beams=3), generate(stock, asked(), num_beams=3))
+    assert torch.equal(generate(prepared, make_inputs(), **how), generate(stock, make_inputs(), **how))
+    assert torch.equal(generate(prepared, make_inputs(), num_beams=3), generate(stock, make_inputs(), num_beams=3))
 
 
 @two
@@ -170,4 +170,4 @@ def test_a_balanced_device_map_runs_as_in_stock(checkpoint):
 def test_required_recorded_steps_are_refused(checkpoint):
     prepared = load(checkpoint("llama"), prepared=True, device_map=placed(0, 0, 1, 1), graphs=True)
     with pytest.raises(GraphError, match="on 2 devices"):
-        generate(prepared, asked())
+        generate(prepared, make_inputs())

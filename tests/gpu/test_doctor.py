@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_gpu_is_tested() -> None:
-    answer = ThisMachine().ask("torch", timeout=240)
+    answer = ThisMachine().run_task("torch", timeout=240)
     assert answer.error is None
     devices = answer.facts["devices"]
     assert len(devices) == torch.cuda.device_count() and all(device["product"] is None for device in devices)
@@ -23,7 +23,7 @@ def test_every_gpu_is_tested() -> None:
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
 def test_the_settings_of_the_allocator_take_effect(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    answer = ThisMachine().ask("torch", timeout=240)
+    answer = ThisMachine().run_task("torch", timeout=240)
     assert answer.error is None and answer.facts["allocator"]["error"] is None
     # Some ROCm builds ignore the setting, and doctor reports this.
     if torch.version.hip is None:

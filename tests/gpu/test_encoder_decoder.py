@@ -12,7 +12,7 @@ from hf_rocm import options
 from hf_rocm.generation import cache_layer, pool
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted
-from tests.generation.test_encoder_decoder import SIZES, asked, generate, make
+from tests.generation.test_encoder_decoder import SIZES, generate, make, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def test_tokens_equal_stock(kind, padded, monkeypatch):
     with options.override(probe=False):
         prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
         for seed in (0, 1, 2):
-            inputs = {name: tensor.cuda() for name, tensor in asked(kind, seed=seed, padded=padded).items()}
+            inputs = {name: tensor.cuda() for name, tensor in make_inputs(kind, seed=seed, padded=padded).items()}
             assert torch.equal(generate(prepared, inputs, new=40), generate(stock, inputs, new=40))
             how = {"return_dict_in_generate": True, "output_scores": True}
             got, wanted = generate(prepared, inputs, new=40, **how), generate(stock, inputs, new=40, **how)

@@ -41,7 +41,7 @@ def build(kind="llama", dtype=torch.float32, graphs=True, **changes):
     return hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs), stock
 
 
-def asked(**arguments):
+def make_inputs(**arguments):
     return {name: tensor.cuda() for name, tensor in prompt(**arguments).items()}
 
 
@@ -49,7 +49,7 @@ def asked(**arguments):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "mixtral"])
 def test_greedy_tokens_equal_stock(kind, padded, pair):
     prepared, stock = pair(kind)
-    inputs = asked(padded=padded)
+    inputs = make_inputs(padded=padded)
     expected = generate(stock, inputs, new=50)
     for _ in range(2):
         assert torch.equal(generate(prepared, inputs, new=50), expected)
@@ -68,7 +68,7 @@ def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypat
     for seed in (0, 1, 2):
         results = []
         for model in (prepared, stock):
-            tokens = generate(model, asked(rows=rows), seed=seed, **how)
+            tokens = generate(model, make_inputs(rows=rows), seed=seed, **how)
             results.append((tokens, torch.cuda.get_rng_state()))
         assert all(map(torch.equal, *results))
     assert sum(drawn) > 60 and known(prepared).disabled is None
@@ -76,12 +76,12 @@ def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypat
 
 def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
     prepared, stock = pair()
-    free = generate(stock, asked(rows=1), seed=0, new=25, do_sample=True)[0]
+    free = generate(stock, make_inputs(rows=1), seed=0, new=25, do_sample=True)[0]
     for at in (8, 9, 12, 20, 31):
         how = {"do_sample": True, "seed": 0, "new": 25, "eos_token_id": free[at].item(), "pad_token_id": 0}
         results = []
         for model in (prepared, stock):
-            tokens = generate(model, asked(rows=1), **how)
+            tokens = generate(model, make_inputs(rows=1), **how)
             results.append((tokens, torch.cuda.get_rng_state()))
         assert all(map(torch.equal, *results))
 
@@ -90,11 +90,12 @@ def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
 def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
     prepared, stock = pair()
     how = {"repetition_penalty": 9.0, "pad_token_id": 0}
-    free = generate(stock, asked(), **how)
+    free = generate(stock, make_inputs(), **how)
     ends = [row[place].item() for row, place in zip(free, at, strict=True)]
     for _ in range(2):
         assert torch.equal(
-            generate(prepared, asked(), eos_token_id=ends, **how), generate(stock, asked(), eos_token_id=ends, **how)
+            generate(prepared, make_inputs(), eos_token_id=ends, **how),
+            generate(stock, make_inputs(), eos_token_id=ends, **how),
         )
 
 
@@ -103,7 +104,7 @@ def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
 def test_recorded_steps_work_together_with_graphs_of_torch_compile(pair):
     """torch.compile's graphs make PyTorch free the BLAS workspaces, so recorded steps must not depend on them."""
     prepared, _ = pair(dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
-    expected = generate(prepared, asked())
+    expected = generate(prepared, make_inputs())
     layer = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(layer, mode="reduce-overhead")
     with torch.no_grad():
@@ -112,21 +113,21 @@ def test_recorded_steps_work_together_with_graphs_of_torch_compile(pair):
     torch.cuda.empty_cache()
     scribbled = [torch.full((2**22,), 3e4, device="cuda") for _ in range(64)]
     replayed = counted(prepared)[1]
-    assert torch.equal(generate(prepared, asked()), expected)
+    assert torch.equal(generate(prepared, make_inputs()), expected)
     assert counted(prepared)[1] == replayed + 11
     del scribbled
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_outputs_of_a_step_survive_steps_of_other_models(first, pair):
-    outlives_steps_of_others(*pair(), pair("qwen3")[0], asked(), first=first)
+    outlives_steps_of_others(*pair(), pair("qwen3")[0], make_inputs(), first=first)
 
 
 def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pair):
     prepared, stock = pair()
     other, other_stock = pair("qwen3")
     calls = [(prepared, stock, 1), (other, other_stock, 3), (prepared, stock, 2)]
-    expected = [generate(model, asked(seed=seed)) for _, model, seed in calls]
+    expected = [generate(model, make_inputs(seed=seed)) for _, model, seed in calls]
     torch.cuda.synchronize()
     result, failed = [[] for _ in calls], []
 
@@ -134,7 +135,7 @@ def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pa
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for rows in (2, 1, 2, 3, 2):
-                    tokens = generate(calls[index][0], asked(seed=calls[index][2], rows=rows))
+                    tokens = generate(calls[index][0], make_inputs(seed=calls[index][2], rows=rows))
                     if rows == 2:
                         result[index].append(tokens.cpu())
         except Exception as error:  # noqa: BLE001  shown by the test
@@ -174,7 +175,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
     # A user's own hook would be refused.
     wait.__module__ = "transformers"
     handle = prepared.lm_head.register_forward_hook(wait)
-    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert torch.equal(generate(prepared, make_inputs()), generate(stock, make_inputs()))
     assert "can't be recorded" in known(prepared).disabled
     torch.empty(2**30, dtype=torch.uint8, device="cuda")
     reserved = torch.cuda.memory_reserved()
@@ -182,17 +183,17 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
     assert torch.cuda.memory_reserved() <= reserved - 2**30, "the allocator is still in capture mode"
     handle.remove()
     hf_rocm.prepare(prepared, force=True)
-    assert torch.equal(generate(prepared, asked()), generate(stock, asked()))
+    assert torch.equal(generate(prepared, make_inputs()), generate(stock, make_inputs()))
     assert counted(prepared) == (1, 11 - FIRST)
 
 
 def test_memory_is_freed_with_the_model(pair):
     # This call makes the permanent allocations.
-    generate(pair()[0], asked())
+    generate(pair()[0], make_inputs())
     gc.collect()
     before = torch.cuda.memory_allocated()
     prepared, stock = pair()
-    generate(prepared, asked(rows=4))
+    generate(prepared, make_inputs(rows=4))
     del prepared, stock
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 2**16
@@ -204,12 +205,12 @@ def test_peak_memory_is_that_of_stock_plus_the_static_cache(pair):
     weights = sum(parameter.nbytes for parameter in stock.parameters())
     peaks = []
     for model in (stock, prepared):
-        generate(model, asked(length=200), new=40)
+        generate(model, make_inputs(length=200), new=40)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         idle = 0 if known(model) is None else known(model).pool.summary()[1]
-        generate(model, asked(length=200), new=40)
+        generate(model, make_inputs(length=200), new=40)
         peaks.append(torch.cuda.max_memory_allocated() - before + idle)
     static = known(prepared).pool.summary()[1]
     assert peaks[1] <= peaks[0] + 0.03 * weights + static

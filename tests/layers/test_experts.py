@@ -17,25 +17,25 @@ pytest.importorskip("transformers.integrations.moe", reason="not run: this trans
 )
 def test_batched_experts_of_generate_are_served_for_few_pairs(most, pairs, served, monkeypatch):
     monkeypatch.setattr(experts, "most_pairs", lambda x: most)
-    reason = asked("batched_mm", torch.device("meta"), pairs)
+    reason = interface_reason("batched_mm", torch.device("meta"), pairs)
     assert (reason is None) is served
     assert served or "for a few tokens" in str(reason)
 
 
 def test_batched_experts_stay_stock_on_a_cpu():
-    assert "batched_mm" in str(asked("batched_mm", torch.device("cpu"), 2))
+    assert "batched_mm" in str(interface_reason("batched_mm", torch.device("cpu"), 2))
 
 
 def test_grouped_experts_are_served_for_any_number_of_pairs():
-    assert asked("grouped_mm", torch.device("cpu"), 2) is None
-    assert asked("grouped_mm", torch.device("meta"), 4096) is None
+    assert interface_reason("grouped_mm", torch.device("cpu"), 2) is None
+    assert interface_reason("grouped_mm", torch.device("meta"), 4096) is None
 
 
 def test_other_implementations_stay_stock():
-    assert "only 'grouped_mm' and 'batched_mm' are served" in str(asked("eager", torch.device("meta"), 2))
+    assert "only 'grouped_mm' and 'batched_mm' are served" in str(interface_reason("eager", torch.device("meta"), 2))
 
 
-def asked(implementation: str, device: torch.device, pairs: int) -> str | None:
+def interface_reason(implementation: str, device: torch.device, pairs: int) -> str | None:
     module = SimpleNamespace(config=SimpleNamespace(_experts_implementation=implementation))
     tokens = pairs // 2
     x, ids = torch.empty(tokens, 8, device=device), torch.empty(tokens, 2, dtype=torch.int64, device=device)

@@ -87,7 +87,7 @@ def test_the_child_warms_up_once_per_device_and_then_runs_checks():
         for device in ("cuda:97", "cuda:97", "cuda:96"):
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
-        assert worker.ask(question(), 60.0) == {"reason": None}
+        assert worker.send(question(), 60.0) == {"reason": None}
     finally:
         worker.kill()
 
@@ -111,7 +111,7 @@ def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, mo
     probe_worker.start()
     first = probe_worker._worker.process
     try:
-        assert probe_worker.ask(question(), 60.0) is None
+        assert probe_worker.send(question(), 60.0) is None
         assert probe_worker._worker.process is not first and first.returncode in (-6, -14)
     finally:
         probe_worker.stop()

@@ -44,7 +44,7 @@ def alone(monkeypatch, tmp_path):
 def child_requests(monkeypatch):
     """Record the requests to the child process. All of them succeed."""
     questions = []
-    monkeypatch.setattr(probe_worker, "ask", lambda question, timeout: questions.append(question))
+    monkeypatch.setattr(probe_worker, "send", lambda question, timeout: questions.append(question))
     return questions
 
 

@@ -74,12 +74,12 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
     else:
         for name, value in BLOCKS.items():
             setattr(config, name, value)
-    asked = [list(prompt) for prompt in prompts]
-    results = model.generate_batch(asked, generation_config=config, **arguments).values()
-    assert len(results) == len(asked), f"{len(results)} of {len(asked)} requests returned a result"
+    lists = [list(prompt) for prompt in prompts]
+    results = model.generate_batch(lists, generation_config=config, **arguments).values()
+    assert len(results) == len(lists), f"{len(results)} of {len(lists)} requests returned a result"
     # transformers 5.0 returns results in a different order
     tokens = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
-    return [tokens[tuple(prompt)] for prompt in asked]
+    return [tokens[tuple(prompt)] for prompt in lists]
 
 
 def one_by_one(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -65,7 +65,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     with paged(prepared), ops.recording() as routes, counted() as hits:
         actual = batch(prepared, prompts())
         reasons = {noted(module) for module in attention_layers(prepared)}
-        told = hf_rocm.explain(prepared).details()
+        details = hf_rocm.explain(prepared).details()
     assert actual == expected
 
     layers = prepared.config.num_hidden_layers
@@ -78,7 +78,7 @@ def test_a_prepared_model_returns_stocks_tokens_around_stocks_attention(kind):
     # All attention layers stayed stock, for the same reason.
     (reason,) = reasons
     assert reason is not None and ("sdpa_paged" in reason or "paged|" in reason or "cache" in reason)
-    assert f"stock at the last call × {layers}: {reason}" in told
+    assert f"stock at the last call × {layers}: {reason}" in details
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -75,7 +75,7 @@ class Walk:
 
         self.chance, self.forks = random.Random(seed), forks
         model, self.alone = prepared(kind)
-        self.asked, self.cancelled, self.answers = {}, set(), {}
+        self.requests, self.cancelled, self.answers = {}, set(), {}
         # top_k=1 selects the most likely token; transformers forks only requests that sample.
         config = transformers.GenerationConfig(
             max_new_tokens=LONGEST, do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=forks
@@ -98,8 +98,8 @@ class Walk:
 
     def arrive(self):
         number = self.chance.randrange(1 if self.forks > 1 else 0, len(prompts()))
-        name, new = f"request-{len(self.asked)}", self.chance.randint(1, LONGEST)
-        self.asked[name] = number, new
+        name, new = f"request-{len(self.requests)}", self.chance.randint(1, LONGEST)
+        self.requests[name] = number, new
         self.manager.add_request(prompts()[number], request_id=name, max_new_tokens=new, eos_token_id=-1)
 
     def cancel(self):
@@ -114,12 +114,12 @@ class Walk:
             self.collect(lambda: name in self.answers)
 
     def live(self):
-        return [name for name in self.asked if name not in self.cancelled and name not in self.answers]
+        return [name for name in self.requests if name not in self.cancelled and name not in self.answers]
 
     def due(self):
         """Returns the names of all answers that must arrive."""
         children = ["", *(f"__child#{index}" for index in range(self.forks - 1))]
-        return {name + child for name in self.asked if name not in self.cancelled for child in children}
+        return {name + child for name in self.requests if name not in self.cancelled for child in children}
 
     def collect(self, enough):
         deadline = time.monotonic() + WAIT
@@ -135,7 +135,7 @@ class Walk:
     def check(self):
         """Compare the answers. A cancelled request may have finished, or stopped after any token."""
         for name, tokens in self.answers.items():
-            number, new = self.asked[name.split("__")[0]]
+            number, new = self.requests[name.split("__")[0]]
             expected = self.alone[number][:new]
             assert tokens == (expected if name in self.due() else expected[: len(tokens)]), name
 

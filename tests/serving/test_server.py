@@ -32,10 +32,10 @@ ENDPOINTS = (CHAT, RESPONSES) if RELEASE.major == 4 else (CHAT, RESPONSES, COMPL
 def answers(server, model, endpoints=ENDPOINTS):
     """Returns the greedy answers of these endpoints, streamed and whole. /v1/responses streams in both cases."""
     texts = {}
-    for path, ask in endpoints:
+    for path, body_of in endpoints:
         for stream in (False, True):
             for prompt in PROMPTS:
-                body = {"model": str(model), "temperature": 0, "stream": stream, **ask(prompt)}
+                body = {"model": str(model), "temperature": 0, "stream": stream, **body_of(prompt)}
                 texts[path, stream, prompt] = server.post(path, body)
     return texts
 

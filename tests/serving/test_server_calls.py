@@ -56,6 +56,6 @@ def test_requests_that_return_their_cache_are_recorded_too(recorded_on_cpu):  # 
     """`transformers serve` in 4.57 and 5.0 keeps the cache for the next turn of the conversation."""
     expected = one_by_one(make("llama"), prompts())
     model = hf_rocm.prepare(make("llama"), force=True, graphs=True)
-    asked = {"return_dict_in_generate": True, "past_key_values": None}
-    assert [served(model, prompt, **asked) for prompt in prompts()] == expected
+    arguments = {"return_dict_in_generate": True, "past_key_values": None}
+    assert [served(model, prompt, **arguments) for prompt in prompts()] == expected
     assert known(model).recorded and known(model).replayed and not known(model).turned_away

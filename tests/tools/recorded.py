@@ -86,7 +86,7 @@ class Recorded:
     def ledger(self) -> str | None:
         return "/home/alice/.cache/hf_rocm/graph_events.jsonl"
 
-    def ask(self, task: str, *, timeout: float) -> Answer:
+    def run_task(self, task: str, *, timeout: float) -> Answer:
         return Answer(**self.data.get("child", {}).get(task, {}))
 
     @property

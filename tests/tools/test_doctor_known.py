@@ -172,9 +172,9 @@ def test_a_model_with_a_conv3d_is_recognised_and_its_conv3d_is_run(tmp_path: Pat
     requests = []
 
     class Recording(Recorded):
-        def ask(self, task: str, *, timeout: float) -> Answer:
+        def run_task(self, task: str, *, timeout: float) -> Answer:
             requests.append(task)
-            return super().ask(task, timeout=timeout)
+            return super().run_task(task, timeout=timeout)
 
     collect(Recording("mi300x"), model=str(tmp_path))
     assert sorted(requests) == ["aiter", "torch"]

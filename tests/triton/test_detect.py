@@ -99,7 +99,7 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
     probe.forget()
     x, weight = random(2, 24, dtype=torch.bfloat16), random(24, dtype=torch.bfloat16, seed=1)
     requests = []
-    monkeypatch.setattr(probe_worker, "ask", _recording(requests))
+    monkeypatch.setattr(probe_worker, "send", _recording(requests))
     try:
         with options.override(tier="triton", probe=True):
             ops.rms_norm(x, weight, eps=1e-6)
@@ -112,10 +112,10 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
 
 
 def _recording(requested):
-    ask = probe_worker.ask
+    send = probe_worker.send
 
     def recorded(question, timeout):
         requested.append(question)
-        return ask(question, timeout)
+        return send(question, timeout)
 
     return recorded

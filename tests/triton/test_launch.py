@@ -19,7 +19,7 @@ class Kernel:
     """A stand-in for a jit function that records compilations and launches."""
 
     def __init__(self):
-        self.compiled, self.launched, self.told = [], [], []
+        self.compiled, self.launched, self.calls = [], [], []
 
     def __getitem__(self, grid):
         def run(*arguments, **keywords):
@@ -36,7 +36,7 @@ class Compiled:
         self.kernel, self.number = kernel, number
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.kernel.told.append((self.number, grid, arguments))
+        return lambda *arguments: self.kernel.calls.append((self.number, grid, arguments))
 
     def run(self, x, y, z, stream, function, metadata, info, enter, leave, *arguments):
         assert (stream, function, metadata) == ("stream of -1", "function", "metadata")
@@ -91,7 +91,7 @@ def test_a_profiler_is_notified(kernel, monkeypatch):
     x = torch.zeros(32)
     for _ in range(2):
         launch(kernel, (4, 2), (x,), {"DIM": 32}, num_warps=4)
-    assert kernel.told == [(1, (4, 2, 1), (x, 32))] and not kernel.launched
+    assert kernel.calls == [(1, (4, 2, 1), (x, 32))] and not kernel.launched
 
 
 def test_the_cache_is_bounded(kernel, monkeypatch):

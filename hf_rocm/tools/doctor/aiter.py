@@ -25,7 +25,7 @@ def collect(machine: Machine) -> Aiter:
     built = any(name.startswith(CORE) for name in cache.modules)
     # aiter is imported only if its core module is already compiled: a build that is killed at the time-out would leave
     # locks behind.
-    answer = machine.ask("aiter", timeout=IMPORT_SECONDS) if built else None
+    answer = machine.run_task("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(
         package,
         cache=cache,

@@ -176,8 +176,8 @@ def _flash(torch: Any, index: int) -> str | None:
         warnings.simplefilter("always")
         error = _error_of(lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().item())
     messages = [str(record.message).split(" (Triggered", 1)[0] for record in caught]
-    telling = [message for message in messages if "kernel not used because" not in message]
-    return None if error is None else (telling or [error])[0]
+    specific = [message for message in messages if "kernel not used because" not in message]
+    return None if error is None else (specific or [error])[0]
 
 
 def _allocate(torch: Any) -> dict[str, Any]:

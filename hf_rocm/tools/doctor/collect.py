@@ -34,7 +34,7 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
         progress("importing torch and aiter, each in its own process")
     named = _model(machine, environment, model) if model else None
     with ThreadPoolExecutor(max_workers=3) as pool:
-        torch = pool.submit(machine.ask, "torch", timeout=TORCH_SECONDS) if machine.torch().hip else None
+        torch = pool.submit(machine.run_task, "torch", timeout=TORCH_SECONDS) if machine.torch().hip else None
         found_aiter = pool.submit(aiter.collect, machine)
         rocm = pool.submit(_rocm, machine, environment)
         answer = torch.result() if torch else Answer()
@@ -65,7 +65,7 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
 
 
 def _tried(machine: Machine, task: str, wanted: bool) -> Answer | None:
-    return machine.ask(task, timeout=KERNEL_SECONDS) if wanted else None
+    return machine.run_task(task, timeout=KERNEL_SECONDS) if wanted else None
 
 
 def _driver(machine: Machine) -> Driver:

@@ -103,7 +103,7 @@ class Machine(Protocol):
     def transformers(self) -> TransformersFacts: ...
     def graph_events(self) -> tuple[Event, ...]: ...
     def ledger(self) -> str | None: ...
-    def ask(self, task: str, *, timeout: float) -> Answer: ...
+    def run_task(self, task: str, *, timeout: float) -> Answer: ...
 
 
 class ThisMachine:
@@ -206,7 +206,7 @@ class ThisMachine:
             # This user has no home folder.
             return None
 
-    def ask(self, task: str, *, timeout: float) -> Answer:
+    def run_task(self, task: str, *, timeout: float) -> Answer:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "answer.json"
             command = [sys.executable, "-m", "hf_rocm.tools.doctor.child", task, str(file)]

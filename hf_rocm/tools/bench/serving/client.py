@@ -80,7 +80,7 @@ class _Failure(Exception):
         self.kind, self.detail = kind, detail
 
 
-async def ask(port: int, model: str, question: Question, *, timeout: float) -> Answer:
+async def send_request(port: int, model: str, question: Question, *, timeout: float) -> Answer:
     """Send one request and return its answer, with an error if it failed. timeout: seconds for the whole request."""
     sent = time.perf_counter()
     try:

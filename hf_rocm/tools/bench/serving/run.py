@@ -22,7 +22,7 @@ from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.run import Subject
 from hf_rocm.tools.bench.serving import checkpoint
 from hf_rocm.tools.bench.serving.agreement import Agreement, agreement
-from hf_rocm.tools.bench.serving.client import CHAT, LOST, Question, ask
+from hf_rocm.tools.bench.serving.client import CHAT, LOST, Question, send_request
 from hf_rocm.tools.bench.serving.figures import figures
 from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
@@ -146,11 +146,11 @@ class _Run:
     def cases(self, server: Server, loads: Sequence[Load], questions: Sequence[list[Question]]) -> list[dict[str, Any]]:
         """Return the figures of every load on this server, each measured after an untimed warm-up."""
         rows = []
-        for load, asked in zip(loads, questions, strict=True):
+        for load, batch in zip(loads, questions, strict=True):
             at_once = load.clients or max(1, round(load.rate or 1))
-            warm = replace(load, clients=at_once, rate=None, requests=min(2 * at_once, len(asked)))
-            self.drive(server, warm, asked[: warm.requests], "warm-up")
-            rows.append(figures(load, server.side, self.drive(server, load, asked, load.title)))
+            warm = replace(load, clients=at_once, rate=None, requests=min(2 * at_once, len(batch)))
+            self.drive(server, warm, batch[: warm.requests], "warm-up")
+            rows.append(figures(load, server.side, self.drive(server, load, batch, load.title)))
         return rows
 
     def drive(self, server: Server, load: Load, questions: Sequence[Question], what: str) -> Traffic:
@@ -159,7 +159,7 @@ class _Run:
         def count(done: int, total: int) -> None:
             self.progress(f"{server.side}: {what}, {done} of {total} answers")
 
-        send = partial(ask, server.port, self.model, timeout=self.settings.timeout)
+        send = partial(send_request, server.port, self.model, timeout=self.settings.timeout)
         traffic = asyncio.run(_watched(server, drive(load, list(questions), send, progress=count)))
         if any(answer.error in LOST for answer in traffic.answers):
             server.check(_DURING, grace=_GRACE)

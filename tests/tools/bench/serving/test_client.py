@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_rocm.tools.bench.serving.client import PATHS, Question, ask
+from hf_rocm.tools.bench.serving.client import PATHS, Question, send_request
 from tests.tools.bench.serving.stub import FAULTS, answering, word
 
 NEW = 4
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def one(port, *, stream=True, timeout=10.0, **how):
-    return asyncio.run(ask(port, "a-model", Question("a prompt", NEW, stream, **how), timeout=timeout))
+    return asyncio.run(send_request(port, "a-model", Question("a prompt", NEW, stream, **how), timeout=timeout))
 
 
 @pytest.mark.parametrize("endpoint", PATHS)

@@ -183,7 +183,7 @@ def test_tokens_that_a_users_criterion_has_received_raise(faulty):
     criteria = transformers.StoppingCriteriaList([Never()])
     with pytest.raises(GraphError, match="Never has received them") as raised:
         generate(prepared, new=25, stopping_criteria=criteria)
-    assert raised.value.hint and "the last 3 of every row" in str(raised.value)
+    assert raised.value.hint and "the last 3 steps" in str(raised.value)
     assert torch.equal(generate(prepared, new=25, stopping_criteria=criteria), generate(stock, new=25))
 
 

@@ -39,7 +39,6 @@ def test_trailing_comments_describe(folder):
         ("x = [\n    1,  # Qwen3\n    2,  # a reason that takes more words\n]\n", [3]),
         ('x = "# text"\n# above\ny = 1  # noqa: F841\n', []),
     ],
-    ids=range(7),
 )
 def test_the_rule(text, rows):
     assert [row for row, _ in trailing(text)] == rows

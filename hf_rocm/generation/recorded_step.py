@@ -89,9 +89,9 @@ class Recorded:
 
 
 def drop_oldest(recordings: dict[Any, Any], most: int) -> None:
-    """Keep the `most` newest recordings of this dict, and its other entries."""
+    """Delete the oldest recordings of this dict, so that one more makes at most `most`. Other entries remain."""
     steps = [key for key, recording in recordings.items() if isinstance(recording, Recorded)]
-    for oldest in steps[: max(0, len(steps) - most)]:
+    for oldest in steps[: max(0, len(steps) + 1 - most)]:
         del recordings[oldest]
 
 

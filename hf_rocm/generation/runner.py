@@ -161,7 +161,7 @@ class Runner:
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor:
         """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
         if choice.key not in step.draws:
-            drop_oldest(step.draws, _MOST - 1)
+            drop_oldest(step.draws, _MOST)
             step.draws[choice.key] = None
             # The draw has run before, in uncaptured steps, so only the recording failed.
             with suppress(Exception):
@@ -275,7 +275,7 @@ class Runner:
             # The layers may have run different experts implementations; the next step is recorded.
             return outputs
         # Every number of drafts needs its own recording.
-        drop_oldest(cache.recordings, _MOST + cache.longest_step - 2)
+        drop_oldest(cache.recordings, _MOST + cache.longest_step - 1)
         cache.recordings[key] = step
         self._state.recorded, self._state.routes = self._state.recorded + 1, step.routes
         return outputs
@@ -295,7 +295,7 @@ class Runner:
                 step = Reordering(self._recorder(rows.device), cache)
             if not self._ranks.all(step is not None) or step is None:
                 return state.disable("the reordering of the cache can't be recorded")
-            drop_oldest(recorded, MOST - 1)
+            drop_oldest(recorded, MOST)
             recorded[extents] = step
             return None
         step.schedule.enter(self._call)

@@ -17,13 +17,15 @@ from typing import Any
 
 from hf_rocm.tools.porting.libraries import LIBRARIES
 
-# GENERIC: words in package names that do not make a condition a guard, because of `torch.cuda.is_available()`.
+
+def words_of(package: str) -> set[str]:
+    """Return the words of a package's name that make a condition a guard; `torch.cuda.is_available()` is none."""
+    return {*package.split(".")[0].split("_")} - {"torch", "cuda"}
+
+
 # PACKAGES, FLAGS and PLATFORM: the words that rules look for in a guard. No other words are stored, so that contexts
 # are small even in long files.
-GENERIC = frozenset(("torch", "cuda"))
-PACKAGES = frozenset(
-    word for library in LIBRARIES for name in library.packages for word in name.split(".")[0].split("_")
-).difference(GENERIC)
+PACKAGES = frozenset(word for library in LIBRARIES for name in library.packages for word in words_of(name))
 FLAGS = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
 # In characters. Longer imported names are ignored, because every use would be resolved to one.
 LONGEST_NAME = 300

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hf_rocm.tools.porting.findings import Place, Rule, Severity
 from hf_rocm.tools.porting.libraries import by_package
-from hf_rocm.tools.porting.module import GENERIC, Module
+from hf_rocm.tools.porting.module import Module, words_of
 
 IMPORT = Rule(
     "nvidia-only-import",
@@ -29,8 +29,7 @@ def imports(module: Module) -> Iterator[Place]:
         for name in _imported(node):
             library = by_package(name)
             first = name.split(".")[0]
-            words = {*first.split("_"), *_FLAGS.get(first, ())} - GENERIC
-            if library is None or module.guarded(context, *words):
+            if library is None or module.guarded(context, *words_of(name), *_FLAGS.get(first, ())):
                 continue
             instead = f"{library.rocm}; or {IMPORT.instead}"
             yield Place(IMPORT, node.lineno, f"import {name}", f"{library.cuda}: {IMPORT.why}", instead)

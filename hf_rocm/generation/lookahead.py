@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.draft_search import DraftSearch, Search
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
@@ -31,43 +31,6 @@ from hf_rocm.generation.residents import Source
 from hf_rocm.generation.streams import HostCopies, HostCopy
 from hf_rocm.generation.token_choice import Runs
 from hf_rocm.ops.look_up_drafts import look_up_drafts, one_kernel
-
-
-class Search(NamedTuple):
-    """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
-
-    most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
-    maximum length of the sequence. ends: end tokens; drafts stop before them.
-    """
-
-    most: int
-    ngram: int
-    limit: int
-    ends: frozenset[int]
-
-    def drafts(self, tokens: np.ndarray[Any, Any]) -> slice:
-        """Return the slice of these tokens, [S], that contains the drafts; it is empty if there are none.
-
-        They are the drafts of transformers' `PromptLookupCandidateGenerator`.
-        """
-        length = len(tokens)
-        none = slice(0, 0)
-        if self.limit == length + 1:
-            return none
-        for size in range(min(self.ngram, length - 1), 0, -1):
-            last = length - size
-            same = tokens[:last] == tokens[last]
-            for offset in range(1, size):
-                same &= tokens[offset : last + offset] == tokens[last + offset]
-            first = int(same.argmax())
-            start = first + size
-            stop = min(start + self.most, length, self.limit)
-            if not same[first] or start >= stop:
-                continue
-            drafts = tokens[start:stop].tolist()
-            end = next((index for index, token in enumerate(drafts) if token in self.ends), len(drafts))
-            return slice(start, start + end)
-        return none
 
 
 @dataclass
@@ -103,13 +66,16 @@ def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
 class Lookahead:
     """The next step of one call. tokens: the tokens of the call. early: whether the step may be launched early.
 
+    observed: whether code of the user runs between two steps, so that every step must verify the drafts of stock.
+
     launched: the step that was launched and that the loop has not called yet. logits: a copy of the last step's logits,
     [1, N, V], if a later replay overwrites them.
     """
 
-    def __init__(self, tokens: HostTokens, *, early: bool = False) -> None:
+    def __init__(self, tokens: HostTokens, *, early: bool = False, observed: bool = False) -> None:
         self._tokens = tokens
         self._early = early
+        self._drafts = DraftSearch(adaptive=not observed)
         self._search: Search | None = None  # the last search of the loop
         self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
@@ -133,7 +99,9 @@ class Lookahead:
             accepted = launched.accepted
             if len(tokens) != launched.position + 1 or tokens[-len(accepted) :].tolist() != accepted:
                 launched = None
-        drafts: list[int] = tokens[search.drafts(tokens)].tolist() if launched is None else launched.ids[1:]
+        drafts: list[int] = (
+            launched.ids[1:] if launched is not None else tokens[self._drafts.of(tokens, search)].tolist()
+        )
         if not drafts:
             return input_ids
         if launched is None or launched.input_ids.device != input_ids.device:
@@ -272,5 +240,5 @@ class Lookahead:
         tokens, before = self._tokens.followed_by(accepted), self._tokens.on_device
         if before is None or len(tokens) >= self._search.limit:
             return None
-        position, drafts = len(tokens) - 1, self._search.drafts(tokens)
+        position, drafts = len(tokens) - 1, self._drafts.of(tokens, self._search)
         return position, [accepted[-1], *tokens[drafts].tolist()], Source(before, selected, position, drafts.start)

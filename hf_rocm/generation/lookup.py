@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_rocm import features, patches
+from hf_rocm.generation.draft_search import Search
 from hf_rocm.generation.host_tokens import HostTokens
-from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.patches import Change
 
 

@@ -34,15 +34,15 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
 
-    processors: the call's list of logits processors, which is empty. early: whether steps may be launched early.
+    processors: the call's list of logits processors, which is empty. early, observed: those of the call's `Lookahead`.
     tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: Sequence[Any], *, early: bool = False) -> None:
+    def __init__(self, processors: Sequence[Any], *, early: bool = False, observed: bool = False) -> None:
         self._processors = processors
         self._copies = HostCopies()  # copies of the tokens of steps
         self.tokens = HostTokens()
-        self.lookahead = Lookahead(self.tokens, early=early)
+        self.lookahead = Lookahead(self.tokens, early=early, observed=observed)
 
     def holds(self) -> bool:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
@@ -90,7 +90,8 @@ def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = Non
         return None
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
-    result = Verification(arguments["logits_processor"], early=lookahead.refuses(arguments, observer) is None)
+    early = lookahead.refuses(arguments, observer) is None
+    result = Verification(arguments["logits_processor"], early=early, observed=observer is not None)
     # `holds` returns False if there are logits processors.
     return result if result.holds() else None
 

@@ -20,9 +20,10 @@ class Call:
     arguments: arguments of generate.
 
     repeats: whether the layers of the model add zeros, so that it repeats the last token of the prompt, and the number
-    of accepted drafts is known. prompt: `random`, `one token` (lookups draft the same token, so all drafts are
-    accepted) or `every other` (lookups draft random tokens, which follow the first occurrence of the last token, so all
-    drafts are rejected). assistant: whether the first layers of the model are used as the assistant model.
+    of accepted drafts is known. prompt: `random`, or with an n-gram of one token: `one token` (lookups draft the same
+    token, so all drafts are accepted), `one, then others` (the first draft is accepted) or `every other` (lookups draft
+    random tokens, so all drafts are rejected). assistant: whether the first layers of the model are used as the
+    assistant model.
     """
 
     name: str
@@ -42,6 +43,7 @@ CALLS = (
     Call("4 beams", "llama-1b", arguments={"num_beams": 4}),
     Call("greedy, repeated token", "llama-1b", repeats=True),
     Call("lookup, all rejected", "llama-1b", arguments=_LOOKUP, repeats=True, prompt="every other"),
+    Call("lookup, one of five accepted", "llama-1b", arguments=_LOOKUP, repeats=True, prompt="one, then others"),
     Call("lookup, all accepted", "llama-1b", arguments=_LOOKUP, repeats=True, prompt="one token"),
     Call("assistant, all accepted", "llama-1b", repeats=True, assistant=True),
     Call("whisper-large-v3-turbo", "whisper-turbo", new=100),
@@ -50,6 +52,8 @@ CALLS = (
     Call("greedy, 8B", "llama-8b"),
     Call("4 beams, 8B", "llama-8b", arguments={"num_beams": 4}),
 )
+# prompt → the positions of its repeated token, besides the last position
+_REPEATED = {"one token": slice(None), "one, then others": slice(2), "every other": slice(None, None, 2)}
 # The number of tokens that an assistant drafts in each round.
 DRAFTED = 5
 ASSISTANT_LAYERS = 2
@@ -208,6 +212,5 @@ def _inputs(call: Call, model: Any, device: Any, tiny: bool) -> dict[str, Any]:
         return {"input_features": torch.randn(shape, device=device, dtype=next(model.parameters()).dtype)}
     ids = torch.randint(4, model.config.vocab_size, (1, 8 if tiny else 512), device=device)
     if call.prompt != "random":
-        ids[:, :: 2 if call.prompt == "every other" else 1] = 3
-        ids[:, -1] = 3
+        ids[:, _REPEATED[call.prompt]] = ids[:, -1:] = 3
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -10,8 +10,9 @@ import torch
 from hf_rocm.errors import GraphError
 from hf_rocm.generation import cache_layer, lookahead
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.draft_search import Search
 from hf_rocm.generation.host_tokens import HostTokens
-from hf_rocm.generation.lookahead import Lookahead, Search
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import Alarm
 from tests.generation.test_speculation import KINDS, alike_greedy, looked_up, repeating
 

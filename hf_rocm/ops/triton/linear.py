@@ -112,7 +112,14 @@ def _forward(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
         (-(-n // tile.n), -(-m // tile.m)),
         (x.contiguous(), weight, None, bias, residual, out, m, n, k, *before),
-        {"ACTIVATION": activation, "EVEN": k % (tile.splits * tile.k) == 0, "GROUP": 0, **further, **tile.constants()},
+        {
+            "ACTIVATION": activation,
+            "EVEN": k % (tile.splits * tile.k) == 0,
+            "GROUP": 0,
+            "SELECT": None,
+            **further,
+            **tile.constants(),
+        },
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )

@@ -174,7 +174,8 @@ def _forward(
         kernel = kernels.few_rows if tile.matrix else kernels.matrix_vector
         before, further = linear.norm_arguments(tile)
         tables, sizes = (), (m, n, k, *before)
-        constants = {"EVEN": k % (tile.splits * tile.k) == 0, "GROUP": _block(scale), **further}
+        even = k % (tile.splits * tile.k) == 0
+        constants = {"EVEN": even, "GROUP": _block(scale), "SELECT": _select(device), **further}
     parts = out if tile.parts == 1 else out.new_empty((tile.parts, m, n), dtype=torch.float32)
     launch(
         kernel,
@@ -239,7 +240,7 @@ def _dequantize(
         constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
     else:
         size = max(size, group)
-        constants = {"GROUP": group, "BLOCK": size}
+        constants = {"GROUP": group, "SELECT": _select(describe(weight.device)), "BLOCK": size}
     launch(
         kernels.dequantize_four if four else kernels.dequantize_eight,
         (n, -(-k // (8 * run * size if four else size))),
@@ -257,11 +258,16 @@ def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor
 
 def _constants(code: str | None, device: Device) -> dict[str, Any]:
     """The constants SIGNED and SELECT of the 4-bit kernels."""
+    return {"SIGNED": code in SIGNED, "SELECT": _select(device)}
+
+
+def _select(device: Device) -> str | None:
+    """The instruction that selects bytes; None on a CPU."""
     from hf_rocm.ops.triton.kernels import codes
 
     if device.rocm:
-        return {"SIGNED": code in SIGNED, "SELECT": codes.AMD}
-    return {"SIGNED": code in SIGNED, "SELECT": None if device.kind == "cpu" else codes.NVIDIA}
+        return codes.AMD
+    return None if device.kind == "cpu" else codes.NVIDIA
 
 
 def _block(scale: Tensor) -> int:

@@ -20,6 +20,7 @@ def dequantize_eight(
     out,  # [N, K]
     k_size,
     GROUP: tl.constexpr,  # rows and columns that share a scale; 0: each row has one scale
+    SELECT: tl.constexpr,  # see `linear.wide`
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,7 @@ def dequantize_eight(
         factor = tl.load(scale + row)
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < k_size
-    numbers = wide(tl.load(weight + row * k_size + k, mask=inside)) * factor
+    numbers = wide(tl.load(weight + row * k_size + k, mask=inside), SELECT) * factor
     tl.store(out + row * k_size + k, numbers.to(out.dtype.element_ty), mask=inside)
 
 
@@ -108,7 +109,7 @@ def _build(
     if four:
         tensors |= {"zeros": "u8" * zeros, "table": "i64" * bool(code)}
         tensors |= dict.fromkeys(("nested_code", "nested_factors"), "fp32" * nested)
-    constants: dict[str, object] = {"GROUP": group, "BLOCK": block}
+    constants: dict[str, object] = {"GROUP": group, "SELECT": AMD, "BLOCK": block}
     if four:
         constants = {"SIGNED": code in SIGNED, "SELECT": AMD}
         constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": block}

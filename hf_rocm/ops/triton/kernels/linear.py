@@ -14,7 +14,22 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
+from hf_rocm.ops.triton.kernels.codes import AMD, NVIDIA
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
+
+_NVIDIA = tl.constexpr(NVIDIA)
+# The PTX of `wide` for four numbers q in one register: flipping the highest bit of q gives q + 128.
+_INSERT = tl.constexpr(
+    "\n".join(
+        (
+            "{",
+            ".reg .b32 bytes;",
+            "xor.b32 bytes, $4, 0x80808080;",
+            *(f"prmt.b32 ${byte}, bytes, 0x4B000000, 0x744{byte};" for byte in range(4)),
+            "}",
+        )
+    )
+)
 
 
 @triton.jit
@@ -33,6 +48,7 @@ def matrix_vector(
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
+    SELECT: tl.constexpr,  # see `wide`
     ONE_PLUS: tl.constexpr,  # the norm multiplies by (1 + w)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,9 +88,9 @@ def matrix_vector(
             factors = piece(norm_weight + k, inside, EVEN).to(tl.float32)
             values *= 1.0 + factors if ONE_PLUS else factors
         there = block * GROUP < k_size - k
-        sums += wide(first) * _scaled(values, scales, k, there, EVEN, GROUP)
+        sums += wide(first, SELECT) * _scaled(values, scales, k, there, EVEN, GROUP)
         if ACTIVATION is not None:
-            ups += wide(second) * _scaled(values, up_scales, k, there, EVEN, GROUP)
+            ups += wide(second, SELECT) * _scaled(values, up_scales, k, there, EVEN, GROUP)
         if norm_weight is not None:
             # Squares are added last, so that the weights in flight keep their registers.
             squares += plain * plain
@@ -103,6 +119,7 @@ def few_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
     GROUP: tl.constexpr,  # 0 or BLOCK_K
+    SELECT: tl.constexpr,  # see `wide`
     PARTS: tl.constexpr,  # if more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -140,10 +157,10 @@ def few_rows(
         first = piece(weight + k, across < k_size - k, EVEN)
         values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
         of_block = block * GROUP < k_size - k
-        sums = _added(sums, first, values, scales, k, of_block, EVEN, GROUP)
+        sums = _added(sums, first, values, scales, k, of_block, EVEN, GROUP, SELECT)
         if ACTIVATION is not None:
             second = piece(weight + gap + k, across < k_size - k, EVEN)
-            ups = _added(ups, second, values, up_scales, k, of_block, EVEN, GROUP)
+            ups = _added(ups, second, values, up_scales, k, of_block, EVEN, GROUP, SELECT)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
     of_rows = None if GROUP else scale
@@ -217,29 +234,35 @@ def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _added(sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
+def _added(sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, SELECT: tl.constexpr):
     """Add the product of numbers of the weight and of x, multiplied by the block's scale, if blocks have scales."""
     if GROUP:
-        part = tl.dot(_like(numbers, values), values)
+        part = tl.dot(_like(numbers, values, SELECT), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
-    return tl.dot(_like(numbers, values), values, sums)
+    return tl.dot(_like(numbers, values, SELECT), values, sums)
 
 
 @triton.jit
-def wide(numbers):
-    """Numbers of the weight in fp32."""
-    if numbers.dtype == tl.int8:
-        # 1.5 · 2²³ + q, whose last bits are q: on NVIDIA GPUs, conversions of integers are slower than additions
-        return (numbers.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+def wide(numbers, SELECT: tl.constexpr):
+    """Numbers of the weight in fp32. SELECT: the instruction that selects bytes, as in `codes.coded`.
+
+    AMD GPUs convert any byte of a register to a float in one or two instructions. On NVIDIA GPUs, conversions of
+    integers are slow: one instruction inserts the byte q + 128 into the float 2²³, whose last bits are an integer.
+    """
+    if numbers.dtype == tl.int8 and SELECT == _NVIDIA:
+        inserted = tl.inline_asm_elementwise(
+            _INSERT, "=r,=r,=r,=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=4
+        )
+        return inserted - 8388736.0
     return numbers.to(tl.float32)
 
 
 @triton.jit
-def _like(numbers, values):
+def _like(numbers, values, SELECT: tl.constexpr):
     """Numbers of the weight in the dtype of x, which represents all 8-bit numbers exactly."""
     if numbers.dtype == values.dtype:
         return numbers
-    return wide(numbers).to(values.dtype)
+    return wide(numbers, SELECT).to(values.dtype)
 
 
 @triton.jit
@@ -345,6 +368,7 @@ def _build(
             "ACTIVATION": activation,
             "EVEN": True,
             "GROUP": group,
+            "SELECT": AMD if scale else None,
             **further,
             **cut.constants(),
         },

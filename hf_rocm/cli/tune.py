@@ -165,7 +165,7 @@ def list_tables(json: Json = False) -> None:
 def check(files: Files, release: ReleaseName = None, gpu: GpuName = None, json: Json = False) -> None:
     """Check whether aiter can use these tables as they are.
 
-    Lists the lines that it can't use. Exits with 1 if there are any.
+    Lists the lines that it can't use. Exits with 1 if there are any, or if a file can't be read as a table.
     """
     from hf_rocm.tools.tuning import table_commands
 

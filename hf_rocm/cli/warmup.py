@@ -13,7 +13,7 @@ def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, js
     """Build and check the kernels that MODEL uses, before its first call.
 
     The model is loaded, and kernels that have to be compiled may take minutes. Results are stored for this GPU and
-    these versions, so this command can be the last line of a Dockerfile.
+    these versions, and later processes use them.
     """
     import torch
 

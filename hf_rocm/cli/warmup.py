@@ -18,13 +18,13 @@ def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, js
     import torch
 
     from hf_rocm.ops import probe_worker
-    from hf_rocm.tools.explain import explain as account
+    from hf_rocm.tools.explain import explain as explain_model
     from hf_rocm.tools.load import load
 
     began = time.monotonic()
     loaded = load(model, device=device, force=force)
     with torch.no_grad(), probe_worker.progress(lambda text: print(text, file=sys.stderr, flush=True)):
-        explanation = account(loaded)
+        explanation = explain_model(loaded)
     probe_worker.stop()
     if json:
         print_json({**explanation.to_dict(), "seconds": round(time.monotonic() - began, 1)})

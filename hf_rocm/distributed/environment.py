@@ -104,9 +104,9 @@ def store(here: Place, *, timeout: float) -> Any | None:
         _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
-    made = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
-    _stores.append(made)
-    return made
+    new_store = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
+    _stores.append(new_store)
+    return new_store
 
 
 def groups_store() -> Any | None:
@@ -130,17 +130,17 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
     if _stores:
         return _stores[-1]
     variables = options.launcher()
-    agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not agent or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+    has_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not has_agent or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         return None
     try:
-        agents = _tcp_store(here, variables, timeout)
+        agent_store = _tcp_store(here, variables, timeout)
     except RuntimeError:
         # Do not wait for it a second time.
         _stores.append(None)
         raise
-    _stores.append(agents)
-    return agents
+    _stores.append(agent_store)
+    return agent_store
 
 
 def attempt() -> str:

@@ -82,8 +82,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     """Return a hint with the known name that is most similar to `name`, or None if none is similar."""
     from difflib import get_close_matches
 
-    near = get_close_matches(str(name), list(known), 1)
-    return f"did you mean {near[0]}?" if near else None
+    matches = get_close_matches(str(name), list(known), 1)
+    return f"did you mean {matches[0]}?" if matches else None
 
 
 def require_folder(model: str | os.PathLike[str]) -> None:

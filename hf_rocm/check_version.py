@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         transformers = {"version": installation.version, "path": str(installation.root)}
         files = [state.to_dict() for state in states]
-        ahead = newer.to_dict() if newer else None
+        newer_facts = newer.to_dict() if newer else None
         result = {"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files}
-        print_json({**result, "left_out": skipped.to_dict(), "newer_release": ahead})
+        print_json({**result, "left_out": skipped.to_dict(), "newer_release": newer_facts})
         return 0 if ok else 1
     print_facts(
         {

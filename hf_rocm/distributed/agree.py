@@ -84,9 +84,9 @@ class _Call:
         ended, keys = f"{self.prefix}/end", [self._key(rank) for rank in self.ranks]
         while True:
             error = _error(self.store.get(ended)) if self.store.check([ended]) else None
-            everyone = error is None and self.store.check(keys)
+            all_published = error is None and self.store.check(keys)
             waited = time.monotonic() - began
-            if everyone:
+            if all_published:
                 error = self.end(None)
                 if error is None:
                     return {rank: json.loads(self.store.get(self._key(rank))) for rank in self.ranks}

@@ -16,8 +16,8 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-# The stores that this process has opened; None for a store of torchrun's agent that did not answer. A store that rank 0
-# serves stays open, because the process group later uses the same server.
+# The stores that this process has opened; None for a store of torchrun's agent that did not respond. A store that rank
+# 0 serves stays open, because the process group later uses the same server.
 _stores: list[Any] = []
 
 
@@ -100,7 +100,7 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store did not answer an earlier load, whose timeout may have been shorter, so try again.
+        # The agent's store did not respond to an earlier load, whose timeout may have been shorter, so try again.
         _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
@@ -123,7 +123,7 @@ def groups_store() -> Any | None:
 def existing_store(here: Place, *, timeout: float) -> Any | None:
     """Return an existing store: the process group's, one that is already open, or that of torchrun's agent; else None.
 
-    Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
+    Raises `RuntimeError` if the agent's store does not respond within `timeout` seconds.
     """
     if process_group() is not None:
         return groups_store()

@@ -250,12 +250,19 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
     return output
 
 
-def _cuts(padded: Padded, weights: Sequence[Tensor], long: Any, whole: Any) -> list[tuple[int, ...]]:
-    return padded.cuts(Outputs(whole, (), weights), Outputs(long, (), weights))
+def _cuts(padded: Padded, weights: Sequence[Tensor], padded_output: Any, unpadded_output: Any) -> list[tuple[int, ...]]:
+    return padded.cuts(Outputs(unpadded_output, (), weights), Outputs(padded_output, (), weights))
 
 
 def _padding_agrees(
-    model: Any, state: State, recording: RecordedForward, call: _Call, long: Any, whole: Any, *, earlier: int = 0
+    model: Any,
+    state: State,
+    recording: RecordedForward,
+    call: _Call,
+    padded_output: Any,
+    unpadded_output: Any,
+    *,
+    earlier: int = 0,
 ) -> bool:
     """Return whether a padded forward agrees with the unpadded one. If not, stop padding calls.
 
@@ -263,8 +270,8 @@ def _padding_agrees(
     """
     if call.padded is None or recording.cuts is None:
         return True
-    tensors = call.padded.cut(Outputs(long, (), ()).tensors, recording.cuts)
-    reason = padding.differs(model, tensors, Outputs(whole, (), ()).tensors)
+    tensors = call.padded.cut(Outputs(padded_output, (), ()).tensors, recording.cuts)
+    reason = padding.differs(model, tensors, Outputs(unpadded_output, (), ()).tensors)
     if reason is not None:
         state.stop_padding(f"{reason}; up to {earlier} earlier results may differ as much" if earlier else reason)
     return reason is None

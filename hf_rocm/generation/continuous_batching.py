@@ -126,13 +126,13 @@ def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: A
 
 def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any) -> None:
     """Increase transformers' limit on the length of requests with page tables if the call passes no workload hints."""
-    usual = getattr(config, "fallback_max_blocks_per_request", None)
+    default_pages = getattr(config, "fallback_max_blocks_per_request", None)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
+    if default_pages is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
     # Up to transformers 5.17, `page_size` is called `block_size`.
     page = config.page_size if hasattr(config, "page_size") else config.block_size
-    if longest > usual * page:
+    if longest > default_pages * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
         # transformers adds a page.

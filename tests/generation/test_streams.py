@@ -118,7 +118,9 @@ def test_separate_streams_differ(monkeypatch):
     first = streams.separate_stream("cuda:0")
     for _ in range(3):
         torch.cuda.Stream("cuda:0")
-    assert [first, *(streams.separate_stream("cuda:0") for _ in range(3))] == [("cuda:0", number) for number in range(4)]
+    assert [first, *(streams.separate_stream("cuda:0") for _ in range(3))] == [
+        ("cuda:0", number) for number in range(4)
+    ]
     assert streams.separate_stream("cuda:1") == ("cuda:1", 0)
     # All streams are in use, so this call returns one of them again.
     streams.separate_stream("cuda:0")

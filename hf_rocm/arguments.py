@@ -15,16 +15,16 @@ def require_module(model: object, function: str) -> None:
 
     if isinstance(model, nn.Module):
         return
-    found, hint = type(model).__qualname__, None
+    actual, hint = type(model).__qualname__, None
     if isinstance(model, (str, os.PathLike)):
         hint = "load it first: model = hf_rocm.from_pretrained(…)"
     elif isinstance(model, type):
-        found = f"the class {model.__qualname__}"
+        actual = f"the class {model.__qualname__}"
         hint = f"create a model first, for example with {model.__qualname__}.from_pretrained(…)"
     elif isinstance(getattr(model, "model", None), nn.Module):
         # The argument is, for example, a pipeline or a trainer.
-        hint = f"pass the `.model` of this {found}"
-    raise OptionError(f"{function} takes a model", facts={"expected": "a torch.nn.Module", "found": found}, hint=hint)
+        hint = f"pass the `.model` of this {actual}"
+    raise OptionError(f"{function} takes a model", facts={"expected": "a torch.nn.Module", "found": actual}, hint=hint)
 
 
 def require_name(model: object, function: str) -> None:
@@ -82,8 +82,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     """Return a hint with the known name that is most similar to `name`, or None if none is similar."""
     from difflib import get_close_matches
 
-    near = get_close_matches(str(name), list(known), 1)
-    return f"did you mean {near[0]}?" if near else None
+    matches = get_close_matches(str(name), list(known), 1)
+    return f"did you mean {matches[0]}?" if matches else None
 
 
 def require_folder(model: str | os.PathLike[str]) -> None:

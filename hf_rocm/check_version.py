@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             installation = locate(options.transformers_path)
             newer = outlook(installation, catalog, options.models)
             outside = newer is not None and not catalog.for_release(installation.version)
-            # a release that is newer than all supported ranges has no states to list, only an outlook
+            # in a release that is newer than all supported ranges, only files with a block have a state
             states = survey(installation, catalog, () if outside else options.models)
             skipped = LeftOut() if options.models or outside else left_out(installation, catalog)
     except HfRocmError as error:
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         transformers = {"version": installation.version, "path": str(installation.root)}
         files = [state.to_dict() for state in states]
-        ahead = newer.to_dict() if newer else None
+        newer_facts = newer.to_dict() if newer else None
         result = {"hf_rocm": __version__, "ok": ok, "transformers": transformers, **facts, "files": files}
-        print_json({**result, "left_out": skipped.to_dict(), "newer_release": ahead})
+        print_json({**result, "left_out": skipped.to_dict(), "newer_release": newer_facts})
         return 0 if ok else 1
     print_facts(
         {
@@ -134,8 +134,8 @@ def _print_outlook(newer: Outlook, *, everything: bool) -> None:
             print_wrapped(f"{prospect.model}: stop; {prospect.sentence}", indent="  ")
     if brief:
         print_wrapped(f"{len(refused)} models: stop (--all lists the reasons)", indent="  ")
-    for why, models in usable.items():
-        print_wrapped(f"{', '.join(models)}: proceed; {why}", indent="  ")
+    for reason, models in usable.items():
+        print_wrapped(f"{', '.join(models)}: proceed; {reason}", indent="  ")
     print_wrapped(newer.verdict)
 
 
@@ -147,10 +147,10 @@ def _torch_sentence(torch: TorchFacts) -> str:
 
 
 def _rocm_sentence(torch: TorchFacts, rocm: RocmFacts) -> str:
-    here = f"{rocm.version or 'not installed'}, {'device present' if rocm.device else 'no device'}"
+    installed = f"{rocm.version or 'not installed'}, {'device present' if rocm.device else 'no device'}"
     if torch.hip:
-        return here
-    return f"{here}; this torch does not use it, so models with installed overlays {_without_rocm()}"
+        return installed
+    return f"{installed}; this torch does not use it, so models with installed overlays {_without_rocm()}"
 
 
 def _without_rocm() -> str:

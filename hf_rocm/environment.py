@@ -64,21 +64,21 @@ def conflicting(settings: str) -> bool:
 
 def _set_allocator(wanted: str | None) -> list[str]:
     environment = options.environment()
-    users = next((name for name in ALLOCATOR if environment.get(name, "").strip()), None)
-    before = environment[users] if users else ""
+    variable = next((name for name in ALLOCATOR if environment.get(name, "").strip()), None)
+    before = environment[variable] if variable else ""
     settings = before or wanted or ""
     if conflicting(settings) and torch_facts().hip:
         settings = without(settings, "max_split_size_mb")
     if settings == before:
-        overridden = bool(users and wanted and wanted != before)
-        return [f"{users}={before} in the environment overrides {wanted}"] if overridden else []
+        overridden = bool(variable and wanted and wanted != before)
+        return [f"{variable}={before} in the environment overrides {wanted}"] if overridden else []
     if _gpu_in_use():
         raise OptionError(
             "the allocator is already in use, so its settings can't be changed",
             facts={"requested": settings, "in effect": before or "PyTorch's defaults"},
             hint="call hf_rocm.setup_environment() before anything uses the GPU",
         )
-    name = users or PORTABLE
+    name = variable or PORTABLE
     options.set_variable(name, settings)
     if before:
         return [f"{name}={settings}: removed max_split_size_mb, which is incompatible with expandable_segments on ROCm"]

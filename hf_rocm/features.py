@@ -231,7 +231,7 @@ def refuses(feature: str) -> str | None:
     The files that transformers was imported from are compared with the recorded digests once per process. The objects
     in memory are compared by identity on every call, to detect replacements.
     """
-    reason = _unlike(feature)
+    reason = _unrecorded(feature)
     return replaced(feature) if reason is None else reason
 
 
@@ -247,7 +247,7 @@ def replaced(feature: str) -> str | None:
 
 
 @cache
-def _unlike(feature: str) -> str | None:
+def _unrecorded(feature: str) -> str | None:
     """Return a sentence about the first part whose source in this release was not recorded, or None."""
     record = _manifest().records.get(feature, Record())
     files = {module: _file(module) for module in modules(feature)}

@@ -94,13 +94,15 @@ def mapped_copy_fault(kernel: str, gpus: tuple[str, ...]) -> MappedCopyFault | N
         return None
     for release, link in STALLING_KERNELS.items():
         if re.match(rf"{re.escape(release)}(?!\d)", kernel):
-            what = f"with Linux {release} the driver stalls for up to a second in such a copy"
-            return MappedCopyFault("stalls", what, link)
+            consequence = f"with Linux {release} the driver stalls for up to a second in such a copy"
+            return MappedCopyFault("stalls", consequence, link)
     if all(gfx in KNOWN and KNOWN[gfx].integrated for gfx in gpus):
         names = list(dict.fromkeys(gpus))
         verb = "shares" if len(names) == 1 else "share"
-        what = f"{' and '.join(names)} {verb} the host's memory, and such copies use twice the memory of the weights"
-        return MappedCopyFault("twice", what, SHARED_MEMORY_LINK)
+        consequence = (
+            f"{' and '.join(names)} {verb} the host's memory, and such copies use twice the memory of the weights"
+        )
+        return MappedCopyFault("twice", consequence, SHARED_MEMORY_LINK)
     return None
 
 

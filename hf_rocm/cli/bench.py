@@ -152,16 +152,16 @@ def _shared_sides(text: str | None) -> list[str]:
 
 
 def _measure(
-    subject: Subject, cases: list[Case], names: list[str], tp: int | None, *, segment: str | None, **how: Any
+    subject: Subject, cases: list[Case], names: list[str], tp: int | None, *, segment: str | None, **settings: Any
 ) -> Segment:
     """Measure on one device, or over several ranks."""
     if tp is None:
         from hf_rocm.tools.bench.run import bench as measure
 
-        return measure(subject, cases, names, segment=segment or subject.name, **how)
+        return measure(subject, cases, names, segment=segment or subject.name, **settings)
     from hf_rocm.tools.bench.ranks import bench_ranks
 
-    return bench_ranks(subject, cases, names, ranks=tp, segment=segment or f"{subject.name}, tp {tp}", **how)
+    return bench_ranks(subject, cases, names, ranks=tp, segment=segment or f"{subject.name}, tp {tp}", **settings)
 
 
 def _kinds(text: str | None) -> list[str]:

@@ -22,12 +22,12 @@ def explain(
     """
     import torch
 
-    from hf_rocm.tools.explain import explain as account
+    from hf_rocm.tools.explain import explain as explain_model
     from hf_rocm.tools.load import load
 
     # `generate` also disables gradients.
     with torch.no_grad():
-        explanation = account(load(model, device=device, force=force))
+        explanation = explain_model(load(model, device=device, force=force))
     if json:
         print_json(explanation.to_dict())
     elif everything:

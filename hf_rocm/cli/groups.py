@@ -58,9 +58,9 @@ class ModelOrCommand(Group):
         The error is raised only if a second word that is not an option follows, because a model is a single word.
         """
         word, others = args[0], [name for name in self.commands if name != "model"]
-        near = difflib.get_close_matches(word, others, 1, 0.7)
-        if near and len(args) > 1 and not args[1].startswith("-") and not Path(word).exists():
-            ctx.fail(f"No such command {word!r}. Did you mean {near[0]!r}?")
+        matches = difflib.get_close_matches(word, others, 1, 0.7)
+        if matches and len(args) > 1 and not args[1].startswith("-") and not Path(word).exists():
+            ctx.fail(f"No such command {word!r}. Did you mean {matches[0]!r}?")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         model = self.commands["model"]

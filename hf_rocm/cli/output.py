@@ -164,8 +164,8 @@ def _summary(states: Sequence[FileState]) -> str:
     total = len(states)
     count = sum(state.installed is Installed.YES for state in states)
     matching = sum(state.match in GOOD for state in states)
-    what = f"all {total}" if count == total else f"{count or 'none'} of {total}"
-    installed = f"{what} overlays {'is' if count < 2 and count < total else 'are'} installed"
+    share = f"all {total}" if count == total else f"{count or 'none'} of {total}"
+    installed = f"{share} overlays {'is' if count < 2 and count < total else 'are'} installed"
     differing = total - matching
     others = f", {differing} {'does' if differing == 1 else 'do'} not" if differing else ""
     match = f"{'all match' if not differing else f'{matching} match'} this transformers{others}"

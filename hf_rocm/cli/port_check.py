@@ -35,7 +35,7 @@ def port_check(
 ) -> None:
     """Find code under PATH that breaks or is slow on ROCm, and show what to write instead.
 
-    Reads Python, notebooks, shell scripts, Dockerfiles, CMake, lists of packages and CUDA sources; nothing is run or
+    Reads Python, notebooks, shell scripts, Dockerfiles, CMake, requirements files and CUDA sources; nothing is run or
     imported. A report of more than 25 lines is summarised by rule. Exits with 1 if there is a problem, and with 0 if
     there are only warnings and notes. A line with the comment `hf-rocm: ignore[RULE]` is skipped.
     """
@@ -112,8 +112,8 @@ def _table(rules: Sequence[Sequence[Finding]]) -> list[str]:
     header = ("severity", "rule", "places", "first place")
     cells = [(places[0].severity.value, places[0].rule, str(len(places))) for places in rules]
     room = width() - sum(max(map(len, column)) + 2 for column in zip(header[:3], *cells, strict=True))
-    firsts = [_ending(printable(f"{places[0].path}:{places[0].line}"), room) for places in rules]
-    return table_lines(header, [(*row, first) for row, first in zip(cells, firsts, strict=True)])
+    first_places = [_ending(printable(f"{places[0].path}:{places[0].line}"), room) for places in rules]
+    return table_lines(header, [(*row, first) for row, first in zip(cells, first_places, strict=True)])
 
 
 def _end(report: Report, shown: int | None) -> Iterator[str]:

@@ -17,12 +17,12 @@ _REDRAW = 0.1  # seconds
 class Progress:
     """A context manager whose `count` and `step` show the progress.
 
-    what: what is counted, such as `files read`. every: the minimum number of seconds between two lines if
+    unit: what is counted, such as `files read`. every: the minimum number of seconds between two lines if
     stderr is not a terminal; None: print no lines.
     """
 
-    def __init__(self, what: str = "", *, every: float | None = None) -> None:
-        self._what = what
+    def __init__(self, unit: str = "", *, every: float | None = None) -> None:
+        self._unit = unit
         self._every = every
         self._began = time.monotonic()
         self._last = -float("inf")
@@ -35,7 +35,7 @@ class Progress:
 
     def count(self, done: int, total: int) -> None:
         """Show that `done` of `total` are finished."""
-        self._show(f"{done} of {total} {self._what}", done, total)
+        self._show(f"{done} of {total} {self._unit}", done, total)
 
     def step(self, text: str) -> None:
         """Show the step that begins now."""

@@ -60,8 +60,8 @@ def quantize(
     from hf_rocm.weights import quantize as quantizing
 
     kinds = quantizing.kinds() if kind == "all" else list(dict.fromkeys(kind.split(",")))
-    for one in kinds:
-        quantizing.check_options(one, force=force or None, enabled_by="--force")
+    for name in kinds:
+        quantizing.check_options(name, force=force or None, enabled_by="--force")
     if out is not None:
         _check_folder(out, kinds)
     words = None if text is None else _read(text)
@@ -87,21 +87,21 @@ def quantize(
 
 
 def _print_one(reference: Unquantized, result: Quantized) -> None:
-    report, gap = result.report, result.loss
-    was, now = map(_mib, report["bytes"])
+    report, loss = result.report, result.loss
+    before, after = map(_mib, report["bytes"])
     error = report["error"]
     stored = "" if report["format"] == report["kind"] else f" ({report['format']})"
     print(f"{reference.model} in {report['kind']}{stored}\n")
     facts = {
         "layers": f"{report['layers']} quantised, {len(report['left'])} unchanged",
-        "memory": f"{was} before, {now} after",
+        "memory": f"{before} before, {after} after",
         "layer outputs": f"mean error {error['mean']:.2%}, largest error {error['max']:.2%} ({error['worst']})",
-        "logits": f"mean error {gap.mean:.3g}, largest error {gap.largest:.3g}; standard deviation {gap.size:.3g}",
-        "same top-1": f"{gap.same_choice:.2%} of {gap.tokens} tokens",
-        "divergence": f"{gap.divergence:.3g} nats (Kullback-Leibler) on average",
+        "logits": f"mean error {loss.mean:.3g}, largest error {loss.largest:.3g}; standard deviation {loss.size:.3g}",
+        "same top-1": f"{loss.same_choice:.2%} of {loss.tokens} tokens",
+        "divergence": f"{loss.divergence:.3g} nats (Kullback-Leibler) on average",
     }
-    if gap.perplexity is not None:
-        actual, expected = gap.perplexity
+    if loss.perplexity is not None:
+        actual, expected = loss.perplexity
         facts["perplexity"] = f"{expected:.4f} before, {actual:.4f} after, a factor of {actual / expected:.4f}"
     if reference.ms_per_token is not None and result.ms_per_token is not None:
         facts["decoding"] = (
@@ -118,23 +118,23 @@ def _print_several(reference: Unquantized, results: Sequence[Quantized], *, json
         schemes: list[dict[str, Any]] = [first, *(result.to_dict() for result in results)]
         print_json({"model": reference.model, "device": reference.device, "schemes": schemes})
         return
-    gap = results[0].loss
-    print(f"{reference.model} on {reference.device}, {gap.tokens} tokens of text\n")
-    before = None if gap.perplexity is None else gap.perplexity[1]
+    loss = results[0].loss
+    print(f"{reference.model} on {reference.device}, {loss.tokens} tokens of text\n")
+    before = None if loss.perplexity is None else loss.perplexity[1]
     rows = [
         (reference.dtype, "", _mib(reference.nbytes), _number(reference.ms_per_token), "", "", _number(before, ".4f"))
     ]
     for result in results:
-        report, gap = result.report, result.loss
-        after = None if gap.perplexity is None else gap.perplexity[0]
+        report, loss = result.report, result.loss
+        after = None if loss.perplexity is None else loss.perplexity[0]
         rows.append(
             (
                 report["kind"],
                 str(report["layers"]),
                 _mib(report["bytes"][1]),
                 _number(result.ms_per_token),
-                f"{gap.same_choice:.2%}",
-                f"{gap.divergence:.3g}",
+                f"{loss.same_choice:.2%}",
+                f"{loss.divergence:.3g}",
                 _number(after, ".4f"),
             )
         )

@@ -47,13 +47,13 @@ def status(
     if record:
         _record(models, diff, transformers_path=transformers_path, as_json=json)
         return
-    from hf_rocm.overlay.commands import status as look
+    from hf_rocm.overlay.commands import status as find_states
     from hf_rocm.overlay.difference import explain_change, explain_difference
 
     if against and not diff:
         raise typer.BadParameter("--against selects what --diff MODEL compares with; pass both")
     named = [*(models or ()), *([diff] if diff else ())]
-    installation, states, left_out = look(named, transformers_path=transformers_path)
+    installation, states, left_out = find_states(named, transformers_path=transformers_path)
     texts = {state.model: explain_difference(state) for state in states if state.model == diff}
     if against:
         texts = {state.model: explain_change(state, against) for state in states if state.model in texts}

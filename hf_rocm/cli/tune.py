@@ -116,10 +116,10 @@ def model(
         if job.todo and not shapes_only:
             raise typer.Exit(1)
         return
-    what = f"{_count(job.todo, 'shape')} with {job.engine}"
-    keeps = job.engine == commands.AITER
-    note = "you can stop it: results so far are kept" if keeps else "results are written at the end"
-    print(f"tuning {what}; {note}", file=sys.stderr, flush=True)
+    work = f"{_count(job.todo, 'shape')} with {job.engine}"
+    resumable = job.engine == commands.AITER
+    note = "you can stop it: results so far are kept" if resumable else "results are written at the end"
+    print(f"tuning {work}; {note}", file=sys.stderr, flush=True)
     with Progress("shapes tuned", every=30) as progress:
         result = commands.run(job, progress=progress.count)
     if json:
@@ -165,21 +165,21 @@ def list_tables(json: Json = False) -> None:
 def check(files: Files, release: ReleaseName = None, gpu: GpuName = None, json: Json = False) -> None:
     """Check whether aiter can use these tables as they are.
 
-    Lists the lines that it can't use. Exits with 1 if there are any.
+    Lists the lines that it can't use. Exits with 1 if there are any, or if a file can't be read as a table.
     """
     from hf_rocm.tools.tuning import table_commands
 
-    checked, meant, here = table_commands.check(files, release=release, gpu=gpu)
+    checked, target, target_gpu = table_commands.check(files, release=release, gpu=gpu)
     if json:
         print_json(
             {
-                "release": meant.version,
-                "gpu": None if here is None else here._asdict(),
+                "release": target.version,
+                "gpu": None if target_gpu is None else target_gpu._asdict(),
                 "files": [table.to_dict() for table in checked],
             }
         )
     else:
-        print(f"amd-aiter {meant.version}, {here or 'any GPU (--gpu gfx942:304 selects one)'}")
+        print(f"amd-aiter {target.version}, {target_gpu or 'any GPU (--gpu gfx942:304 selects one)'}")
         for table in checked:
             _print_checked(table)
     if not all(table.good for table in checked):
@@ -239,8 +239,8 @@ def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
     if shapes_only:
         return
     print(f"not tuned: {job.obstacle}")
-    for how, line in job.elsewhere.items():
-        print(f"{how}, on the machine with the GPU:\n  {shlex.join(line)}")
+    for label, line in job.elsewhere.items():
+        print(f"{label}, on the machine with the GPU:\n  {shlex.join(line)}")
 
 
 def _print_checked(table: Checked) -> None:
@@ -259,5 +259,5 @@ def _print_checked(table: Checked) -> None:
         print(f"  note: {note}")
 
 
-def _count(what: Sized, name: str) -> str:
-    return f"{len(what)} {name}{'s' * (len(what) != 1)}"
+def _count(items: Sized, name: str) -> str:
+    return f"{len(items)} {name}{'s' * (len(items) != 1)}"

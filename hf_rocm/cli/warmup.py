@@ -13,18 +13,18 @@ def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, js
     """Build and check the kernels that MODEL uses, before its first call.
 
     The model is loaded, and kernels that have to be compiled may take minutes. Results are stored for this GPU and
-    these versions, so this command can be the last line of a Dockerfile.
+    these versions, and later processes use them.
     """
     import torch
 
     from hf_rocm.ops import probe_worker
-    from hf_rocm.tools.explain import explain as account
+    from hf_rocm.tools.explain import explain as explain_model
     from hf_rocm.tools.load import load
 
     began = time.monotonic()
     loaded = load(model, device=device, force=force)
     with torch.no_grad(), probe_worker.progress(lambda text: print(text, file=sys.stderr, flush=True)):
-        explanation = account(loaded)
+        explanation = explain_model(loaded)
     probe_worker.stop()
     if json:
         print_json({**explanation.to_dict(), "seconds": round(time.monotonic() - began, 1)})

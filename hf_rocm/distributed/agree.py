@@ -37,18 +37,18 @@ def agree(
     rank that can't reach the store raises another `RankError`. hint: what to do about a difference.
     """
     call = _Call(store, here, ranks)
-    mine: dict[str, Any] = {"host": socket.gethostname()}
+    record: dict[str, Any] = {"host": socket.gethostname()}
     failure: BaseException | None = None
     try:
-        mine["facts"] = dict(find())
+        record["facts"] = dict(find())
     except Exception as error:  # noqa: BLE001 - the other ranks wait: publish the error first, then raise it
         failure = error
-        mine["failed"] = _description(error)
+        record["failed"] = _description(error)
     try:
         if failure is not None:
             # This must precede publish(): a rank that has read the facts of all ranks continues.
-            call.end(_failed(here.rank, mine))
-        call.publish(mine)
+            call.end(_failed(here.rank, record))
+        call.publish(record)
         collected = call.collect(timeout)
     except RuntimeError as error:
         raise _store_lost(here, error) from (failure or error)
@@ -75,8 +75,8 @@ class _Call:
 
         error: None if the ranks continue.
         """
-        mine = "go on" if error is None else json.dumps(error.to_dict())
-        return _error(self.store.compare_set(f"{self.prefix}/end", "", mine))
+        result = "go on" if error is None else json.dumps(error.to_dict())
+        return _error(self.store.compare_set(f"{self.prefix}/end", "", result))
 
     def collect(self, timeout: float) -> dict[int, dict[str, Any]] | RankError:
         """Return the facts of every rank, or the error with which a rank ended the handshake."""
@@ -84,9 +84,9 @@ class _Call:
         ended, keys = f"{self.prefix}/end", [self._key(rank) for rank in self.ranks]
         while True:
             error = _error(self.store.get(ended)) if self.store.check([ended]) else None
-            everyone = error is None and self.store.check(keys)
+            all_published = error is None and self.store.check(keys)
             waited = time.monotonic() - began
-            if everyone:
+            if all_published:
                 error = self.end(None)
                 if error is None:
                     return {rank: json.loads(self.store.get(self._key(rank))) for rank in self.ranks}
@@ -103,9 +103,9 @@ class _Call:
         deadline = time.monotonic() + _GRACE
         try:
             self.store.set(f"{self.prefix}/read/{self.here.rank}", "")
-            here = [rank for rank in self.ranks if self.store.check([self._key(rank)])]
-            while here and time.monotonic() < deadline:
-                here = [rank for rank in here if not self.store.check([f"{self.prefix}/read/{rank}"])]
+            readers = [rank for rank in self.ranks if self.store.check([self._key(rank)])]
+            while readers and time.monotonic() < deadline:
+                readers = [rank for rank in readers if not self.store.check([f"{self.prefix}/read/{rank}"])]
                 time.sleep(_PAUSE)
         except RuntimeError:
             # The store has ended, so no rank still waits on it.
@@ -131,8 +131,8 @@ def _compare(published: Mapping[int, Mapping[str, Any]], hint: str) -> RankError
     facts = {name: differing[name] for name in shown}
     if len(differing) > _SHOWN:
         facts["and"] = f"{len(differing) - _SHOWN} more"
-    what = f"{', '.join(shown)}{' and more' if len(differing) > _SHOWN else ''}"
-    return RankError(f"the ranks would not run the same model; they differ in: {what}", facts=facts, hint=hint)
+    names_shown = f"{', '.join(shown)}{' and more' if len(differing) > _SHOWN else ''}"
+    return RankError(f"the ranks would not run the same model; they differ in: {names_shown}", facts=facts, hint=hint)
 
 
 def named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:

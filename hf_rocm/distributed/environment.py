@@ -16,8 +16,8 @@ from typing import Any
 from hf_rocm import options
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
-# The stores that this process has opened; None for a store of torchrun's agent that did not answer. A store that rank 0
-# serves stays open, because the process group later uses the same server.
+# The stores that this process has opened; None for a store of torchrun's agent that did not respond. A store that rank
+# 0 serves stays open, because the process group later uses the same server.
 _stores: list[Any] = []
 
 
@@ -100,13 +100,13 @@ def store(here: Place, *, timeout: float) -> Any | None:
     if "MASTER_ADDR" not in variables or "MASTER_PORT" not in variables:
         return None
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store did not answer an earlier load, whose timeout may have been shorter, so try again.
+        # The agent's store did not respond to an earlier load, whose timeout may have been shorter, so try again.
         _stores.clear()
         return existing_store(here, timeout=timeout)
     # multi-tenant, so that the process group can use the same server later
-    made = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
-    _stores.append(made)
-    return made
+    new_store = _tcp_store(here, variables, timeout, is_master=here.rank == 0, multi_tenant=True)
+    _stores.append(new_store)
+    return new_store
 
 
 def groups_store() -> Any | None:
@@ -123,24 +123,24 @@ def groups_store() -> Any | None:
 def existing_store(here: Place, *, timeout: float) -> Any | None:
     """Return an existing store: the process group's, one that is already open, or that of torchrun's agent; else None.
 
-    Raises `RuntimeError` if the agent's store does not answer within `timeout` seconds.
+    Raises `RuntimeError` if the agent's store does not respond within `timeout` seconds.
     """
     if process_group() is not None:
         return groups_store()
     if _stores:
         return _stores[-1]
     variables = options.launcher()
-    agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not agent or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+    has_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not has_agent or not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         return None
     try:
-        agents = _tcp_store(here, variables, timeout)
+        agent_store = _tcp_store(here, variables, timeout)
     except RuntimeError:
         # Do not wait for it a second time.
         _stores.append(None)
         raise
-    _stores.append(agents)
-    return agents
+    _stores.append(agent_store)
+    return agent_store
 
 
 def attempt() -> str:

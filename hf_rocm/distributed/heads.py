@@ -30,14 +30,14 @@ def check(config: Any, size: int, arguments: Mapping[str, Any]) -> None:
     """
     if config is None or size < 2:
         return
-    users = arguments.get("tp_plan") or setting(arguments.get("distributed_config"), "tp_plan")
-    if setting(arguments.get("distributed_config"), "enable_expert_parallel") and users is None:
+    user_plan = arguments.get("tp_plan") or setting(arguments.get("distributed_config"), "tp_plan")
+    if setting(arguments.get("distributed_config"), "enable_expert_parallel") and user_plan is None:
         # Only the plan for experts applies.
         return
     for part in _parts(config):
         plan = dict(getattr(part, "base_model_tp_plan", None) or {})
-        if isinstance(users, Mapping):
-            plan = {**plan, **users} if users else {}
+        if isinstance(user_plan, Mapping):
+            plan = {**plan, **user_plan} if user_plan else {}
         counts = _divided(part, plan)
         wrong = {name: heads for name, heads in counts.items() if any(count % size for count in heads)}
         if wrong:
@@ -74,16 +74,16 @@ def _dividing(plan: Mapping[str, str]) -> list[str]:
 
 def _refusal(config: Any, size: int, wrong: Mapping[str, list[int]], counts: Mapping[str, list[int]]) -> RankError:
     numbers_of_heads = [heads for values in counts.values() for heads in values]
-    fits = [n for n in range(1, max(numbers_of_heads) + 1) if not any(heads % n for heads in numbers_of_heads)]
+    sizes = [n for n in range(1, max(numbers_of_heads) + 1) if not any(heads % n for heads in numbers_of_heads)]
     numbers = {name: ", ".join(map(str, dict.fromkeys(heads))) for name, heads in wrong.items()}
-    what = " and ".join(f"{value} ({name})" for name, value in numbers.items())
+    counted = " and ".join(f"{value} ({name})" for name, value in numbers.items())
     return RankError(
-        f"{what} heads can't be divided among {size} ranks",
+        f"{counted} heads can't be divided among {size} ranks",
         facts={
             "model": getattr(config, "model_type", type(config).__name__),
             **numbers,
             "ranks": size,
-            "sizes that fit": ", ".join(map(str, fits)),
+            "sizes that fit": ", ".join(map(str, sizes)),
         },
         hint="start a number of ranks that fits, or load one model per rank, without tp_plan",
     )

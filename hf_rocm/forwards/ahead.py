@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_rocm.generation.streams import separate
+from hf_rocm.generation.streams import separate_stream
 
 # The context to use if no replay was queued.
 NOTHING_LATER: AbstractContextManager[None] = nullcontext()
@@ -31,7 +31,7 @@ class _Before(AbstractContextManager[None]):
         self._reached = torch.cuda.current_stream(device).record_event()
         stream = _streams.get(device)
         if stream is None:
-            stream = _streams.setdefault(device, separate(device))
+            stream = _streams.setdefault(device, separate_stream(device))
         self._stream = stream
         self._entered: Any = None
 

@@ -37,19 +37,19 @@ Value = bool | int | float
 
 
 class _Step(NamedTuple):
-    """One operator. makes: the number of tensors that it returns; 0 for the operator that returns the value.
+    """One operator. outputs: the number of tensors that it returns; 0 for the operator that returns the value.
 
-    given, named: functions that return its positional and keyword arguments, from the tensors of all places; see
+    positional, named: functions that return its positional and keyword arguments, from the tensors of all places; see
     `Program`.
     """
 
     operator: Callable[..., Any]
-    given: Callable[[Sequence[Tensor]], Any]
+    positional: Callable[[Sequence[Tensor]], Any]
     named: Callable[[Sequence[Tensor]], Any]
-    makes: int
+    outputs: int
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        return self.operator(*self.given(tensors), **self.named(tensors))
+        return self.operator(*self.positional(tensors), **self.named(tensors))
 
 
 class Program(NamedTuple):
@@ -67,7 +67,7 @@ class Program(NamedTuple):
         tensors = [*inputs, *self.constants]
         for step in self.steps:
             results = _tensors(step(tensors))
-            assert len(results) == step.makes
+            assert len(results) == step.outputs
             tensors += results
         return typed(self.last(tensors))
 
@@ -113,7 +113,7 @@ class Reads(_BasicOperators):
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made: set[int] = set()  # storages that the forward created
         self._written: set[int] = set()
-        self._strangers: list[weakref.ref[Tensor]] = []  # small tensors of unknown origin; see `finish`
+        self._unknown: list[weakref.ref[Tensor]] = []  # small tensors of unknown origin; see `finish`
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
@@ -125,18 +125,18 @@ class Reads(_BasicOperators):
         return result
 
     def _observe(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if torch.Tag.dynamic_output_shape in operator.tags and not _by_numbers(operator, args):
+        if torch.Tag.dynamic_output_shape in operator.tags and not _indexes_with_integers(operator, args):
             raise Unrecordable(f"its shapes depend on values ({operator})")
         if reads_on_host(operator):
             self.reads.append(Read(self._program(operator, args, kwargs), typed(result)))
             return
-        given, results = _tensors((args, kwargs)), _tensors(result)
-        moved = [tensor for tensor in given if tensor.dim() or _copies(operator)]
+        arguments, results = _tensors((args, kwargs)), _tensors(result)
+        moved = [tensor for tensor in arguments if tensor.dim() or _copies(operator)]
         # only the first result, because attention also returns its random state, which is on the host
         if any(tensor.device != result.device for tensor in moved for result in results[:1]):
             raise Unrecordable(f"it copies between devices ({operator})")
-        self._strangers += [weakref.ref(tensor) for tensor in given if self._is_stranger(tensor)]
-        storages = {_storage(tensor) for tensor in given}
+        self._unknown += [weakref.ref(tensor) for tensor in arguments if self._is_unknown(tensor)]
+        storages = {_storage(tensor) for tensor in arguments}
         if operator._schema.is_mutable and operator is not _DETACH:
             written = {_storage(tensor) for tensor in _written(operator, args, kwargs)}
             if not written <= self._made:
@@ -158,10 +158,10 @@ class Reads(_BasicOperators):
         """
         self._kept.clear()
         self._log.clear()
-        if self.reason is None and any(stranger() is None for stranger in self._strangers):
+        if self.reason is None and any(tensor() is None for tensor in self._unknown):
             self.reason = "it creates a tensor on the device from values on the host"
 
-    def _is_stranger(self, tensor: Tensor) -> bool:
+    def _is_unknown(self, tensor: Tensor) -> bool:
         number = id(tensor)
         if tensor.numel() > _CONSTANT:
             # A tensor of this size is more likely the result of a kernel that PyTorch does not dispatch.
@@ -201,15 +201,15 @@ class Reads(_BasicOperators):
         following = len(self._inputs) + len(constants)
         steps = []
         for number in sorted(needed):
-            made_by, arguments, named, results = self._log[number]
-            steps.append(_Step(made_by, _filler(arguments, places), _filler(named, places), len(results)))
+            producer, positional, named, results = self._log[number]
+            steps.append(_Step(producer, _filler(positional, places), _filler(named, places), len(results)))
             places.update((id(tensor), following + index) for index, tensor in enumerate(results))
             following += len(results)
         last = _Step(operator, _filler(args, places), _filler(kwargs, places), 0)
         return Program(tuple(constants), tuple(steps), last)
 
 
-class Answers(_BasicOperators):
+class StoredValues(_BasicOperators):
     """Returns the given values, in order, when a forward reads a value on the host."""
 
     def __init__(self, values: Iterable[tuple[type, Value]]) -> None:
@@ -236,7 +236,7 @@ def reads_on_host(operator: Any) -> bool:
     )
 
 
-def _by_numbers(operator: Any, args: Any) -> bool:
+def _indexes_with_integers(operator: Any, args: Any) -> bool:
     """Return whether an operator indexes with integers and not with a mask, so that shapes do not depend on values."""
     masks = (torch.bool, torch.uint8)
     return str(operator._schema.name) == "aten::index" and all(index.dtype not in masks for index in _tensors(args[1]))

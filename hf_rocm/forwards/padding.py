@@ -129,18 +129,18 @@ def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     if bucket == length or rows * bucket > limit or bucket > model.config.max_position_embeddings:
         return None
     mask = arguments.get("attention_mask")
-    given = {**arguments, "attention_mask": torch.ones_like(ids) if mask is None else mask}
-    for name, value in given.items():
+    result = {**arguments, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+    for name, value in result.items():
         if name == "input_ids":
-            given[name] = _extended(value, bucket, getattr(model.get_input_embeddings(), "padding_idx", None) or 0)
+            result[name] = _extended(value, bucket, getattr(model.get_input_embeddings(), "padding_idx", None) or 0)
         elif name in _TOKENS and value is not None:
             shapes = (ids.shape,) if name == "attention_mask" else (ids.shape, (1, length))
             if not _is_tokens(value) or value.shape not in shapes:
                 return None
-            given[name] = _extended(value, bucket, _TOKENS[name])
+            result[name] = _extended(value, bucket, _TOKENS[name])
         elif value is not None and not (name in _FLAGS and isinstance(value, bool)):
             return None
-    return Padded(length, bucket, given)
+    return Padded(length, bucket, result)
 
 
 def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:

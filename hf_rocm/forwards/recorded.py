@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import patches
-from hf_rocm.forwards.host_reads import Answers, Read, Reads
+from hf_rocm.forwards.host_reads import Read, Reads, StoredValues
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.forwards.padding import Padded
 from hf_rocm.generation.comparison import RUNS, Operators, agree
@@ -57,9 +57,9 @@ class RecordedForward(Recorded):
             raise Unrecordable("it returns no tensor")
 
         def tensors(places: Sequence[Tensor]) -> list[Tensor]:
-            with recordable(), Answers(read.value for read in observed.reads) as answers:
+            with recordable(), StoredValues(read.value for read in observed.reads) as values:
                 output = run(places)
-            answers.finish()
+            values.finish()
             return Outputs(output, places, weights).tensors
 
         super().__init__(recorder, inputs, tensors, outputs.tensors)
@@ -147,11 +147,11 @@ def recordable() -> Iterator[None]:
         yield
 
 
-def _unless_recordable(instead: Any) -> Callable[[Change], Any]:
+def _unless_recordable(value: Any) -> Callable[[Change], Any]:
     def make(change: Change) -> Any:
         def function(*args: Any, **kwargs: Any) -> Any:
             if change.live and in_captured_block():
-                return instead
+                return value
             return change.original(*args, **kwargs)
 
         return function

@@ -51,11 +51,11 @@ def run(
         state.turn_away(reason)
         return stock(*args, **kwargs)
     with state.lock:
-        output = _recorded(model, state, _Given(method, stock, args, kwargs))
+        output = _recorded(model, state, _UserCall(method, stock, args, kwargs))
     return stock(*args, **kwargs) if output is _NOT_REPLAYED else output
 
 
-class _Given(NamedTuple):
+class _UserCall(NamedTuple):
     """A call as the user made it. method: the name of the called method."""
 
     method: str
@@ -74,14 +74,14 @@ class _Call(NamedTuple):
     None.
     """
 
-    given: _Given
+    user_call: _UserCall
     forward: Callable[[Sequence[Tensor]], Any]
     inputs: Inputs
     reason: str | None
     padded: Padded | None = None
 
 
-class _Found(NamedTuple):
+class _Lookup(NamedTuple):
     """A call with the key and the path of its recording.
 
     recording, reason: the recording, or the reason why there is none; both are None if the call has not been recorded
@@ -98,7 +98,7 @@ class _Found(NamedTuple):
     before: AbstractContextManager[None] = NOTHING_LATER
 
 
-def _recorded(model: Any, state: State, given: _Given) -> Any:
+def _recorded(model: Any, state: State, user_call: _UserCall) -> Any:
     """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
     if state.disabled is not None:
         # Another thread has disabled recording while this one waited.
@@ -107,9 +107,9 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
     if snapshot is None or not snapshot.in_place():
         snapshot = _begin(model, state)
     for _ in range(_STATES):
-        prior = _find(state, snapshot, _call(state, given))
+        prior = _find(state, snapshot, _call(state, user_call))
         if prior.recording is None and prior.reason is None:
-            prior = _find_padded(model, state, snapshot, given) or prior
+            prior = _find_padded(model, state, snapshot, user_call) or prior
         call, key, path, recording, reason, copies, _ = prior
         compared_now = recording is not None and (
             recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
@@ -139,49 +139,49 @@ def _recorded(model: Any, state: State, given: _Given) -> Any:
     return _NOT_REPLAYED
 
 
-def _call(state: State, given: _Given, padded: Padded | None = None) -> _Call:
+def _call(state: State, user_call: _UserCall, padded: Padded | None = None) -> _Call:
     """Return the call in a form that can be recorded. padded: its padded form, or None."""
-    args = given.positional if padded is None else ()
-    named = given.named if padded is None else padded.arguments
+    args = user_call.positional if padded is None else ()
+    named = user_call.named if padded is None else padded.arguments
     arguments: dict[str, Any] = {**{f"argument {index}": value for index, value in enumerate(args)}, **named}
 
     def forward(tensors: Sequence[Tensor]) -> Any:
         filled = put_together(arguments, tensors)
         first = [filled.pop(f"argument {index}") for index in range(len(args))]
-        return given.stock(*first, **filled)
+        return user_call.stock(*first, **filled)
 
-    return _Call(given, forward, *_inputs(arguments, state.device), padded)
+    return _Call(user_call, forward, *_inputs(arguments, state.device), padded)
 
 
-def _find(state: State, snapshot: Snapshot, call: _Call) -> _Found:
+def _find(state: State, snapshot: Snapshot, call: _Call) -> _Lookup:
     """Find the recording of a call. The host may have to read values to find it.
 
     If earlier calls suggest a recording, its replay is queued first, so that the device computes while the host waits.
     """
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
-    key = (snapshot.number, decide.surroundings(), call.given.method, form)
+    key = (snapshot.number, decide.surroundings(), call.user_call.method, form)
     if reason is not None:
-        return _Found(call, key, (), None, reason)
+        return _Lookup(call, key, (), None, reason)
     likely = state.likely(key)
     before = NOTHING_LATER if likely is None else before_replay(state.device)
     copies = None if likely is None else likely.copies(call.inputs.tensors, call.padded)
     with before:
         recording, path = state.find(key, call.inputs.tensors)
-    return _Found(call, key, path, recording, None, copies if recording is likely else None, before)
+    return _Lookup(call, key, path, recording, None, copies if recording is likely else None, before)
 
 
-def _find_padded(model: Any, state: State, snapshot: Snapshot, given: _Given) -> _Found | None:
+def _find_padded(model: Any, state: State, snapshot: Snapshot, user_call: _UserCall) -> _Lookup | None:
     """Find the recording of a call's padded form, or return None if the call is not padded.
 
     A call is padded only if calls of several lengths share that form, and if every position sees a token.
     """
-    if given.method != "forward" or state.refuses_padding(model, snapshot) is not None:
+    if user_call.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None
-    padded = padding.pad(model, given.stock, given.positional, given.named)
+    padded = padding.pad(model, user_call.stock, user_call.positional, user_call.named)
     if padded is None:
         return None
-    prior = _find(state, snapshot, _call(state, given, padded))
+    prior = _find(state, snapshot, _call(state, user_call, padded))
     if prior.reason is not None or state.why_not(prior.key, prior.path) is not None:
         return None
     if prior.recording is None and not state.lengths_differ(prior.key, padded.length):
@@ -221,7 +221,7 @@ def _begin(model: Any, state: State) -> Snapshot:
 def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
     """Run and observe the call, then record it. The next call of this shape is the first to be replayed."""
     observed = observe(call.forward, call.inputs, snapshot.tensors)
-    output = observed.output if call.padded is None else call.given()
+    output = observed.output if call.padded is None else call.user_call()
     if not snapshot.unchanged(model):
         # The call has stored something in the model that the next call may use.
         _begin(model, state)
@@ -250,12 +250,19 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
     return output
 
 
-def _cuts(padded: Padded, weights: Sequence[Tensor], long: Any, whole: Any) -> list[tuple[int, ...]]:
-    return padded.cuts(Outputs(whole, (), weights), Outputs(long, (), weights))
+def _cuts(padded: Padded, weights: Sequence[Tensor], padded_output: Any, unpadded_output: Any) -> list[tuple[int, ...]]:
+    return padded.cuts(Outputs(unpadded_output, (), weights), Outputs(padded_output, (), weights))
 
 
 def _padding_agrees(
-    model: Any, state: State, recording: RecordedForward, call: _Call, long: Any, whole: Any, *, earlier: int = 0
+    model: Any,
+    state: State,
+    recording: RecordedForward,
+    call: _Call,
+    padded_output: Any,
+    unpadded_output: Any,
+    *,
+    earlier: int = 0,
 ) -> bool:
     """Return whether a padded forward agrees with the unpadded one. If not, stop padding calls.
 
@@ -263,8 +270,8 @@ def _padding_agrees(
     """
     if call.padded is None or recording.cuts is None:
         return True
-    tensors = call.padded.cut(Outputs(long, (), ()).tensors, recording.cuts)
-    reason = padding.differs(model, tensors, Outputs(whole, (), ()).tensors)
+    tensors = call.padded.cut(Outputs(padded_output, (), ()).tensors, recording.cuts)
+    reason = padding.differs(model, tensors, Outputs(unpadded_output, (), ()).tensors)
     if reason is not None:
         state.stop_padding(f"{reason}; up to {earlier} earlier results may differ as much" if earlier else reason)
     return reason is None
@@ -283,7 +290,7 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
     elif schedule.comparisons == _TIMED and _is_timed(state.device):
         output, slower = _against_unpadded(state.device, recording, call)
     else:
-        output = call.given()
+        output = call.user_call()
     if compared.agrees:
         if recording.alarm.rang():
             # The model's own outputs are not finite.
@@ -324,7 +331,7 @@ def _against_unpadded(device: torch.device, recording: RecordedForward, call: _C
 
     If a GPU needs longer for the unpadded call than the host needs to launch it, padding only adds work.
     """
-    output, unpadded = _timed(device, lambda: call.given())
+    output, unpadded = _timed(device, lambda: call.user_call())
     replays = [_timed(device, lambda: recording.copies(call.inputs.tensors, call.padded))[1] for _ in range(2)]
     return output, min(replays) > unpadded
 

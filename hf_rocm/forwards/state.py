@@ -45,14 +45,14 @@ Path = tuple[Hashable, ...]
 class Branch:
     """A value that the forward reads on the host, and the program that computes it.
 
-    ways: a value → the branch for the next value that the forward reads, or the recording if it reads no other.
+    branches: a value → the branch for the next value that the forward reads, or the recording if it reads no other.
     latest, repeated: used only for the first value. latest: the recording of the last call, or None. repeated: whether
     the last two calls used the same recording, and all values are booleans.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.ways: dict[Hashable, Branch | RecordedForward] = {}
+        self.branches: dict[Hashable, Branch | RecordedForward] = {}
         self.latest: RecordedForward | None = None
         self.repeated = False
 
@@ -171,7 +171,7 @@ class State:
             value = node.program(inputs)
             boolean = boolean and value[0] is bool
             path += (value,)
-            node = node.ways.get(value)
+            node = node.branches.get(value)
         if isinstance(root, Branch):
             root.latest, root.repeated = node, boolean and node is root.latest
         if node is not None:
@@ -216,15 +216,15 @@ class State:
         self._failures = 0
         self.recorded += 1
         path: Path = ()
-        ways: dict[Any, Any] = self._roots
+        branches: dict[Any, Any] = self._roots
         place: Hashable = key
         for read in reads:
-            branch = ways.get(place)
+            branch = branches.get(place)
             if not isinstance(branch, Branch):
-                branch = ways[place] = Branch(read.program)
-            ways, place = branch.ways, read.value
+                branch = branches[place] = Branch(read.program)
+            branches, place = branch.branches, read.value
             path += (read.value,)
-        ways[place] = recording
+        branches[place] = recording
         self._recordings[key, path] = (recording, size)
         while len(self._recordings) > MOST or sum(size for _, size in self._recordings.values()) > bound:
             self._drop(next(iter(self._recordings)))
@@ -240,11 +240,11 @@ class State:
             self._roots.pop(key, None)
             self._seen.pop((key, ()), None)
             return
-        ways: Any = self._roots
-        ways[key].latest = None
+        branches: Any = self._roots
+        branches[key].latest = None
         for step in (key, *path[:-1]):
-            ways = ways[step].ways
-        del ways[path[-1]]
+            branches = branches[step].branches
+        del branches[path[-1]]
 
     def _keep(self, snapshots: list[Snapshot]) -> None:
         self.snapshots = snapshots

@@ -150,7 +150,7 @@ class DecodeCache(Cache):
     def stand_for(self, user: Any) -> None:
         """Set the `UserCache` that this cache represents from now on, or None."""
         self.user = user
-        self._is_user_defined = user is not None and user.brought
+        self._is_user_defined = user is not None and user.passed
         self._loaded = 0 if user is None else self.length
 
     def level(self, length: int) -> None:

@@ -32,7 +32,7 @@ def random_state_in_capture() -> Iterator[None]:
         yield
         return
     read = torch.cuda.get_rng_state
-    entered = {index: read(index) for index in range(torch.cuda.device_count())}
+    initial = {index: read(index) for index in range(torch.cuda.device_count())}
     refused = False
 
     def reading(change: Change) -> Callable[..., torch.Tensor]:
@@ -45,7 +45,7 @@ def random_state_in_capture() -> Iterator[None]:
                 if not change.live or not torch.cuda.is_current_stream_capturing():
                     raise
                 refused = True
-                return entered[_index(device)].clone()
+                return initial[_index(device)].clone()
 
         return get_rng_state
 
@@ -58,8 +58,8 @@ def random_state_in_capture() -> Iterator[None]:
 
     # torch has both functions in two modules
     makers = (("get_rng_state", reading), ("set_rng_state", writing))
-    places: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
-    with patches.applied(*(Change(module, name, make) for module in places for name, make in makers)):
+    owners: tuple[Any, ...] = (torch.cuda, torch.cuda.random)
+    with patches.applied(*(Change(module, name, make) for module in owners for name, make in makers)):
         yield
 
 

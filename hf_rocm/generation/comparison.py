@@ -39,15 +39,15 @@ class Comparison(NamedTuple):
     """The result of a comparison.
 
     outputs: the outputs of the uncaptured step, whose keys and values are in the cache now. agrees: whether the replay
-    agrees and is intact on every rank. here: whether it agrees on this rank. intact: whether the replay changed only
-    the cache rows of its own tokens, on every rank. difference: the largest absolute difference. finite: whether all
-    outputs of the uncaptured steps are finite, on every rank; True if this was not checked. operators: the number of
-    operators that the step runs; 0 if they were not counted.
+    agrees and is intact on every rank. agrees_here: whether it agrees on this rank. intact: whether the replay changed
+    only the cache rows of its own tokens, on every rank. difference: the largest absolute difference. finite: whether
+    all outputs of the uncaptured steps are finite, on every rank; True if this was not checked. operators: the number
+    of operators that the step runs; 0 if they were not counted.
     """
 
     outputs: Any
     agrees: bool
-    here: bool
+    agrees_here: bool
     intact: bool
     difference: float
     finite: bool
@@ -75,7 +75,7 @@ def compare(
     cache: DecodeCache,
     back: int,
     ranks: Agreement,
-    look_for_finite: bool,
+    check_finite: bool,
 ) -> Comparison:
     """Replay the next step, run it uncaptured after the `back` steps before it, and compare the outputs and the cache.
 
@@ -104,11 +104,11 @@ def compare(
         if ranks.all(agrees) or (number and ranks.all(not noise)):
             break
     cache.drop_states()
-    finite = not look_for_finite or ranks.all(bool(returned.finite))
+    finite = not check_finite or ranks.all(bool(returned.finite))
     return Comparison(outputs, ranks.all(agrees and intact), agrees, intact, difference, finite, operators)
 
 
-class _Ran(NamedTuple):
+class _Uncaptured(NamedTuple):
     """The results of uncaptured steps.
 
     outputs: those of the last step. digests: of the outputs of up to `BACK` + 1 steps, the last step included. finite:
@@ -120,7 +120,7 @@ class _Ran(NamedTuple):
     finite: Tensor
 
 
-def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int) -> _Ran:
+def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int) -> _Uncaptured:
     """Recompute the `back` previous steps, then run the next step, all uncaptured."""
     residents = _residents(cache, arguments)
     digests: list[Tensor] = []
@@ -148,7 +148,7 @@ def _run(model: Any, arguments: Mapping[str, Any], cache: DecodeCache, back: int
             residents.write(position)
         residents.input_ids.copy_(tokens[:, -1:])
     outputs = run()
-    return _Ran(outputs, torch.cat(digests[-1 - BACK :]), torch.stack(finite).all())
+    return _Uncaptured(outputs, torch.cat(digests[-1 - BACK :]), torch.stack(finite).all())
 
 
 def _residents(cache: DecodeCache, arguments: Mapping[str, Any]) -> Residents | None:
@@ -169,18 +169,18 @@ def agree(replayed: list[Tensor], runs: list[list[Tensor]]) -> tuple[bool, float
         return True, 0.0, False
     worst, agree, noisy = 0.0, len(runs) > 1, False
     for index, (one, two) in enumerate(zip(replayed, last, strict=True)):
-        off = _apart(one, two)
-        noise = max((_apart(run[index], two) for run in runs[:-1]), default=0.0)
+        distance = _distance(one, two)
+        noise = max((_distance(run[index], two) for run in runs[:-1]), default=0.0)
         eps = torch.finfo(two.dtype).eps if two.is_floating_point() else 0.0
         rounding = ROUNDINGS * eps * float(two.float().abs().max())
         # Comparisons with NaN are False, and so is `agree`.
-        agree = agree and off <= 2 * noise and noise <= rounding
-        worst = worst if off <= worst or math.isnan(worst) else off
+        agree = agree and distance <= 2 * noise and noise <= rounding
+        worst = worst if distance <= worst or math.isnan(worst) else distance
         noisy = noisy or noise != 0
     return agree, worst, noisy
 
 
-def _apart(one: Tensor, two: Tensor) -> float:
+def _distance(one: Tensor, two: Tensor) -> float:
     return float((two.float() - one.float()).abs().max())
 
 

@@ -84,12 +84,12 @@ def attention_of(model: nn.Module) -> str | None:
     if MARK not in model.__dict__ or not _can_batch(model):
         return None
     config: Any = model.config
-    own = getattr(config, "_attn_implementation", None)
-    if own not in ("sdpa", "eager", flash_provider.NAME):
-        return f"continuous batching runs {own!r}, the selected implementation"
+    selected = getattr(config, "_attn_implementation", None)
+    if selected not in ("sdpa", "eager", flash_provider.NAME):
+        return f"continuous batching runs {selected!r}, the selected implementation"
     reason = flash_provider.batches_refused(model)
     if reason is None:
-        gathered = sliding_pages.refused() if sliding_pages.concerns(config.get_text_config()) else None
+        gathered = sliding_pages.refused() if sliding_pages.has_sliding_layers(config.get_text_config()) else None
         steps = "" if gathered is None else f"; its decode steps gather their keys, because {gathered}"
         return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages{steps}"
     return f"continuous batching runs as in stock transformers: {reason}"
@@ -107,32 +107,32 @@ def _can_batch(model: Any) -> bool:
 def _init_continuous_batching(self: Any, inherited: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(inherited).bind(*args, **kwargs)
     _, config = _config(self, call)
-    own = flash_provider.switch(self) if getattr(config, "auto_switch_to_flash", True) else None
+    original = flash_provider.switch(self) if getattr(config, "auto_switch_to_flash", True) else None
     if flash_provider.MARK in self.__dict__ and flash_provider.serves(self.config):
         sliding_pages.provide(self, flash_provider.serves, key=flash_provider.MARK)
         _expect_long_requests(self, call, config)
         args, kwargs = call.args, call.kwargs
-    if own is None:
+    if original is None:
         return _in_order(_without_suspect_graphs(self, inherited, *args, **kwargs))
     try:
         manager = _without_suspect_graphs(self, inherited, *args, **kwargs)
     except BaseException:
-        self.set_attn_implementation(own)
+        self.set_attn_implementation(original)
         raise
     # The manager restores this implementation when it stops.
-    patches.exchange(manager.__dict__, _ORIGINAL, None, own)
+    patches.exchange(manager.__dict__, _ORIGINAL, None, original)
     return _in_order(manager)
 
 
 def _expect_long_requests(model: Any, call: inspect.BoundArguments, config: Any) -> None:
     """Increase transformers' limit on the length of requests with page tables if the call passes no workload hints."""
-    usual = getattr(config, "fallback_max_blocks_per_request", None)
+    default_pages = getattr(config, "fallback_max_blocks_per_request", None)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if usual is None or longest is None or call.arguments.get(_HINTS) is not None:
+    if default_pages is None or longest is None or call.arguments.get(_HINTS) is not None:
         return
     # Up to transformers 5.17, `page_size` is called `block_size`.
     page = config.page_size if hasattr(config, "page_size") else config.block_size
-    if longest > usual * page:
+    if longest > default_pages * page:
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
         # transformers adds a page.
@@ -144,12 +144,12 @@ def _in_order(manager: Any) -> Any:
     """Make the manager wait for the device before its first step, in releases that run steps on separate streams."""
     if not hasattr(type(manager), _CREATE):
         return manager
-    this = weakref.ref(manager)
+    reference = weakref.ref(manager)
 
     def create_batch_processor() -> Any:
-        own = this()
-        processor = getattr(type(own), _CREATE)(own)
-        _wait(own.model.device)  # type: ignore[union-attr]
+        owner = reference()
+        processor = getattr(type(owner), _CREATE)(owner)
+        _wait(owner.model.device)  # type: ignore[union-attr]
         return processor
 
     patches.exchange(manager.__dict__, _CREATE, patches.ABSENT, create_batch_processor)

@@ -147,27 +147,27 @@ def refuses_call(
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches copies of the weights and frees them when it ends"
     name = str(getattr(mode, "value", mode))
-    searches, drafts = name in beams.MODES, name == speculation.MODE
-    if not searches and not drafts and name not in ("greedy_search", "sample"):
+    beam_search, drafted = name in beams.MODES, name == speculation.MODE
+    if not beam_search and not drafted and name not in ("greedy_search", "sample"):
         return f"{name.replace('_', ' ')} runs uncaptured"
-    reason = beams.refuses(model) if searches else None
-    reason = speculation.refuses(model, generation_config, assistant) if drafts else reason
+    reason = beams.refuses(model) if beam_search else None
+    reason = speculation.refuses(model, generation_config, assistant) if drafted else reason
     if reason is not None:
         return reason
     if generation_config.use_cache is False:
         return "the call uses no cache"
-    brought = model_kwargs.get("past_key_values")
-    if brought is not None and searches:
+    passed = model_kwargs.get("past_key_values")
+    if passed is not None and beam_search:
         return "the call passes a cache, and beam search reorders its rows"
-    if brought is not None and drafts:
+    if passed is not None and drafted:
         return "the call passes a cache, and rejected drafts are removed from it"
-    if drafts and model_kwargs.get("inputs_embeds") is not None:
+    if drafted and model_kwargs.get("inputs_embeds") is not None:
         return "the prompt consists of embeddings, and transformers counts only tokens when it verifies drafts"
-    reason = None if brought is None else user_cache.refuses(brought)
+    reason = None if passed is None else user_cache.refuses(passed)
     if reason is not None:
         return reason
     requested = generation_config.cache_implementation
-    if requested is not None and (brought is not None or requested not in user_cache.NAMED):
+    if requested is not None and (passed is not None or requested not in user_cache.NAMED):
         return f"the call requests a cache implementation, {requested!r}"
     config = model.config
     if any(getattr(source, name, None) for source in (generation_config, config) for name in _RETURNED):

@@ -1,8 +1,8 @@
 """Check one step late whether all sequences have ended, so that the host never waits for the last queued step.
 
-After every step transformers reads a flag with the answer on the host. The host waits for the step, and the device is
-idle until the host has queued the next one. One step later the flag has already arrived. The cost is one extra step if
-all rows end early. Its tokens are removed, so that the result is the same.
+After every step transformers reads a flag on the host: whether all sequences have ended. The host waits for the step,
+and the device is idle until the host has queued the next one. One step later the flag has already arrived. The cost is
+one extra step if all rows end early. Its tokens are removed, so that the result is the same.
 
 From 5.17 on transformers can do this itself, but does it only on `mps`. In earlier releases its loop calls
 `_has_unfinished_sequences`, which `hooks` replaces. The check is deferred only if the extra step has no visible
@@ -33,14 +33,16 @@ devices = {"cuda"}
 _thread = threading.local()
 
 
-class Late:
+class DeferredStop:
     """The deferred stop check of one call. undone: the number of steps to remove from the result.
 
-    drawn: the generator that the call draws from, or None.
+    generator: the generator that the call draws from, or None.
     """
 
-    def __init__(self, device: torch.device, length: int, longest: int, drawn: torch.Generator | None = None) -> None:
-        self._drawn = drawn
+    def __init__(
+        self, device: torch.device, length: int, longest: int, generator: torch.Generator | None = None
+    ) -> None:
+        self._generator = generator
         # the states of the generator before the last two steps and after the last one
         self._states: deque[Tensor] = deque(maxlen=3)
         self._first = self._length = length
@@ -53,23 +55,23 @@ class Late:
     def begin_step(self) -> None:
         """Called before every step, and after the last one."""
         self._steps += 1
-        if self._drawn is not None:
-            self._states.append(self._drawn.get_state())
+        if self._generator is not None:
+            self._states.append(self._generator.get_state())
 
     def restore(self, length: int) -> None:
         """Undo the draw of the extra step, if there was one. length: the length of the result, without that step."""
-        if self._drawn is None or self._first + self._steps == length or len(self._states) < 3:
+        if self._generator is None or self._first + self._steps == length or len(self._states) < 3:
             return
         before, after = list(self._states)[-2:]
-        if torch.equal(self._drawn.get_state(), after) and self._draws_alike():
-            self._drawn.set_state(before)
+        if torch.equal(self._generator.get_state(), after) and self._draws_alike():
+            self._generator.set_state(before)
 
     def _draws_alike(self) -> bool:
         """Whether the last step drew as many numbers as the step before it, which means that no other thread drew any.
 
         The state of a GPU's generator counts the numbers drawn. A CPU's does not, but no check is deferred on a CPU.
         """
-        if self._drawn is None or self._drawn.device.type != "cuda":
+        if self._generator is None or self._generator.device.type != "cuda":
             return True
         first, second, third = (state.view(torch.int64) for state in self._states)
         return torch.equal(second - first, third - second)
@@ -90,7 +92,7 @@ class Late:
 
 
 @contextmanager
-def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late | None]:
+def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[DeferredStop | None]:
     """Within the block, defer the stop check of this thread's call of `_sample`, if that has no visible effect.
 
     input_ids: [B, S]. call: the keyword arguments of `_sample`.
@@ -99,8 +101,8 @@ def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[Late |
     late = None
     if longest is not None and _invisible(input_ids, call):
         sampled = call["generation_config"].do_sample
-        drawn = default_generator(input_ids.device) if sampled else None
-        late = Late(input_ids.device, input_ids.shape[1], longest, drawn)
+        generator = default_generator(input_ids.device) if sampled else None
+        late = DeferredStop(input_ids.device, input_ids.shape[1], longest, generator)
     check = None if late is None else _stock_check()
     replacements = {} if check is None else {"is_supported": _is_supported, "__init__": _initialiser}
     # A nested call has its own deferred check, or none.
@@ -122,7 +124,7 @@ def stopping_on_time() -> Iterator[None]:
         _thread.late = outer
 
 
-def current() -> Late | None:
+def current() -> DeferredStop | None:
     """The deferred stop check of this thread's call, or None."""
     return getattr(_thread, "late", None)
 

@@ -217,8 +217,8 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     recorded, so a mask is always passed. Earlier releases take a two-dimensional mask and wait for the device in every
     step unless it is None, so the inputs must not be padded in these releases.
     """
-    make = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
-    if make is None:
+    create_mask = getattr(sys.modules[type(model).__module__], "create_bidirectional_mask", None)
+    if create_mask is None:
         padded = attention_mask is not None and attention_mask.ndim == 2 and bool((attention_mask == 0).any())
         return "the inputs of the encoder are padded" if padded else None
     state = encoder_outputs[0]
@@ -226,7 +226,7 @@ def mask_of(model: Any, attention_mask: Tensor | None, encoder_outputs: Any) -> 
     if attention_mask is not None and attention_mask.ndim == 2:
         query = torch.empty((len(state), 1, 0), dtype=state.dtype, device=state.device)
         # Pass the arguments by position, because releases differ in the second parameter's name.
-        mask = make(model.config, query, attention_mask, state)
+        mask = create_mask(model.config, query, attention_mask, state)
         if mask is not None:
             fits = isinstance(mask, Tensor) and mask.shape == shape
             return mask if fits else "the mask of the encoder's padding has an unexpected shape"

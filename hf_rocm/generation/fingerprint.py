@@ -135,15 +135,15 @@ _BY_IDENTITY: Any = object.__eq__, object.__hash__
 class _Identity:
     """An object's identity, as a weak reference. Two instances are equal while they refer to the same live object."""
 
-    __slots__ = ("_hash", "_refer")
+    __slots__ = ("_hash", "_reference")
 
     def __init__(self, value: Any) -> None:
-        self._refer = weakref.ref(value)
+        self._reference = weakref.ref(value)
         self._hash = id(value)
 
     def __eq__(self, other: object) -> bool:
-        mine = self._refer()
-        return mine is not None and isinstance(other, _Identity) and mine is other._refer()
+        value = self._reference()
+        return value is not None and isinstance(other, _Identity) and value is other._reference()
 
     def __hash__(self) -> int:
         return self._hash

@@ -131,12 +131,12 @@ def switch(model: Any) -> str | None:
 
     Returns the implementation to restore afterwards, or None if the model was not switched.
     """
-    own: str = model.config._attn_implementation
-    if own not in ("sdpa", "eager") or batches_refused(model) is not None:
+    original: str = model.config._attn_implementation
+    if original not in ("sdpa", "eager") or batches_refused(model) is not None:
         return None
     model.set_attn_implementation(_names()[-1])
-    _log.info("continuous batching runs %s, computed by hf_rocm, instead of %s", NAME, own)
-    return own
+    _log.info("continuous batching runs %s, computed by hf_rocm, instead of %s", NAME, original)
+    return original
 
 
 @functools.cache
@@ -252,8 +252,8 @@ def _without_kernel(model: Any) -> str | None:
         "sinks": sinks,
         "grad": False,
     }
-    for hidden in {None, window}:
-        packed = VarlenSpec(**common, causal=True, window=hidden)
+    for size in {None, window}:
+        packed = VarlenSpec(**common, causal=True, window=size)
         if not varlen.kernel_serves(packed):
             return f"no kernel serves packed sequences of this model ({_refusals(varlen._operation, packed)})"
     for slots in {False, window is not None}:

@@ -89,9 +89,9 @@ def _prepare_cache_for_generation(
     *rest: Any,
 ) -> None:
     state = state_of(self)
-    brought = model_kwargs.get("past_key_values") is not None
+    passed = model_kwargs.get("past_key_values") is not None
     rounds = assistant.rounds_of(self, generation_config)
-    if rounds is not None and brought:
+    if rounds is not None and passed:
         # This is not the first round.
         if rounds.cache is None:
             stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
@@ -101,12 +101,12 @@ def _prepare_cache_for_generation(
     windows = _served(self, state, generation_config, model_kwargs, mode, rounds)
     drafts = _mode(generation_config, mode) == speculation.MODE
     user: UserCache | None = None
-    if windows is None or brought or (generation_config.return_dict_in_generate and rounds is None):
+    if windows is None or passed or (generation_config.return_dict_in_generate and rounds is None):
         stock(generation_config, model_kwargs, mode, batch_size, max_cache_length, *rest)
         if windows is None:
             return
-        given = model_kwargs.get("past_key_values")
-        user = UserCache(user_cache.cache_of_forward(self) if given is None else given, brought=brought)
+        passed_cache = model_kwargs.get("past_key_values")
+        user = UserCache(user_cache.cache_of_forward(self) if passed_cache is None else passed_cache, passed=passed)
         result = user.refuses() or user.windows(windows)
         if drafts and not isinstance(result, str):
             result = speculation.refuses_windows(generation_config, result, returned=True) or result
@@ -126,7 +126,7 @@ def _prepare_cache_for_generation(
     if mask is not None and len(mask) == batch_size:
         mask = mask.repeat_interleave(rows, dim=0)
     state.calls += 1
-    seen = user.length if user is not None and brought else 0
+    seen = user.length if user is not None and passed else 0
     cache = state.pool.take(
         windows,
         batch=batch_size * rows,
@@ -332,7 +332,7 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
         step = speculation.verifying(step)
         if not args:
             cache.choice = verification.of_call(self, arguments, _thread.observer)
-            criteria = stop_criteria.instead(arguments, cache.choice and cache.choice.tokens)
+            criteria = stop_criteria.replacement(arguments, cache.choice and cache.choice.tokens)
             arguments = {**arguments, **criteria}
             lookahead = cache.choice.lookahead if cache.choice and criteria else None
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.generation.masks import Unlike
+from hf_rocm.generation.masks import UnsupportedStep
 from hf_rocm.generation.methods import own, put_before, take_away
 from hf_rocm.generation.resident_inputs import Step, verifies
 from hf_rocm.generation.residents import Residents, Source
@@ -85,12 +85,16 @@ def _prepare(
     """Replaces `prepare_inputs_for_generation`. Returns the arguments of the next step."""
     cache = arguments.get("past_key_values")
     step = _step_of(cache)
-    if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _most(cache):
+    if step is not None and step.follows(arguments) and step.tokens(input_ids) <= _longest_step(cache):
         replaced = _replaced(model)
         if replaced is None:
             return step.inputs(cache, input_ids)
         model.__dict__[NOTE] = replaced
-    if step is not None and step.resumes(cache, arguments, input_ids) and step.tokens(input_ids) <= _most(cache):
+    if (
+        step is not None
+        and step.resumes(cache, arguments, input_ids)
+        and step.tokens(input_ids) <= _longest_step(cache)
+    ):
         replaced = _replaced(model)
         if replaced is None:
             step.resume(cache, arguments)
@@ -113,9 +117,9 @@ def _prepare(
     try:
         replaced = features.replaced("decode_inputs") or masks_replaced(model)
         if replaced is not None:
-            raise Unlike(replaced)
+            raise UnsupportedStep(replaced)
         step = Step(model.config, cache, arguments, inputs, {} if step is None else step.known)
-    except Unlike as reason:
+    except UnsupportedStep as reason:
         model.__dict__[NOTE] = str(reason)
         _refused[cache] = tokens
         _steps.pop(cache, None)
@@ -194,10 +198,10 @@ def _step_of(cache: Any) -> Step | None:
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
     """Return whether these are the inputs of a step, not of a prompt, over a cache with static buffers."""
     ids = inputs.get("input_ids")
-    return ids is not None and ids.shape[1] <= _most(cache) and getattr(cache, "is_compileable", False)
+    return ids is not None and ids.shape[1] <= _longest_step(cache) and getattr(cache, "is_compileable", False)
 
 
-def _most(cache: Any) -> int:
+def _longest_step(cache: Any) -> int:
     """The largest number of tokens in one step over this cache."""
     return cache.longest_step if isinstance(cache, DecodeCache) else 1
 

@@ -86,8 +86,8 @@ def events() -> tuple[Event, ...]:
         lines = path().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    read = (_event(line) for line in lines[-_MOST:])
-    return tuple(event for event in read if event is not None)
+    parsed = (_event(line) for line in lines[-_MOST:])
+    return tuple(event for event in parsed if event is not None)
 
 
 def _event(line: str) -> Event | None:

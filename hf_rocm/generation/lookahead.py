@@ -29,7 +29,7 @@ from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.streams import HostCopies, HostCopy
-from hf_rocm.generation.token_choice import Runs
+from hf_rocm.generation.token_choice import CallRunner
 from hf_rocm.ops.look_up_drafts import look_up_drafts, one_kernel
 
 
@@ -88,7 +88,7 @@ class Lookahead:
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
         self._copies = HostCopies()  # copies of the tokens of queued steps
-        self._unseen: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
+        self._unchecked: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return input_ids, [1, S], followed by the drafts of this search; input_ids itself if there are no drafts."""
@@ -145,13 +145,13 @@ class Lookahead:
         used = self.launched is None
         self.take(length)
         if used:
-            self._see()
+            self._check_queued()
 
     def expects(self) -> bool:
         """Whether the tokens of the last step determine the next one, so that it can be launched."""
         return self._early and self._ids is not None and self._search is not None
 
-    def queue(self, selected: Tensor, step_ids: Tensor, logits: Tensor, runner: Runs) -> None:
+    def queue(self, selected: Tensor, step_ids: Tensor, logits: Tensor, runner: CallRunner) -> None:
         """Queue the next step before the tokens of the last one are on the host, if that probably saves time.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the device; step_ids: the tokens of
@@ -161,21 +161,21 @@ class Lookahead:
         before, search, count = self._tokens.on_device, self._search, selected.shape[1]
         last, times = self._alike
         self._alike = count, times + 1 if count == last else 0
-        if before is None or search is None or not self._pays(self._alike[1]):
+        if before is None or search is None or not self._saves_time(self._alike[1]):
             return
         # the last position if the device accepts all drafts; a model may have no embedding for a later one
         if before.shape[1] + max(1, 2 * count - 2) >= search.limit:
             return
         if self._header is None:
             self._header = torch.zeros(2, dtype=torch.int64, device=before.device)
-        given = before, step_ids, selected, self._header
-        if before.is_cuda and not one_kernel(*given, ngram=search.ngram):
+        operands = before, step_ids, selected, self._header
+        if before.is_cuda and not one_kernel(*operands, ngram=search.ngram):
             return
-        look_up_drafts(*given, ngram=search.ngram)
+        look_up_drafts(*operands, ngram=search.ngram)
         self._queued = runner.launch(None, count, Source(before, selected, 0, 0, self._header))
         self.logits = None if self._queued is None else logits
 
-    def _pays(self, times: int) -> bool:
+    def _saves_time(self, times: int) -> bool:
         """Whether to queue a step after `times` + 1 steps in a row with the same number of tokens.
 
         A queued step that is used saves the gap before it, and one that is not used costs a whole step. After this
@@ -183,7 +183,7 @@ class Lookahead:
         """
         return (times + 1) * self._gap > self._interval
 
-    def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, runner: Runs) -> None:
+    def launch(self, selected: Tensor, tokens: Tensor, logits: Tensor, runner: CallRunner) -> None:
         """Launch the next step, unless it is queued already.
 
         selected: the tokens with the largest logits of the last step, [1, N] on the host; tokens: the same tokens on
@@ -193,7 +193,7 @@ class Lookahead:
         now = perf_counter()
         self._arrived, self._interval = now, now - self._arrived
         queued, self._queued = self._queued, None
-        self._see()
+        self._check_queued()
         accepted = self._accepted(selected[0].tolist())
         following = None if accepted is None else self._next(accepted, tokens)
         if accepted is None or following is None:
@@ -202,7 +202,7 @@ class Lookahead:
         if queued is not None and queued[1].shape[1] == len(ids):
             confirm(runner.cache, position, len(ids))
             # a clone, because the next step that is queued writes to the tensor
-            self._unseen = ids, self._copies.send(queued[1].clone())
+            self._unchecked = ids, self._copies.send(queued[1].clone())
         else:
             queued = runner.launch(position, len(ids), source)
             self._gap = perf_counter() - now
@@ -210,10 +210,10 @@ class Lookahead:
             self.launched = Launched(*queued, position, ids, accepted)
             self.logits = logits
 
-    def _see(self) -> None:
+    def _check_queued(self) -> None:
         """Compare the tokens that the last queued step has read with those on the host, unless they were compared."""
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None and unseen[1].read()[0].tolist() != unseen[0]:
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None and unchecked[1].read()[0].tolist() != unchecked[0]:
             raise GraphError("a step that was queued early has read tokens other than those of the sequence")
 
     def _accepted(self, chosen: list[int]) -> list[int] | None:

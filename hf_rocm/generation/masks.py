@@ -17,7 +17,7 @@ from hf_rocm.layers.attention import attach
 from hf_rocm.ops.mask_patterns import CacheRows
 
 
-class Unlike(Exception):
+class UnsupportedStep(Exception):
     """Raised if transformers must prepare a step. The message is the reason, as a sentence."""
 
 
@@ -32,18 +32,18 @@ class Kind(NamedTuple):
 def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
     """The kinds of layers that use these masks. masks: one mask, or a dict with None where no mask is needed.
 
-    Raises `Unlike` if the attention is not causal, if the model creates its own masks, if a mask is neither causal nor
-    causal with a sliding window, or if there are more than two kinds.
+    Raises `UnsupportedStep` if the attention is not causal, if the model creates its own masks, if a mask is neither
+    causal nor causal with a sliding window, or if there are more than two kinds.
     """
     from transformers import masking_utils
 
     text = config.get_text_config()
     if not getattr(text, "is_causal", True):
-        raise Unlike("the model's attention is not causal")
+        raise UnsupportedStep("the model's attention is not causal")
     causal, sliding = masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask
     if not isinstance(masks, dict):
         if hasattr(text, "layer_types") or getattr(text, "attention_chunk_size", None) is not None:
-            raise Unlike("the model creates its own masks")
+            raise UnsupportedStep("the model creates its own masks")
         window = getattr(text, "sliding_window", None)
         return [Kind(None, window, _first(cache, window is not None))]
     kinds = []
@@ -52,10 +52,10 @@ def kinds_of(config: Any, masks: Any, cache: Any) -> list[Kind]:
             continue
         maker = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(name)
         if name not in text.layer_types or (maker is not causal and maker is not sliding):
-            raise Unlike(f"its layers of type {name} use masks other than causal and sliding-window masks")
+            raise UnsupportedStep(f"its layers of type {name} use masks other than causal and sliding-window masks")
         kinds.append(Kind(name, text.sliding_window if maker is sliding else None, _first(cache, maker is sliding)))
     if len(kinds) > 2:
-        raise Unlike("it has more than two kinds of layers")
+        raise UnsupportedStep("it has more than two kinds of layers")
     return kinds
 
 

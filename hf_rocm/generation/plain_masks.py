@@ -94,12 +94,12 @@ def _seen(
     padding = stock.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)
     if allow_is_causal_skip and stock._ignore_causal_mask_sdpa(padding, s_q, kv_length, kv_offset, local_size):
         return None
-    sees = stock.causal_mask_function if mask_function is None else mask_function
+    combined = stock.causal_mask_function if mask_function is None else mask_function
     if padding is not None:
-        sees = stock.and_masks(sees, stock.padding_mask_function(padding))
+        combined = stock.and_masks(combined, stock.padding_mask_function(padding))
     rows = torch.arange(batch_size, device=cache_position.device)[:, None, None, None]
     keys = torch.arange(kv_length, device=cache_position.device) + kv_offset
-    seen: Tensor = sees(
+    seen: Tensor = combined(
         rows, torch.zeros_like(rows[:1]), cache_position[None, None, :, None], keys[None, None, None, :]
     )
     return seen.expand(batch_size, 1, s_q, kv_length)

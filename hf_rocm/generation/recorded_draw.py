@@ -84,15 +84,15 @@ class RecordedDraw(Recorded):
         replayed: list[list[Tensor]] = []
         uncaptured: list[list[Tensor]] = []
         for number in range(RUNS if self._varies else 1):
-            ours, stocks = (torch.Generator(device).set_state(state) for _ in range(2))
+            own_generator, stock_generator = (torch.Generator(device).set_state(state) for _ in range(2))
             if number:
                 self._replay_others(logits)
-            self.draw(ours)
+            self.draw(own_generator)
             replayed.append([tensor.clone() for tensor in self.tensors])
             probabilities = probabilities_of(logits, processors)
-            tokens = torch.multinomial(probabilities, num_samples=1, generator=stocks)
+            tokens = torch.multinomial(probabilities, num_samples=1, generator=stock_generator)
             uncaptured.append([tokens, probabilities])
-            if not torch.equal(ours.get_state(), stocks.get_state()):
+            if not torch.equal(own_generator.get_state(), stock_generator.get_state()):
                 return False
             if any(all(map(_same, one, other)) for one in replayed for other in uncaptured):
                 return True
@@ -100,11 +100,11 @@ class RecordedDraw(Recorded):
 
     def _replay_others(self, logits: Tensor) -> None:
         """Replay with other logits and other noise, and restore the logits."""
-        own = logits.clone()
-        logits.copy_(own.roll(1, -1))
+        saved = logits.clone()
+        logits.copy_(saved.roll(1, -1))
         self._noise.fill_(1)
         self._recording.replay()
-        logits.copy_(own)
+        logits.copy_(saved)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -144,12 +144,14 @@ def draws_like_multinomial(device: torch.device) -> bool:
         return False
     with torch.inference_mode(False), torch.no_grad():
         for rows, size in ((1, 7), (1, 5003), (64, 331)):
-            ours, stocks = (torch.Generator(device).manual_seed(size) for _ in range(2))
+            own_generator, stock_generator = (torch.Generator(device).manual_seed(size) for _ in range(2))
             scores = torch.linspace(-4, 4, rows * size, device=device).cos().view(rows, size)
             probabilities = nn.functional.softmax(3 * scores, dim=-1)
-            noise = torch.empty_like(probabilities).exponential_(1, generator=ours)
+            noise = torch.empty_like(probabilities).exponential_(1, generator=own_generator)
             drawn = _drawn(probabilities, noise, torch.zeros((), dtype=torch.bool, device=device))
-            expected = torch.multinomial(probabilities, num_samples=1, generator=stocks)
-            if not torch.equal(drawn, expected) or not torch.equal(ours.get_state(), stocks.get_state()):
+            expected = torch.multinomial(probabilities, num_samples=1, generator=stock_generator)
+            if not torch.equal(drawn, expected) or not torch.equal(
+                own_generator.get_state(), stock_generator.get_state()
+            ):
                 return False
     return True

@@ -163,12 +163,12 @@ class RecordedStep(Recorded):
         """Return whether the last replay chose the tokens with the largest of its logits."""
         return self.tokens is None or torch.equal(self.tokens, self.logits.argmax(dim=-1))
 
-    def outputs(self, cache: DecodeCache, **instead: Any) -> Any:
+    def outputs(self, cache: DecodeCache, **replacements: Any) -> Any:
         """The step's output. Its tensors are valid until the next replay; transformers copies the logits.
 
-        instead: values that replace the fields with these names.
+        replacements: values that replace the fields with these names.
         """
-        return self._kind(**{**self._fields, **dict.fromkeys(self._cached, cache), **instead})
+        return self._kind(**{**self._fields, **dict.fromkeys(self._cached, cache), **replacements})
 
 
 class Alarm:

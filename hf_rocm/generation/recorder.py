@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hf_rocm.generation.streams import separate
+from hf_rocm.generation.streams import separate_stream
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class _Shared:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.recording = separate(device)
+        self.recording = separate_stream(device)
         self.last: Any = torch.cuda.current_stream(device)  # the stream of the last replay
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)
@@ -91,7 +91,7 @@ class _Shared:
 
 def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
     graph: Any = torch.cuda.CUDAGraph()
-    with _one_at_a_time, _no_collection(), _aside(shared.recording):
+    with _one_at_a_time, _no_collection(), _on_stream(shared.recording):
         _begin(graph, shared)
         try:
             result = run()
@@ -103,7 +103,7 @@ def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:
 
 
 @contextmanager
-def _aside(stream: Any) -> Iterator[None]:
+def _on_stream(stream: Any) -> Iterator[None]:
     """Use this stream within the block: after all earlier and before all later work of the current stream.
 
     The host does not wait.
@@ -153,14 +153,14 @@ def _begin(graph: Any, shared: _Shared) -> None:
     capture gets a copy of the state. Recording a step that draws random numbers fails, as intended.
     """
     generator: Any = torch.cuda.default_generators[shared.device.index]
-    own = generator.graphsafe_get_state() if hasattr(generator, "graphsafe_set_state") else None
-    if own is not None:
+    state = generator.graphsafe_get_state() if hasattr(generator, "graphsafe_set_state") else None
+    if state is not None:
         generator.graphsafe_set_state(generator.clone_state())
     try:
         graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
     finally:
-        if own is not None:
-            generator.graphsafe_set_state(own)
+        if state is not None:
+            generator.graphsafe_set_state(state)
 
 
 def _abandon(graph: Any, shared: _Shared) -> None:
@@ -188,11 +188,11 @@ def _leave_pool(shared: _Shared) -> None:
     Until then the allocator does not return memory to the driver, not even in `empty_cache` or when it runs out of
     memory, and does not reuse memory that a second stream has used.
     """
-    leave = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
-    if leave is not None:
+    end_allocation = next((getattr(torch._C, name) for name in _LEAVE if hasattr(torch._C, name)), None)
+    if end_allocation is not None:
         # PyTorch raises RuntimeError if it has already ended the allocation.
         with suppress(RuntimeError):
-            leave(shared.device.index, shared.pool)
+            end_allocation(shared.device.index, shared.pool)
 
 
 # The name of the function that `_leave_pool` calls: from PyTorch 2.8 on, and in earlier releases.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.generation.masks import Kind, Unlike, kinds_of
+from hf_rocm.generation.masks import Kind, UnsupportedStep, kinds_of
 from hf_rocm.generation.residents import Form, Residents, Source
 
 # Arguments that grow by one with every token.
@@ -28,8 +28,8 @@ class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
     arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
-    over the same cache, reused if their shapes match. Raises `Unlike` if the inputs of the following steps can't be
-    derived from these, for example because the mask is not that of a sequence with left padding.
+    over the same cache, reused if their shapes match. Raises `UnsupportedStep` if the inputs of the following steps
+    can't be derived from these, for example because the mask is not that of a sequence with left padding.
 
     In a call that verifies drafts, the number of tokens of a step varies, and its position is the length of the cache.
     transformers would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes
@@ -51,8 +51,8 @@ class Step:
         self._use = getattr(cache, "uses", None)
         self._position = _position(cache, inputs)
         _check(arguments, inputs, cache, self._position)
-        unlike = {*self._given, *_OF_ONE_STEP}
-        self._others = {name: value for name, value in arguments.items() if name not in unlike and value is not cache}
+        varying = {*self._given, *_OF_ONE_STEP}
+        self._others = {name: value for name, value in arguments.items() if name not in varying and value is not cache}
         self._count = _count(arguments)
         self._removed = self._prepared = False
         kinds = tuple(kinds_of(config, masks, cache))
@@ -67,14 +67,14 @@ class Step:
         self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}  # number of tokens → tensors and inputs
         self.residents: Residents
         if self._rows(cache, ids.shape[1])[0] != self._form.widths:
-            raise Unlike("the attention mask is not as wide as the cache")
+            raise UnsupportedStep("the attention mask is not as wide as the cache")
         self._settle(cache, ids.shape[1])
         for mask, resident_mask in zip(first_masks, self.residents.masks, strict=True):
             if not torch.equal(mask, resident_mask.tensor):
-                raise Unlike("the attention mask is not that of a sequence with left padding")
+                raise UnsupportedStep("the attention mask is not that of a sequence with left padding")
         clock = self.residents.clocks.get("position_ids")
         if positions is not None and clock is not None and ids.shape[1] > 1 and not torch.equal(positions, clock):
-            raise Unlike("the step's position_ids are not consecutive")
+            raise UnsupportedStep("the step's position_ids are not consecutive")
         self._width = _width(padding_mask)
         self._columns: Tensor | None = None
 
@@ -210,8 +210,8 @@ class Step:
             self._position = int(cache.get_seq_length())
             return
         self._position += 1
-        decodes = isinstance(cache, DecodeCache)
-        places = cache.places(1) if decodes and cache.has_room() else ()
+        is_decode_cache = isinstance(cache, DecodeCache)
+        places = cache.places(1) if is_decode_cache and cache.has_room() else ()
         # This runs while the device is busy.
         self.residents.write(self._position, places)
         for name, value in self._given.items():
@@ -320,33 +320,33 @@ def verifies(cache: Any) -> bool:
 
 
 def _check(arguments: Mapping[str, Any], inputs: Mapping[str, Any], cache: Any, position: int) -> None:
-    """Raise `Unlike` if a step has arguments whose later values can't be derived."""
+    """Raise `UnsupportedStep` if a step has arguments whose later values can't be derived."""
     if not isinstance(cache, DecodeCache) and type(cache).__module__ != "transformers.cache_utils":
-        raise Unlike(f"the cache is of type {type(cache).__name__}")
+        raise UnsupportedStep(f"the cache is of type {type(cache).__name__}")
     b, n = inputs["input_ids"].shape
     masks, padding_mask = inputs.get("attention_mask"), arguments.get("attention_mask")
     present = [mask for mask in (masks.values() if isinstance(masks, dict) else [masks]) if mask is not None]
     if not present or not all(isinstance(mask, Tensor) and mask.shape[:3] == (b, 1, n) for mask in present):
-        raise Unlike("the step's masks are not one [B, 1, S_q, S] mask for each kind of layer")
+        raise UnsupportedStep("the step's masks are not one [B, 1, S_q, S] mask for each kind of layer")
     if padding_mask is not None and (padding_mask.ndim != 2 or len(padding_mask) != b):
-        raise Unlike("the attention mask is not a [B, S] padding mask")
+        raise UnsupportedStep("the attention mask is not a [B, S] padding mask")
     positions = arguments.get("position_ids")
     if positions is None and arguments.get("cache_position") is None:
-        raise Unlike("the step has neither position_ids nor cache_position")
+        raise UnsupportedStep("the step has neither position_ids nor cache_position")
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != position + n):
         # Not all releases of transformers support this.
-        raise Unlike("the call passes its own position_ids")
+        raise UnsupportedStep("the call passes its own position_ids")
     for name in _CLOCKS:
         clock = inputs.get(name)
         if clock is not None and (clock.shape[-1] != n or clock.dtype != torch.int64):
-            raise Unlike(f"the step's {name} does not match its tokens")
+            raise UnsupportedStep(f"the step's {name} does not match its tokens")
     known = {*_CLOCKS, "attention_mask", "input_ids"}
     if inputs.get("inputs_embeds") is None:
         # Only the prompt uses the embeddings.
         known.add("inputs_embeds")
     for name, value in {**arguments, **inputs}.items():
         if name not in known and value is not cache and not (value is None or isinstance(value, (bool, int, str))):
-            raise Unlike(f"the step has the argument {name}")
+            raise UnsupportedStep(f"the step has the argument {name}")
 
 
 def _position(cache: Any, inputs: Mapping[str, Any]) -> int:

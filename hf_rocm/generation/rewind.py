@@ -52,27 +52,27 @@ class Rewind(GraphError):
 class Attempt:
     """One call of a loop of `generate`, and the state that is needed to repeat it.
 
-    given: the keyword arguments of the call. assistant: its assistant model, or None. `arguments`: the same arguments
-    with the streamer wrapped. rounds: the rounds in which the assistant drafts with recorded steps, or None.
+    keywords: the keyword arguments of the call. assistant: its assistant model, or None. `arguments`: the same
+    arguments with the streamer wrapped. rounds: the rounds in which the assistant drafts with recorded steps, or None.
     """
 
     def __init__(
-        self, input_ids: Tensor, positional: tuple[Any, ...], given: Mapping[str, Any], assistant: Any = None
+        self, input_ids: Tensor, positional: tuple[Any, ...], keywords: Mapping[str, Any], assistant: Any = None
     ) -> None:
-        self.arguments = dict(given)
+        self.arguments = dict(keywords)
         self._positional = bool(positional)
-        self._streamer: Received | None = None
-        if given.get("streamer") is not None:
-            self._streamer = self.arguments["streamer"] = Received(given["streamer"])
+        self._streamer: RecordingStreamer | None = None
+        if keywords.get("streamer") is not None:
+            self._streamer = self.arguments["streamer"] = RecordingStreamer(keywords["streamer"])
         self.rounds: Any = None
         # the state that transformers changes during the call: the length of drafts, and the candidate generator, which
         # generate creates before the loop in releases up to 4.56
-        generator = given.get("candidate_generator")
+        generator = keywords.get("candidate_generator")
         changing = [getattr(assistant, "generation_config", None), generator]
         changing.append(getattr(generator, "generation_config", None))
         self._attributes = [(one, _copied(vars(one))) for one in changing if one is not None]
         self._random: list[tuple[Any, Tensor]] = []
-        if getattr(given.get("generation_config"), "do_sample", False):
+        if getattr(keywords.get("generation_config"), "do_sample", False):
             devices = {input_ids.device, getattr(assistant, "device", input_ids.device)}
             self._random = [pair for device in devices for pair in random_state.states(device)]
 
@@ -122,7 +122,7 @@ class Attempt:
 _HINT = "call generate again: this model now runs uncaptured; set HF_ROCM_GRAPHS=0 for other processes"
 
 
-class Received:
+class RecordingStreamer:
     """Wraps a user's streamer and records the values that it has received."""
 
     def __init__(self, streamer: Any) -> None:

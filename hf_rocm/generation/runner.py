@@ -179,7 +179,7 @@ class Runner:
         return torch.multinomial(probabilities_of(step.last_logits, choice.processors), num_samples=1)
 
     @property
-    def launches(self) -> bool:
+    def can_launch(self) -> bool:
         """Whether `launch` may replay a step."""
         return self._in_a_row > 0
 
@@ -319,8 +319,8 @@ class Runner:
     def _compare(self, step: RecordedStep, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
         """Replay the step and run it uncaptured. Returns the uncaptured result; the cache has its keys and values."""
         alarm = step.schedule.proven and not self._ranks.all(not step.alarm.rang())
-        within = min(self._in_a_row, comparison.reach(self.cache, arguments))
-        back = within if alarm else min(within, BACK)
+        reachable = min(self._in_a_row, comparison.reach(self.cache, arguments))
+        back = reachable if alarm else min(reachable, BACK)
         switches = self._state.switches
         result = comparison.compare(
             step,
@@ -330,7 +330,7 @@ class Runner:
             cache=self.cache,
             back=back,
             ranks=self._ranks,
-            look_for_finite=alarm,
+            check_finite=alarm,
         )
         if not result.agrees:
             if not result.intact or self._ranks.all(switches == self._state.switches):
@@ -352,9 +352,9 @@ class Runner:
 
     def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
         """Disable recording. Raises `Rewind` if the uncaptured results may depend on values that replays wrote."""
-        where = "" if not (result.here and result.intact) else " on another rank"
-        what = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
-        reason = f"a replayed step differed from the step itself{where}, {what}"
+        rank = "" if not (result.agrees_here and result.intact) else " on another rank"
+        difference = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
+        reason = f"a replayed step differed from the step itself{rank}, {difference}"
         if self._unproven or not result.intact:
             self._take_back(step, reason, model, result.operators)
         self._switch_off(step, reason, model, result.operators)

@@ -49,14 +49,14 @@ class Schedule:
     @property
     def due(self) -> bool:
         """Whether the next replay must be compared."""
-        return self._first_of_call or self._far
+        return self._first_of_call or self._interval_elapsed
 
     def due_in(self, call: int) -> bool:
         """Whether the next replay must be compared if it belongs to the call with this number."""
-        return self.due if call == self._call else self._far or self._compares_first_of(self.calls + 1)
+        return self.due if call == self._call else self._interval_elapsed or self._compares_first_of(self.calls + 1)
 
     @property
-    def _far(self) -> bool:
+    def _interval_elapsed(self) -> bool:
         return self.since + 1 >= self._distance
 
     def enter(self, call: int) -> None:
@@ -79,7 +79,7 @@ class Schedule:
 
     def agreed(self) -> None:
         """Count a replay that was compared and agreed. The interval grows only if it caused the comparison."""
-        was_due = self._far
+        was_due = self._interval_elapsed
         self.replays += 1
         self.since = self.in_call = 0
         self.comparisons += 1

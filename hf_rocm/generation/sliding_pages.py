@@ -40,7 +40,7 @@ def refused() -> str | None:
     return features.refuses(_FEATURE)
 
 
-def concerns(config: Any) -> bool:
+def has_sliding_layers(config: Any) -> bool:
     """Return whether a model with this config has sliding layers."""
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else SLIDING in kinds

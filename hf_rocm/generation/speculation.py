@@ -29,8 +29,10 @@ def refuses(model: Any, generation_config: Any, assistant: Any) -> str | None:
     if generation_config.assistant_early_exit is not None:
         return "assistant_early_exit changes the model's config during the call"
     if generation_config.prompt_lookup_num_tokens is None:
-        read_by = getattr(generation_config, "speculation_type", None) or getattr(generation_config, "use_mtp", None)
-        if assistant is None or read_by or type(assistant).__name__.startswith(_READS_OUTPUTS):
+        draft_method = getattr(generation_config, "speculation_type", None) or getattr(
+            generation_config, "use_mtp", None
+        )
+        if assistant is None or draft_method or type(assistant).__name__.startswith(_READS_OUTPUTS):
             return "the drafts are computed from hidden states, which recorded steps don't return"
     return features.refuses("speculation")
 

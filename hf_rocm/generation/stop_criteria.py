@@ -23,7 +23,7 @@ from hf_rocm.overlay.dependencies import of_method
 from hf_rocm.overlay.replacements import Watch
 
 
-def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> dict[str, Any]:
+def replacement(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> dict[str, Any]:
     """Return a replacement for the stopping criteria in the arguments of a loop, which stops at the same steps.
 
     arguments: the keyword arguments of `_sample` or `_assisted_decoding`. tokens: in assisted decoding, the tokens of
@@ -38,13 +38,13 @@ def instead(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> d
 
 def of_sampling(arguments: Mapping[str, Any], choice: Choice | None) -> dict[str, Any]:
     """Return replacements for arguments of `_sample`. choice: how the call chooses its tokens, if this is recorded."""
-    replaced = instead(arguments)
+    replaced = replacement(arguments)
     if choice is None:
         return replaced
     if replaced:
         criteria = replaced["stopping_criteria"]
         choice.rows = criteria.rows = Rows(WeakMethod(criteria.ends))
-    return {**replaced, "logits_processor": choice.instead()}
+    return {**replaced, "logits_processor": choice.replacement()}
 
 
 class _Criteria(StoppingCriteriaList):

@@ -98,10 +98,10 @@ class HostCopies:
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The stream of the copies from this device."""
-    return separate(device)
+    return separate_stream(device)
 
 
-def separate(device: torch.device) -> Any:
+def separate_stream(device: torch.device) -> Any:
     """Return a stream that this function has not returned before, as long as PyTorch has such a stream.
 
     PyTorch returns the streams of a pool in turn, so a program that creates many of them gets the same one again. If

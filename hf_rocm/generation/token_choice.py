@@ -1,6 +1,6 @@
 """Choose the next token in transformers' sampling loop with recorded work.
 
-The loop converts a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
+The loop to_fp32 a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
 softmax. For a replayed step this work is recorded: finding the largest logits is a part of the recorded step, and a
 draw has its own recording (`recorded_draw`). The loop then handles stand-ins for the logits, the scores and the
 probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
@@ -49,18 +49,18 @@ RECORDED = (
 )
 
 
-class Runs(Protocol):
+class CallRunner(Protocol):
     """The attributes of the call's runner that the stand-ins use."""
 
     cache: Any  # a `DecodeCache`
-    launches: bool
+    can_launch: bool
 
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
     def launch(self, position: int | None, tokens: int, source: Source) -> tuple[RecordedStep, Tensor] | None: ...
 
 
 # Returns the call's runner, or None after the call.
-FindRunner = Callable[[], Runs | None]
+FindRunner = Callable[[], CallRunner | None]
 
 
 class Choice:
@@ -81,7 +81,7 @@ class Choice:
         self._watch = _skipped(tuple(dict.fromkeys(map(type, processors))))
         self._settings = [dict(vars(processor)) for processor in processors]
 
-    def instead(self) -> LogitsProcessorList:
+    def replacement(self) -> LogitsProcessorList:
         """The list that replaces the call's list of processors."""
         return _Processors(self._list)
 
@@ -215,8 +215,8 @@ class _Scores(StandIn):
         return self._step.recorded.last_logits
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        converts = not args and kwargs.get("dtype") is torch.float32
-        return self if converts else self.tensor().to(*args, **kwargs)
+        to_fp32 = not args and kwargs.get("dtype") is torch.float32
+        return self if to_fp32 else self.tensor().to(*args, **kwargs)
 
 
 class _Processed(StandIn):

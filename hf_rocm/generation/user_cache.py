@@ -23,17 +23,17 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 
 
 class UserCache:
-    """A transformers cache. brought: whether the call passed it; otherwise transformers created it for the result."""
+    """A transformers cache. passed: whether the call passed it; otherwise transformers created it for the result."""
 
-    def __init__(self, cache: Any, *, brought: bool) -> None:
+    def __init__(self, cache: Any, *, passed: bool) -> None:
         self.cache = cache
-        self.brought = brought
+        self.passed = passed
         self._seen: list[int] = []  # the number of tokens in every layer
 
     def refuses(self) -> str | None:
         """Return why the steps of this call can't run over a `DecodeCache`, or None."""
         inner = self._self_attention()
-        if inner is not self.cache and self.brought:
+        if inner is not self.cache and self.passed:
             return "the call passes the cache of an encoder-decoder model"
         return refuses(inner)
 

@@ -64,7 +64,7 @@ class Verification:
         """
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
-        if call is None or not call.launches:
+        if call is None or not call.can_launch:
             return step.tokens, step.tokens.cpu()
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens = step.tokens.clone()

@@ -119,8 +119,8 @@ def _reason(
         if name in _UNSERVED and (value := arguments[name]) is not None and value is not False:
             if paged and name == CACHE:
                 continue
-            what = "a paged cache (continuous batching)" if name == CACHE else name
-            return f"the call has {what}, which is left to stock"
+            label = "a paged cache (continuous batching)" if name == CACHE else name
+            return f"the call has {label}, which is left to stock"
     return None
 
 
@@ -212,7 +212,7 @@ def split_heads(parts: tuple[Tensor, ...], head_dim: int) -> tuple[Tensor, ...]:
 def project_out(module: Any, output: Tensor, name: str = "o_proj", *, fused: PrenormResidual | None = None) -> Tensor:
     """Apply the output projection of an attention layer. output: [B, S, H · D]. fused: as in `heads`."""
     linear = module._modules[name]
-    result: Tensor = linear(output) if fused is None else fused.last_product(linear, output)
+    result: Tensor = linear(output) if fused is None else fused.last_gemm(linear, output)
     return result
 
 
@@ -310,5 +310,5 @@ def _kernel_takes(
     if not kernel_serves(decode._operation, tuple(spec)):
         return False
     # a kernel that the user registered for attention is preferred to hf_rocm's kernel for lengths
-    own = decode._operation.choose(tuple(spec)).implementation.tier == "user"
-    return own or not user_serves(query, key, value, mask, softcap=softcap, sinks=sinks)
+    by_user = decode._operation.choose(tuple(spec)).implementation.tier == "user"
+    return by_user or not user_serves(query, key, value, mask, softcap=softcap, sinks=sinks)

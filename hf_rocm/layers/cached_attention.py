@@ -61,9 +61,9 @@ def attend(
         step = _in_one_kernel(module, *tensors, cache, mask, arguments, norms, once, scale, softcap, sinks)
         if step is not None:
             return step.flatten(2), None
-    how: dict[str, Any] = {"norms": norms, "once": once, "partial": partial}
+    keywords: dict[str, Any] = {"norms": norms, "once": once, "partial": partial}
     query, key, value = rotate_and_update_cache(
-        module, stock, query, key, value, position_embeddings, cache, arguments, **how
+        module, stock, query, key, value, position_embeddings, cache, arguments, **keywords
     )
     key, value, seen = visible_keys(
         module, query, key, value, mask, arguments, window=window, softcap=softcap, sinks=sinks
@@ -102,12 +102,12 @@ def _in_one_kernel(
         query, rows.keys, rows.values, mask.dtype, softcap=softcap is not None, sinks=sinks is not None
     ):
         return None
-    how: dict[str, Any] = {"starts": seen.key_starts, "window": seen.window, "softcap": softcap, "sinks": sinks}
-    if not one_step_kernel(query, key, value, cos, **how, once=once, norms=terms):
+    keywords: dict[str, Any] = {"starts": seen.key_starts, "window": seen.window, "softcap": softcap, "sinks": sinks}
+    if not one_step_kernel(query, key, value, cos, **keywords, once=once, norms=terms):
         return None
     keys, values, position, written = rows
-    how |= {"keys": keys, "values": values, "position": position, "scale": scale, "once": once, "norms": terms}
-    output = ops.attend_into_cache(query, key, value, *position_embeddings, seen.key_lengths, **how)
+    keywords |= {"keys": keys, "values": values, "position": position, "scale": scale, "once": once, "norms": terms}
+    output = ops.attend_into_cache(query, key, value, *position_embeddings, seen.key_lengths, **keywords)
     if written is not None:
         written()
     return output
@@ -165,16 +165,20 @@ def rotate_and_update_cache(
         rows = slot(cache, module.layer_idx, key, value, arguments)
         if rows is not None:
             terms = norm_pair(module, norms, query)
-            serves = terms is not False and one_kernel(query, key, value, cos, rows.position, once=once, norms=terms)
-            if norms and not serves:
+            in_one_kernel = terms is not False and one_kernel(
+                query, key, value, cos, rows.position, once=once, norms=terms
+            )
+            if norms and not in_one_kernel:
                 query, key = normed_heads(module, (query, key), norms)
                 norms, terms = (), None
                 # a stock norm may promote the dtype
-                serves = key.dtype == value.dtype and one_kernel(query, key, value, cos, rows.position, once=once)
-            if serves and terms is not False:
+                in_one_kernel = key.dtype == value.dtype and one_kernel(
+                    query, key, value, cos, rows.position, once=once
+                )
+            if in_one_kernel and terms is not False:
                 keys, values, position, written = rows
-                into: dict[str, Any] = {"keys": keys, "values": values, "position": position}
-                query = ops.rope_into_cache(query, key, value, *position_embeddings, **into, once=once, norms=terms)
+                target: dict[str, Any] = {"keys": keys, "values": values, "position": position}
+                query = ops.rope_into_cache(query, key, value, *position_embeddings, **target, once=once, norms=terms)
                 if written is not None:
                     written()
                 return query, keys, values

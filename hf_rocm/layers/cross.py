@@ -36,16 +36,16 @@ def encoder_decoder(
     paired = hasattr(cache, "self_attention_cache")
     if source is None:
         query, key, value = heads(module, x, *names, head_dim=size)
-        own = cache.self_attention_cache if paired else cache
-        return query, *update_cache(module, key, value, own, arguments)
+        self_cache = cache.self_attention_cache if paired else cache
+        return query, *update_cache(module, key, value, self_cache, arguments)
     query_name, *others = names
     (query,) = split_heads((module._modules[query_name](x),), size)
-    half = cache.cross_attention_cache if paired else cache
+    cross_cache = cache.cross_attention_cache if paired else cache
     if paired and cache.is_updated.get(module.layer_idx):
-        return query, *_cached(half, module.layer_idx)
+        return query, *_cached(cross_cache, module.layer_idx)
     key, value = split_heads(tuple(module._modules[name](source) for name in others), size)
     # Pass no positions, because the encoder's positions are not the decoder's.
-    key, value = update_cache(module, key, value, half, {})
+    key, value = update_cache(module, key, value, cross_cache, {})
     if paired:
         cache.is_updated[module.layer_idx] = True
     return query, key, value

@@ -40,8 +40,8 @@ class PreNormLayer:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, *args: Any, **arguments: Any) -> Any:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
-        The stock forward runs while torch.compile or torch.export traces, if more than the hidden states is requested,
-        if arguments other than x are positional, or if the mask or the position embeddings are missing.
+        The stock forward runs while torch.compile or torch.export traces, if outputs other than the hidden states are
+        requested, if arguments other than x are positional, or if the mask or the position embeddings are missing.
         """
         if (
             args
@@ -113,8 +113,8 @@ def _norm_add(norm: Any, output: Tensor, x: Tensor, following: Any) -> tuple[Ten
     normed is None if it has not been computed. following: the norm of the next branch, or None.
     """
     terms = norm_terms(norm, output) if output.dtype == x.dtype else None
-    then = None if following is None else norm_terms(following, x)
-    for second in (then, None):
+    following_terms = None if following is None else norm_terms(following, x)
+    for second in (following_terms, None):
         if terms is not None and one_kernel(output, x, terms, second):
             return ops.norm_add(output, x, terms, second)
     return None, x + norm(output)

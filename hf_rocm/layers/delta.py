@@ -126,8 +126,8 @@ def _refuses(
     if type(x) not in _PLAIN or (not (compiling() or compiler._is_compiling_flag) and is_pytorchs(x)):
         return "another tool observes or transforms the call"
     conv, norm = module.conv1d, module.norm
-    kind, stocks = type(norm), type(module)
-    if kind.__module__ != stocks.__module__ or not kind.__name__.endswith("RMSNormGated"):
+    kind, layer_class = type(norm), type(module)
+    if kind.__module__ != layer_class.__module__ or not kind.__name__.endswith("RMSNormGated"):
         return f"its norm is of type {kind.__name__}, which hf_rocm can't fuse"
     # A norm without this attribute calls F.silu.
     activations = (module.activation, getattr(norm, "activation", "silu"))
@@ -135,7 +135,7 @@ def _refuses(
         return "its convolution has a bias, or an activation is not silu"
     if _is_hooked(conv) or not is_plain(norm):
         return "a hook or another forward was set on its convolution or its norm"
-    if not all(looks_up(stocks, name, "silu") for name in activations):
+    if not all(looks_up(layer_class, name, "silu") for name in activations):
         return "the activation 'silu' of transformers was replaced"
     tensors = (conv.weight, norm.weight, module.A_log, module.dt_bias, *(states or ()))
     if any(type(tensor) not in _PLAIN or tensor.device != x.device for tensor in tensors):

@@ -61,10 +61,10 @@ class PreNormEncoderLayer:
         if compiling() or compiler._is_compiling_flag:
             return stock(module, x, *args, **arguments)
         defaults, names, in_tuple = _signature(stock)
-        given = {**defaults, **dict(zip(names, args, strict=False)), **arguments}
-        if given.get("output_attentions") or len(args) > len(names) or "attention_mask" not in given:
+        keywords = {**defaults, **dict(zip(names, args, strict=False)), **arguments}
+        if keywords.get("output_attentions") or len(args) > len(names) or "attention_mask" not in keywords:
             return stock(module, x, *args, **arguments)
-        output, _ = module.self_attn(hidden_states=child(module, self.norms[0])(x), **given)
+        output, _ = module.self_attn(hidden_states=child(module, self.norms[0])(x), **keywords)
         normed, x = norm_and_sum(child(module, self.norms[1]), output, x)
         x = x + module.mlp(normed)
         return (x,) if in_tuple else x

@@ -91,8 +91,8 @@ class SoftmaxMoE:
         weights, ids = softmax_top(logits, module.top_k, normalise=normalise, dtype=rows.dtype)
         output = run(rows, ids, weights)
         if self.shared is not None:
-            every, gate = (module._modules[name] for name in self.shared)
-            output = output + gate(rows).sigmoid() * every(rows)
+            shared_expert, gate = (module._modules[name] for name in self.shared)
+            output = output + gate(rows).sigmoid() * shared_expert(rows)
         return output.view_as(x), logits
 
 
@@ -134,7 +134,7 @@ def given_experts(
     function = None if activation else _function(module, act_fn)
     known = activation or activation_of(function)
     tensors = {name: _named(module, name) for name in (gate_up, down, f"{gate_up}_bias", f"{down}_bias")}
-    reason = extra_reason or _unserved(x) or _unlike(module, x, tensors)
+    reason = extra_reason or _unserved(x) or _refuses_parameters(module, x, tensors)
     if reason is None and known is None:
         reason = "the experts' activation is not supported by ops.experts, or it was changed"
     note(module, reason)
@@ -245,7 +245,7 @@ def _interface_reason(module: Any, x: Tensor, ids: Tensor) -> str | None:
     return None
 
 
-def _unlike(module: Any, x: Tensor, tensors: dict[str, Any]) -> str | None:
+def _refuses_parameters(module: Any, x: Tensor, tensors: dict[str, Any]) -> str | None:
     for name, tensor in tensors.items():
         if tensor is None and name.endswith("_bias"):
             continue
@@ -274,15 +274,15 @@ def applies_its_activation(module: Any) -> bool:
 
 def _function(module: Any, path: str) -> Any:
     """Return the activation with this name, which is dotted for activations of children."""
-    *way, name = path.split(".")
-    for step in way:
-        module = child(module, step)
+    *parents, name = path.split(".")
+    for parent in parents:
+        module = child(module, parent)
     return child(module, name)
 
 
 def _named(module: Any, path: str) -> Any:
     """Return the parameter with this dotted name, or None."""
-    *way, name = path.split(".")
-    for step in way:
-        module = module._modules[step]
+    *parents, name = path.split(".")
+    for parent in parents:
+        module = module._modules[parent]
     return module._parameters.get(name)

@@ -99,12 +99,12 @@ def live(module: Module) -> WeightGroup | None:
         linear = (children if owner is None else owner).get(name)
         if linear.__class__ is not Linear:
             return _modified(module, group)
-        its = linear.__dict__
-        if (hooks or its["_forward_hooks"] or its["_forward_pre_hooks"]) and hooks_of(linear) != hooks:
+        attributes = linear.__dict__
+        if (hooks or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]) and hooks_of(linear) != hooks:
             return _modified(module, group)
-        if its.get("forward") is not forward and not group.accepts(module, linear, name):
+        if attributes.get("forward") is not forward and not group.accepts(module, linear, name):
             return _modified(module, group)
-        parameters = its["_parameters"]
+        parameters = attributes["_parameters"]
         # FSDP1 removes the parameters from this dict.
         weight, bias = parameters.get("weight"), parameters.get("bias")
         memory = weight

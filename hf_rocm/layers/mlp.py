@@ -72,7 +72,7 @@ class GatedMLP:
         elif not fused.one_kernel:
             product = ops.act_and_mul(product, activation=known)
         down = child(module, self.down)
-        output: Tensor = fused.last_product(down, product) if fused.one_kernel else down(product)
+        output: Tensor = fused.last_gemm(down, product) if fused.one_kernel else down(product)
         return output
 
 

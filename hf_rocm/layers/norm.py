@@ -94,7 +94,7 @@ class PrenormResidual:
         """Return the branch's output plus the residual, unless the last GEMM included it."""
         return output if self.added or self.residual is None else self.residual + output
 
-    def last_product(self, linear: Any, x: Tensor) -> Tensor:
+    def last_gemm(self, linear: Any, x: Tensor) -> Tensor:
         """Return linear(x) + residual as one operation if linear is plain or an unhooked `PackedLinear`.
 
         Otherwise returns linear(x). x: [..., N] → [..., K]. Sets `added` if the result includes the residual.
@@ -164,8 +164,8 @@ def runs_only_forward(own: dict[str, Any]) -> bool:
         return False
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
-    every, before, backward, before_backward = _hooks_on_all
-    return not (every or before or backward or before_backward)
+    forward, forward_pre, backward, backward_pre = _hooks_on_all
+    return not (forward or forward_pre or backward or backward_pre)
 
 
 def dropout_reason(dropout: Any) -> str | None:

@@ -13,8 +13,8 @@ from hf_rocm.overlay.replacements import constant_in_traces
 
 def before(release: str) -> bool:
     """Return whether transformers is older than the release. Call it at import, since compilers can't trace it."""
-    here = getattr(sys.modules.get("transformers"), "__version__", None) or metadata.version("transformers")
-    return Version(here) < Version(release)
+    installed = getattr(sys.modules.get("transformers"), "__version__", None) or metadata.version("transformers")
+    return Version(installed) < Version(release)
 
 
 @constant_in_traces

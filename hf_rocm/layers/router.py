@@ -33,7 +33,7 @@ class TopKRouter:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
         """x: [T, H]. Runs the stock forward unless a kernel chooses the experts after a plain GEMM."""
         weight, bias, terms = module._parameters["weight"], module._parameters.get("bias"), self.terms(module)
-        if x.ndim != 2 or not _is_plain_product(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
+        if x.ndim != 2 or not _is_plain_gemm(x, weight, bias) or not one_kernel(x, experts=len(weight), **terms):
             return stock(module, x)
         logits = ops.linear(x, weight, bias)
         return logits, *ops.choose_experts(logits, **terms)
@@ -59,7 +59,7 @@ class GroupedRouter:
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor) -> Any:
         """x: [..., H]. Runs the stock forward unless a kernel chooses the experts after a plain GEMM."""
         weight, terms = module._parameters["weight"], self.terms(module)
-        if not _is_plain_product(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
+        if not _is_plain_gemm(x, weight, None) or not one_kernel(x, experts=len(weight), wide=True, **terms):
             return stock(module, x)
         logits = nn.functional.linear(x.flatten(0, -2).to(torch.float32), weight.to(torch.float32))
         return logits, *ops.choose_experts(logits, **terms, epsilon=1e-20, scale=float(module.routed_scaling_factor))
@@ -77,7 +77,7 @@ class GroupedRouter:
         }
 
 
-def _is_plain_product(x: Tensor, weight: Any, bias: Any) -> bool:
+def _is_plain_gemm(x: Tensor, weight: Any, bias: Any) -> bool:
     """Return whether a router computes a plain GEMM of plain parameters, without gradients and outside a trace.
 
     False if aiter is required for linear layers.

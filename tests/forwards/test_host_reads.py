@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_rocm.forwards.host_reads import Answers, Reads
+from hf_rocm.forwards.host_reads import Reads, StoredValues
 from hf_rocm.generation.step import Unrecordable
 
 ELSEWHERE = torch.ones(3, device="meta")
@@ -52,12 +52,12 @@ def test_weights_are_read_in_place(observed):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_values_are_returned_in_order(mode):
     x = torch.ones(3)
-    with mode(), Answers([(bool, False), (int, 7)]) as answers:
+    with mode(), StoredValues([(bool, False), (int, 7)]) as answers:
         assert not bool(x.all()) and int(x.sum()) == 7
         answers.finish()
         with pytest.raises(Unrecordable, match="more values"):
             bool(x.any())
-    with mode(), Answers([(bool, True)]) as answers, pytest.raises(Unrecordable, match="fewer values"):
+    with mode(), StoredValues([(bool, True)]) as answers, pytest.raises(Unrecordable, match="fewer values"):
         answers.finish()
 
 

@@ -182,7 +182,7 @@ def queued(monkeypatch):
 
     Steps are queued as often as possible.
     """
-    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
+    monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: True)
     steps = []
     confirm = lookahead.confirm
     monkeypatch.setattr(lookahead, "confirm", lambda *arguments: steps.append(arguments) or confirm(*arguments))

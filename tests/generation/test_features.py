@@ -19,9 +19,9 @@ PART = "transformers.generation.utils:GenerationMixin._update_model_kwargs_for_g
 @pytest.fixture(autouse=True)
 def forgotten():
     """Clear the cached results."""
-    features._unlike.cache_clear()
+    features._unrecorded.cache_clear()
     yield
-    features._unlike.cache_clear()
+    features._unrecorded.cache_clear()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
 def test_end_tokens_and_maximum_lengths_end_calls_as_in_stock(kind, unseen, pair, launched, queued, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 30)
     if not unseen:
-        monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
+        monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: False)
     prepared, stock = pair(kind)
     if kind == "gemma3" and before("5.14"):
         pytest.skip("stock's own cache can't remove drafts beyond a sliding window")
@@ -60,7 +60,7 @@ def test_end_tokens_and_maximum_lengths_end_calls_as_in_stock(kind, unseen, pair
 def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     """A launched step may have other tokens, fewer tokens or a later position than the step of the loop."""
     prepared, stock = pair()
-    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: False)
+    monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: False)
     pick = random.Random(0)
     expected_step = Lookahead._next
 

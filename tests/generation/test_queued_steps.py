@@ -35,7 +35,7 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
     """A model with learned position embeddings has none for later positions; reading one is a device-side error."""
-    monkeypatch.setattr(Lookahead, "_pays", lambda self, times: True)
+    monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: True)
     # The last positions of the queued steps.
     last = []
 
@@ -58,9 +58,9 @@ def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
 def test_steps_are_queued_if_they_probably_save_time():
     ahead = Lookahead(HostTokens(), early=True)
     ahead._interval, ahead._gap = 1.0, 0.125
-    assert [ahead._pays(times) for times in (0, 6, 7, 8, 30)] == [False, False, False, True, True]
+    assert [ahead._saves_time(times) for times in (0, 6, 7, 8, 30)] == [False, False, False, True, True]
     ahead._interval = 4.0
-    assert not ahead._pays(31) and ahead._pays(32)
+    assert not ahead._saves_time(31) and ahead._saves_time(32)
 
 
 def search_wrongly(monkeypatch):

@@ -15,7 +15,7 @@ from tests.generation.conftest import counted, generate
 
 
 def of(*criteria):
-    return stop_criteria.instead({"stopping_criteria": StoppingCriteriaList(criteria)})["stopping_criteria"]
+    return stop_criteria.replacement({"stopping_criteria": StoppingCriteriaList(criteria)})["stopping_criteria"]
 
 
 LISTS = {
@@ -61,12 +61,12 @@ def test_other_criteria_are_called_by_stocks_list():
     for criteria in ([MaxTimeCriteria(9.0)], [Own(9)], [EosTokenCriteria(1), EosTokenCriteria(2)], [Own(3)]):
         assert torch.equal(of(*criteria)(ids, None), StoppingCriteriaList(criteria)(ids, None))
     assert len(calls) == 4
-    assert stop_criteria.instead({"stopping_criteria": OwnList([MaxLengthCriteria(9)])}) == {}
+    assert stop_criteria.replacement({"stopping_criteria": OwnList([MaxLengthCriteria(9)])}) == {}
 
 
 def test_criteria_that_are_added_during_a_call_are_called():
     criteria = StoppingCriteriaList([MaxLengthCriteria(9)])
-    ours = stop_criteria.instead({"stopping_criteria": criteria})["stopping_criteria"]
+    ours = stop_criteria.replacement({"stopping_criteria": criteria})["stopping_criteria"]
     ids = torch.tensor([[3, 4, 1], [3, 4, 2]])
     assert not ours(ids, None).any()
     criteria.append(EosTokenCriteria(2))

@@ -115,10 +115,12 @@ def test_separate_streams_differ(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(turns)))
     monkeypatch.setattr(streams, "_STREAMS", 4)
     monkeypatch.setattr(streams, "_handed_out", [])
-    first = streams.separate("cuda:0")
+    first = streams.separate_stream("cuda:0")
     for _ in range(3):
         torch.cuda.Stream("cuda:0")
-    assert [first, *(streams.separate("cuda:0") for _ in range(3))] == [("cuda:0", number) for number in range(4)]
-    assert streams.separate("cuda:1") == ("cuda:1", 0)
+    assert [first, *(streams.separate_stream("cuda:0") for _ in range(3))] == [
+        ("cuda:0", number) for number in range(4)
+    ]
+    assert streams.separate_stream("cuda:1") == ("cuda:1", 0)
     # All streams are in use, so this call returns one of them again.
-    streams.separate("cuda:0")
+    streams.separate_stream("cuda:0")

@@ -257,7 +257,7 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
     assert torch.equal(stand_in[:, 0, 3:5], logits[:, 3:5]) and stand_in.shape == (2, 1, 61)
     scores = stand_in[:, -1, :].to(copy=True, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(torch.cat([scores, scores]), torch.cat([logits, logits]))
-    processed = choice.instead()(torch.zeros((2, 1)), scores)
+    processed = choice.replacement()(torch.zeros((2, 1)), scores)
     assert torch.equal(torch.topk(processed, 3).values, torch.topk(logits / 0.5, 3).values)
     assert torch.equal(torch.argmax(processed, dim=-1), logits.argmax(-1))
     assert torch.equal(torch.nn.functional.softmax(processed, dim=0), torch.softmax(logits / 0.5, dim=0))

@@ -204,7 +204,7 @@ def test_any_other_use_of_a_stand_in_computes_the_tensor():
 def test_the_result_of_criteria_that_stop_nothing():
     tokens = HostTokens()
     ids = torch.tensor([[4, 5, 6]])
-    criteria = stop_criteria.instead(
+    criteria = stop_criteria.replacement(
         {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(torch.tensor([6, 9]))])}, tokens
     )["stopping_criteria"]
     rows = torch.ones(1, dtype=torch.long)

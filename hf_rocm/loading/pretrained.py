@@ -221,9 +221,9 @@ def _architecture(config: Any) -> type | None:
         return None
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         return None
-    wanted = getattr(cls, "config_class", None)
+    config_class = getattr(cls, "config_class", None)
     parts = getattr(config, "sub_configs", None) or {}
-    accepts = isinstance(wanted, type) and (isinstance(config, wanted) or wanted in parts.values())
+    accepts = isinstance(config_class, type) and (isinstance(config, config_class) or config_class in parts.values())
     return cls if accepts else None
 
 

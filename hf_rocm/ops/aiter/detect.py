@@ -151,10 +151,10 @@ def _operator(name: str) -> Function | None:
 
 
 def _function(package: object, name: str) -> Function | None:
-    where, _, name = name.rpartition(":")
-    if where:
+    submodule, _, name = name.rpartition(":")
+    if submodule:
         try:
-            package = importlib.import_module(f"aiter.{where}")
+            package = importlib.import_module(f"aiter.{submodule}")
         except (Exception, SystemExit):  # noqa: BLE001 - absent in this release, or not importable with this Triton
             return None
         _mend_registrations()

@@ -115,7 +115,7 @@ def prepare(
         # Why transformers still prepares the inputs.
         "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
-        # products: the convolutions that are computed as GEMMs; stock: the others, with the reasons
+        # products: the convolutions that are computed as GEMMs; stock: other eligible ones, with the reasons
         "patch_embeddings": {"products": as_gemms, "stock": left_stock},
         # Why the output head stays stock.
         "head": head,

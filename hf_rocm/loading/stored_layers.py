@@ -138,10 +138,10 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
             raise _damaged(prefix, name, _text(rule), wrong)
 
 
-def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
+def _damaged(prefix: str, name: str, expected: str, actual: str) -> LoadError:
     return LoadError(
         "a quantised layer of the checkpoint is invalid",
-        facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": found},
+        facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": actual},
         hint="download the checkpoint again; config.json and the weights must be from the same revision",
     )
 

@@ -47,8 +47,8 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.format == INT8:
         return "gemm_a8w8_bpreshuffle supports only fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:
-        needs = f"N and K to be multiples of {TILE} and K ≥ {SHORTEST}"
-        return f"gemm_a8w8_bpreshuffle needs {needs}, got {spec.n} × {spec.k}"
+        requirement = f"N and K to be multiples of {TILE} and K ≥ {SHORTEST}"
+        return f"gemm_a8w8_bpreshuffle needs {requirement}, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8_bpreshuffle"))
 
 

@@ -108,7 +108,7 @@ def _receiving() -> Watch:
             Reference(GenerationMixin, UPDATE),
             Reference(GenerationMixin, _GENERATOR),
             *kinds,
-            *(Reference(kind.beneath(), "update_candidate_strategy") for kind in kinds),
+            *(Reference(kind.original(), "update_candidate_strategy") for kind in kinds),
             *(Reference(vars(torch), name) for name in ("cat", "isin")),
             *(Reference(Tensor, name) for name in ("__eq__", "to", "cpu")),
         ]

@@ -19,7 +19,7 @@ from hf_rocm.layers.mlp import looks_up
 from hf_rocm.layers.norm import is_plain
 from hf_rocm.ops import delta
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.overlay.replacements import constant_in_traces
 
 # Packages with their own kernels, which transformers prefers to its PyTorch functions if they are installed.
@@ -123,7 +123,7 @@ def _refuses(
         return "the call has packed sequences, which are left to stock"
     if torch.is_autocast_enabled(x.device.type):
         return "under autocast, the gated delta rule is left to stock"
-    if type(x) not in _PLAIN or (not (compiling() or compiler._is_compiling_flag) and is_pytorchs(x)):
+    if type(x) not in _PLAIN or (not (compiling() or compiler._is_compiling_flag) and left_to_pytorch(x)):
         return "another tool observes or transforms the call"
     conv, norm = module.conv1d, module.norm
     kind, layer_class = type(norm), type(module)

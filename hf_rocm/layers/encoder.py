@@ -23,7 +23,7 @@ from hf_rocm.layers.mlp import child
 from hf_rocm.layers.norm import dropout_reason, is_plain
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.layer_norm import may_serve
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 
 _PLAIN = (nn.Parameter, Tensor)
 _call = nn.Module.__call__
@@ -124,7 +124,7 @@ def _terms_or_reason(norm: Any, output: Tensor, residual: Tensor, dropout: Any) 
     reason = None if dropout is None else dropout_reason(dropout)
     if reason is not None:
         return f"it can't be fused with the sum before it: {reason}"
-    if is_pytorchs(output) or residual.__class__ not in _PLAIN:
+    if left_to_pytorch(output) or residual.__class__ not in _PLAIN:
         return "it is called under autocast or by a tool that transforms the call"
     if output.dtype != residual.dtype or output.shape != residual.shape or output.device != residual.device:
         return "the two terms of the sum before it differ in dtype, shape or device"

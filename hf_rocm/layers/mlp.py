@@ -16,7 +16,7 @@ from hf_rocm.layers import grouped_linear
 from hf_rocm.layers.norm import SEPARATE, PrenormResidual, can_fuse, is_plain, is_stock
 from hf_rocm.ops.act import one_kernel
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.overlay.replacements import constant_in_traces
 
 # The classes in transformers' ACT2FN: 4.53 uses torch's SiLU, later releases wrap it; PytorchGELUTanh is now GELUTanh.
@@ -102,7 +102,7 @@ class PlainMLP:
         up = child(module, self.up)(x)
         function = child(module, self.activation)
         known = None if compiling() or compiler._is_compiling_flag else activation_of(function, _FORMULAS)
-        if known is None or is_pytorchs(up) or not one_kernel(up, known):
+        if known is None or left_to_pytorch(up) or not one_kernel(up, known):
             value = function(up)
         else:
             value = ops.act(up, activation=known)

@@ -26,7 +26,7 @@ from torch.nn.modules.linear import Linear
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import hooks_on_all, linears_are_pytorchs
 from hf_rocm.layers.weight_group import PackedLinear
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.overlay.replacements import constant_in_traces, unchanged, watches
 
 _PLAIN = (nn.Parameter, torch.Tensor)
@@ -125,7 +125,7 @@ def can_fuse(x: Tensor) -> bool:
     This requires few rows, a kernel for them, and disabled gradients. False while torch.compile, torch.export or
     torch.jit traces, under autocast, a function transform or forward AD, and for a subclass of Tensor.
     """
-    return ops.fused_linear_serves(x) and not is_pytorchs(x)
+    return ops.fused_linear_serves(x) and not left_to_pytorch(x)
 
 
 def _normed_stock(

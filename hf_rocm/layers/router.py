@@ -11,7 +11,7 @@ from torch import Tensor, compiler, nn
 
 from hf_rocm import ops, options
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.ops.routing import one_kernel
 from hf_rocm.ops.routing_torch import CHOSEN, SIGMOID, SOFTMAX
 from hf_rocm.options import Switch
@@ -82,7 +82,7 @@ def _is_plain_gemm(x: Tensor, weight: Any, bias: Any) -> bool:
 
     False if aiter is required for linear layers.
     """
-    if compiling() or compiler._is_compiling_flag or is_pytorchs(x):
+    if compiling() or compiler._is_compiling_flag or left_to_pytorch(x):
         return False
     current = options.current()
     if current.aiter["linear"] is Switch.REQUIRED or current.tier("linear") == "aiter":

@@ -2,8 +2,8 @@
 
 transformers maps a checkpoint's files and copies each tensor from the mapping to its device. With some Linux kernels
 the driver stalls for up to a second per copy, and on GPUs that share the host's memory the mapped pages are duplicated.
-On machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into separate memory, and its
-pages of the mapping are released. The values don't change.
+On machines with one of these faults (`hf_rocm.known_faults`), each tensor is first read into separate memory, and the
+pages of a contiguous tensor are released from the mapping. The values don't change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prepare a loaded model in place, and restore it.
 
-`prepare` binds the overlays of the model's classes, marks its modules to run them, and fuses their linear layers. It
-is idempotent; `restore` undoes everything.
+`prepare` binds the overlays of the model's classes, marks its modules to run them, and fuses their linear layers.
+Without `quantize`, it is idempotent, and `restore` undoes everything.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def prepare(
     encode_stored.encode(model)
     joined, skipped = _fuse(model)
     shuffled = shuffling.preshuffle(model, settings)
-    products, left_stock = patch_embeddings.attach(model, bind.ON if forced else bind.GPU)
+    as_gemms, left_stock = patch_embeddings.attach(model, bind.ON if forced else bind.GPU)
     head = _route_head(model)
     routed = None if linear_backend is None else route_linear(model, linear_backend=linear_backend, force=force)
     _serve_flash(model, bind.ON if forced else bind.GPU)
@@ -115,8 +115,8 @@ def prepare(
         # Why transformers still prepares the inputs.
         "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
-        # products: the convolutions that are computed as GEMMs; stock: the others, with the reasons
-        "patch_embeddings": {"products": products, "stock": left_stock},
+        # products: the convolutions that are computed as GEMMs; stock: other eligible ones, with the reasons
+        "patch_embeddings": {"products": as_gemms, "stock": left_stock},
         # Why the output head stays stock.
         "head": head,
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},

@@ -221,10 +221,10 @@ def _architecture(config: Any) -> type | None:
         return None
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         return None
-    wanted = getattr(cls, "config_class", None)
+    config_class = getattr(cls, "config_class", None)
     parts = getattr(config, "sub_configs", None) or {}
-    accepts = isinstance(wanted, type) and (isinstance(config, wanted) or wanted in parts.values())
-    return cls if accepts else None
+    accepted = isinstance(config_class, type) and (isinstance(config, config_class) or config_class in parts.values())
+    return cls if accepted else None
 
 
 def _config(model_id: str | PathLike[str], arguments: dict[str, Any]) -> Any:

@@ -88,9 +88,9 @@ def _entries(path: Path, base: int, header: dict[str, Any]) -> list[tuple[str, E
     return entries
 
 
-def _damaged(path: Path, expected: str, found: str) -> LoadError:
+def _damaged(path: Path, expected: str, actual: str) -> LoadError:
     return LoadError(
         "a file of the checkpoint is damaged",
-        facts={"file": path, "expected": expected, "found": found},
+        facts={"file": path, "expected": expected, "found": actual},
         hint="download it again",
     )

@@ -43,15 +43,15 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
             "save_quantized takes a folder",
             facts={"expected": "str or os.PathLike", "found": type(folder).__qualname__},
         )
-    linears, all_of_them = layers(model), replacements(model)
-    if not all_of_them:
+    linears, quantized = layers(model), replacements(model)
+    if not quantized:
         raise OptionError("this model is not quantised", hint='hf_rocm.quantize(model, "int4") quantises it')
     if any(isinstance(layer, EncodedLinear) for _, layer in linears):
         raise OptionError(
             "this model was loaded from a quantised checkpoint",
             hint="model.save_pretrained writes it in the checkpoint's own format",
         )
-    if len(linears) < len(all_of_them):
+    if len(linears) < len(quantized):
         raise OptionError(
             "stock transformers reads no format that has both experts and other layers in MXFP4",
             hint='model.save_pretrained writes an ordinary checkpoint; quantize(..., exclude=["experts"]) leaves the '
@@ -73,13 +73,13 @@ def _as_checkpoint(model: Any, linears: list[tuple[str, QuantizedLinear]]) -> It
     config = StoredConfig(given, format, given["quant_method"])
     for path, layer in linears:
         parent, _, name = path.rpartition(".")
-        yield Entry(model.get_submodule(parent)._modules, name, _instead(_stored(layer, format)))
+        yield Entry(model.get_submodule(parent)._modules, name, _constant(_stored(layer, format)))
     yield Entry(model.__dict__, "hf_quantizer", lambda _: StoredQuantizer(config))
     yield Entry(model.config.__dict__, "quantization_config", lambda _: config)
 
 
-def _instead(value: Any) -> Callable[[Any], Any]:
-    """Return a function that an `Entry` calls to get its replacement."""
+def _constant(value: Any) -> Callable[[Any], Any]:
+    """Return a function for an `Entry` that returns this value."""
     return lambda _: value
 
 

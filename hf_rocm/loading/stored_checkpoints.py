@@ -22,7 +22,7 @@ from hf_rocm.weights.stored import Unsupported, parsers
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger("hf_rocm")
-# `quantizer`: the quantiser of this thread's load, or None. `active`: whether a load runs.
+# `quantizer`: the quantiser of this thread's load, or None. `active`: whether a load is in progress.
 _loading = threading.local()
 
 _SETTINGS = b"quantization_config"
@@ -43,7 +43,7 @@ def load(call: Callable[..., ResultT], *given: Any, **arguments: Any) -> ResultT
     if any(arguments.get(name) is not None for name in _STOCK) or _is_plain(given, arguments):
         return call(*given, **arguments)
     try:
-        with _standing_in():
+        with _replaced_quantizers():
             return call(*given, **arguments)
     except Unsupported as reason:
         _log.warning("the quantised checkpoint is loaded by transformers: %s", reason)
@@ -62,7 +62,7 @@ def _is_plain(given: Sequence[Any], arguments: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _standing_in() -> Iterator[None]:
+def _replaced_quantizers() -> Iterator[None]:
     auto: Any = import_module("transformers.quantizers.auto")
     modeling: Any = import_module("transformers.modeling_utils")
     kinds.import_all()
@@ -86,7 +86,7 @@ def _standing_in() -> Iterator[None]:
 
 
 class _Config:
-    """Replaces a class of quantisation configs."""
+    """Replaces a quantisation config class."""
 
     def __init__(self, change: Change) -> None:
         self._change = change

@@ -124,33 +124,33 @@ def _check(prefix: str, expected: Mapping[str, Expected], tensors: Mapping[str, 
     unknown = sorted(tensors.keys() - expected.keys() - {_BIAS})
     if unknown:
         raise Unsupported(f"its layers have an unexpected tensor {unknown[0]} ({prefix})")
-    for name, wanted in expected.items():
+    for name, rule in expected.items():
         entry = tensors.get(name)
         if entry is None:
-            if wanted.required:
-                raise _damaged(prefix, name, _text(wanted), "no such tensor")
+            if rule.required:
+                raise _damaged(prefix, name, _text(rule), "no such tensor")
             continue
         dtype, shape = entry.info
-        if dtype not in wanted.dtypes or (wanted.shapes and shape not in wanted.shapes):
-            raise _damaged(prefix, name, _text(wanted), _described(entry.info))
-        wrong = None if wanted.check is None else wanted.check(entry.values())
+        if dtype not in rule.dtypes or (rule.shapes and shape not in rule.shapes):
+            raise _damaged(prefix, name, _text(rule), _described(entry.info))
+        wrong = None if rule.check is None else rule.check(entry.values())
         if wrong is not None:
-            raise _damaged(prefix, name, _text(wanted), wrong)
+            raise _damaged(prefix, name, _text(rule), wrong)
 
 
-def _damaged(prefix: str, name: str, expected: str, found: str) -> LoadError:
+def _damaged(prefix: str, name: str, expected: str, actual: str) -> LoadError:
     return LoadError(
         "a quantised layer of the checkpoint is invalid",
-        facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": found},
+        facts={"tensor": f"{prefix}.{name}", "expected": expected, "found": actual},
         hint="download the checkpoint again; config.json and the weights must be from the same revision",
     )
 
 
-def _text(wanted: Expected) -> str:
-    dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted.dtypes)
-    if not wanted.shapes:
+def _text(rule: Expected) -> str:
+    dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in rule.dtypes)
+    if not rule.shapes:
         return f"{dtypes} of any shape"
-    return f"{' or '.join(str(list(shape)) for shape in wanted.shapes)} {dtypes}"
+    return f"{' or '.join(str(list(shape)) for shape in rule.shapes)} {dtypes}"
 
 
 def _described(info: TensorInfo) -> str:

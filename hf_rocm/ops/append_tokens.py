@@ -70,9 +70,9 @@ def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
     row = torch.arange(rows, device=spec.device)
     ends = 3 + torch.arange(spec.ends, device=spec.device) if spec.ends else None
     pad = torch.tensor(9, device=spec.device) if spec.padded else None
-    for length, going in ((1, row % 3 != 1), (1100, row % 2 == 0), (5, row < 0)):
+    for length, continuing in ((1, row % 3 != 1), (1100, row % 2 == 0), (5, row < 0)):
         ids = torch.arange(rows * length, device=spec.device).view(rows, length)
-        yield Case((ids, row % 23, going.long(), ends, pad))
+        yield Case((ids, row % 23, continuing.long(), ends, pad))
 
 
 def _kind(spec: AppendTokensSpec) -> AppendTokensSpec:

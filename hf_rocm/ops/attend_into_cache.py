@@ -24,7 +24,7 @@ from hf_rocm.ops.registry import (
     kernel_serves,
     refuses_nothing,
 )
-from hf_rocm.ops.rope_into_cache import NO_NORM, alike, norms_of, parts_refuse, then_write
+from hf_rocm.ops.rope_into_cache import NO_NORM, alike, norms_of, parts_refuse, rotate_and_write
 from hf_rocm.ops.specs.attention import FEW_QUERIES, AttendIntoCacheCall, AttendIntoCacheSpec, DecodeTerms
 from hf_rocm.ops.specs.pointwise import Norm
 from hf_rocm.ops.triton import attend_into_cache as triton
@@ -140,7 +140,7 @@ def _one_by_one(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]], attend: Callable[..., Tensor]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return a function that writes to the caches, computes attention over them, and also returns the caches."""
-    write = then_write(normalise, rotate)
+    write = rotate_and_write(normalise, rotate)
 
     def attend_into_cache(call: AttendIntoCacheCall) -> tuple[Tensor, Tensor, Tensor]:
         tensors = call.query, call.key, call.value, call.cos, call.sin, call.keys, call.values, call.position
@@ -170,8 +170,8 @@ def _cases(spec: AttendIntoCacheSpec) -> Iterator[Case]:
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.norm_dtype is not None:
         weights = draw(spec.head_dim).to(spec.norm_dtype), draw(spec.head_dim).to(spec.norm_dtype)
-    some, most = (1, 1) if spec.one_query else (5, FEW_QUERIES) if spec.few_queries else (LENGTH, LENGTH)
-    for s, length in ((some, some), (some, LENGTH), (most, LONG - 1)):
+    fewest, most = (1, 1) if spec.one_query else (5, FEW_QUERIES) if spec.few_queries else (LENGTH, LENGTH)
+    for s, length in ((fewest, fewest), (fewest, LENGTH), (most, LONG - 1)):
         query = draw(2, s, spec.heads, spec.head_dim).transpose(1, 2)
         key = draw(2, s, spec.kv_heads, spec.head_dim).transpose(1, 2)
         value = draw(2, s, spec.kv_heads, spec.value_dim).transpose(1, 2)

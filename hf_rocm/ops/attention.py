@@ -160,7 +160,7 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
     _, heads, s_q, _ = query.shape
     _, kv_heads, s_k, _ = key.shape
     if causal and s_q > s_k:
-        return _after_the_blind(query, key, value, terms), None
+        return _after_masked_rows(query, key, value, terms), None
     causal = causal and s_q > 1
     if causal or window is not None or mask is not None:
         mask = _combined(mask, query, s_k, causal=causal, window=window)
@@ -176,17 +176,17 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
     return output.contiguous(), None
 
 
-def _after_the_blind(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
+def _after_masked_rows(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
     """Causal attention with S_q > S_k: the first S_q − S_k rows are zero, and a square call computes the others.
 
     For rows that see no key, SDPA's GPU kernels would return a mean of the values. Returns [B, S_q, H, D_v].
     """
-    blind = query.shape[2] - key.shape[2]
+    masked = query.shape[2] - key.shape[2]
     mask = terms["mask"]
     if mask is not None and mask.shape[2] > 1:
-        terms = {**terms, "mask": mask[:, :, blind:]}
-    output, _ = torch_attention(query[:, :, blind:], key, value, **terms)
-    return F.pad(output, (0, 0, 0, 0, blind, 0))
+        terms = {**terms, "mask": mask[:, :, masked:]}
+    output, _ = torch_attention(query[:, :, masked:], key, value, **terms)
+    return F.pad(output, (0, 0, 0, 0, masked, 0))
 
 
 def _combined(mask: Tensor | None, query: Tensor, s_k: int, *, causal: bool, window: int | None) -> Tensor | None:

@@ -108,26 +108,26 @@ def _write_mask(
 
 
 def _written(call: BeginStepCall) -> tuple[Tensor, ...]:
-    every = call.clock, call.mask, call.mask_2, call.places, call.places_2, call.input_ids
-    return tuple(tensor for tensor in every if tensor is not None)
+    written = call.clock, call.mask, call.mask_2, call.places, call.places_2, call.input_ids
+    return tuple(tensor for tensor in written if tensor is not None)
 
 
 def _cases(spec: BeginStepSpec) -> Iterator[Case]:
     """Yield calls with a short and a long sequence. Adjacent tokens of the step have different lengths."""
-    here: dict[str, Any] = {"device": spec.device}
+    on_device: dict[str, Any] = {"device": spec.device}
     batch, tokens = spec.batch, spec.tokens
     hidden = None if spec.dtype == torch.uint8 else torch.finfo(spec.dtype).min
     # The header of these cases adds 2 to the position.
     for position in (1, 1020):
-        relative = torch.arange(spec.clocks, **here).view(-1, tokens) % 5 + 1
-        masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **here) for size in (1030, 1037)]
-        starts = [torch.arange(batch, **here) % 3 if spec.starts else None] * spec.masks
-        places = [torch.zeros(21, dtype=torch.int64, **here) for _ in range(spec.places)]
+        relative = torch.arange(spec.clocks, **on_device).view(-1, tokens) % 5 + 1
+        masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **on_device) for size in (1030, 1037)]
+        starts = [torch.arange(batch, **on_device) % 3 if spec.starts else None] * spec.masks
+        places = [torch.zeros(21, dtype=torch.int64, **on_device) for _ in range(spec.places)]
         ids, further, first, drafts = None, None, 8, 9 - tokens
         if spec.sources:
-            ids = torch.arange(batch * 9, **here).view(batch, 9)
+            ids = torch.arange(batch * 9, **on_device).view(batch, 9)
         if spec.sources > 1:
-            further = 100 + torch.arange(batch * (tokens + 1), **here).view(batch, -1)
+            further = 100 + torch.arange(batch * (tokens + 1), **on_device).view(batch, -1)
             first, drafts = 9 + tokens, 9 - tokens // 2
         yield Case(
             (
@@ -136,10 +136,10 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
                 *_two(masks[: spec.masks]),
                 *_two(starts),
                 *_two(places),
-                None if ids is None else torch.zeros((batch, tokens), dtype=torch.int64, **here),
+                None if ids is None else torch.zeros((batch, tokens), dtype=torch.int64, **on_device),
                 ids,
                 further,
-                torch.tensor([2, 1], **here) if spec.header else None,
+                torch.tensor([2, 1], **on_device) if spec.header else None,
             ),
             (position, spec.window, spec.window_2, hidden, True, 3, 43, first - 2 * spec.header, drafts - spec.header),
         )

@@ -74,7 +74,7 @@ def specification(call: DeltaCall) -> tuple[object, ...]:
 
 
 def refused_in(x: Tensor) -> str | None:
-    """Why no tier can serve x's dtype and device, or None. One reason is that the user's options require aiter."""
+    """Why no tier can serve x's dtype and device, for example because the user requires aiter; None if one can."""
     try:
         _operation.choose((x.dtype, x.dtype, torch.float32, x.device, 128, 128, 2, 4, False))
     except TierUnavailable as error:
@@ -97,8 +97,8 @@ def eager(call: DeltaCall) -> tuple[Tensor, Tensor, Tensor]:
     rate = -log_rate.to(wide).exp() * functional.softplus(decay.to(wide).flatten(1) + bias.to(wide))
     grouped = state.view(batch, groups, shared, *state.shape[2:])
     old = grouped * rate.exp().view(batch, groups, shared, 1, 1)
-    remembered = (old * key.unsqueeze(-1)).sum(-2)
-    change = (value.view(batch, groups, shared, value_dim) - remembered) * beta.sigmoid().to(wide).unsqueeze(-1)
+    retrieved = (old * key.unsqueeze(-1)).sum(-2)
+    change = (value.view(batch, groups, shared, value_dim) - retrieved) * beta.sigmoid().to(wide).unsqueeze(-1)
     grouped.copy_(old + key.unsqueeze(-1) * change.unsqueeze(-2))
     out = (grouped * query.unsqueeze(-1)).sum(-2).to(gate.dtype)
     return gated_norm(out, gate, norm_weight, eps).flatten(1, 2), conv_state, state

@@ -1,7 +1,7 @@
 """gated_delta_prefill: linear attention with the gated delta rule, for the tokens of a prompt.
 
 Token by token, a prompt requires a long sequence of small operations, each of which depends on the previous one. In
-chunks, most of the work is large matrix products, and only the states at the ends of the chunks depend on each other.
+chunks, most of the work is large GEMMs, and only the states at the ends of the chunks depend on each other.
 """
 
 from __future__ import annotations

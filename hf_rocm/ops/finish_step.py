@@ -33,6 +33,7 @@ def finish_step(
     [B, N] int64, which receives `logits.argmax(-1)`. digests: [K] int64; the first digest is dropped, and the digest of
     this step is appended: the sum of the bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1]
     int64. doubt: [] fp32, to which 0 is added if all logits are finite, and otherwise another number or NaN.
+    If the sum of finite logits overflows fp32, the torch tier adds NaN too.
     """
     call = FinishStepCall(logits, words_of(logits), out, tokens, digests, doubt, further)
     serving(_operation, _specification(call), torch_finish_step)(call)
@@ -60,7 +61,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def torch_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Adds NaN to doubt if a logit is not finite. Returns tokens, digests and doubt."""
+    """PyTorch's operations. Adds to doubt with `add_doubt`. Returns tokens, digests and doubt."""
     add_doubt(call.doubt, call.logits)
     return _finish(call, argmax(call.logits))
 

@@ -99,7 +99,7 @@ def aiter_refuses(choice: Choice[LinearSpec]) -> str | None:
     return "; ".join(reasons) or "another tier takes precedence"
 
 
-def is_pytorchs(x: Tensor) -> bool:
+def left_to_pytorch(x: Tensor) -> bool:
     """Whether operations on x are left to PyTorch.
 
     True under autocast, in a function transform, in forward AD, in torch.jit.trace, and for subclasses of Tensor other
@@ -115,12 +115,12 @@ def is_pytorchs(x: Tensor) -> bool:
 
 
 # The flag was added in torch 2.7. Until 2.12, the compiler evaluates is_exporting() to True, so the flag is used.
-_TELLS_EXPORT = hasattr(torch.compiler, "_is_exporting_flag")
+_HAS_EXPORT_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 
 
 def exporting() -> bool:
     """Whether torch.export is tracing: exported programs must not need hf_rocm. Always False before torch 2.7."""
-    return _TELLS_EXPORT and bool(torch.compiler._is_exporting_flag)
+    return _HAS_EXPORT_FLAG and bool(torch.compiler._is_exporting_flag)
 
 
 def rows(x: Tensor) -> int:
@@ -130,8 +130,8 @@ def rows(x: Tensor) -> int:
 
 def eager_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The oracle: one GEMM and one sum."""
-    product = torch.matmul(x, weight.t())
-    return product if bias is None else product + bias
+    output = torch.matmul(x, weight.t())
+    return output if bias is None else output + bias
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -177,7 +177,7 @@ def fused_linear(
     """rms_norm(x) Wᵀ + b, then the gate, then + residual; each part only if its argument is given.
 
     x: [..., K]; weight: [N, K]; bias: [N] or None. norm: the parameters of the norm of x. activation: `silu`, `gelu` or
-    `gelu_tanh`: the product is [gate | up], and the result act(gate) · up has N / 2 columns. residual: [..., N] or
+    `gelu_tanh`: the GEMM returns [gate | up], and the result act(gate) · up has N / 2 columns. residual: [..., N] or
     [..., N / 2], in x's dtype. Each part is rounded as a separate layer would round it. Returns [..., N] or
     [..., N / 2]. Raises `OptionError` for any other activation.
     """
@@ -275,10 +275,10 @@ def _one_by_one(
     ) -> Tensor:
         if norm_weight is not None:
             x = norm(x, norm_weight, eps=eps, one_plus=one_plus)
-        product = multiply(x, weight, bias)
+        output = multiply(x, weight, bias)
         if activation is not None:
-            product = gate(product, activation=activation)
-        return product if residual is None else residual + product
+            output = gate(output, activation=activation)
+        return output if residual is None else residual + output
 
     return fused_linear
 

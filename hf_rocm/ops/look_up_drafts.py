@@ -65,14 +65,14 @@ def _after_match(tokens: list[int], ngram: int) -> int:
 
 def _cases(spec: LookUpDraftsSpec) -> Iterator[Case]:
     """Yield calls in which all, some or no drafts are accepted, with and without a match."""
-    here: dict[str, Any] = {"device": spec.device}
+    on_device: dict[str, Any] = {"device": spec.device}
     tokens = spec.tokens
     for length, period, accepted in ((1, 7, 0), (40, 9, tokens), (3000, 1201, tokens // 2), (2500, 5000, 1)):
-        ids = (torch.arange(length, **here) % period)[None]
-        selected = (torch.arange(length, length + tokens, **here) % period)[None]
+        ids = (torch.arange(length, **on_device) % period)[None]
+        selected = (torch.arange(length, length + tokens, **on_device) % period)[None]
         step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
         step_ids[:, 1 + accepted :] = -1
-        yield Case((ids, step_ids, selected, torch.zeros(2, dtype=torch.int64, **here)), (spec.ngram,))
+        yield Case((ids, step_ids, selected, torch.zeros(2, dtype=torch.int64, **on_device)), (spec.ngram,))
 
 
 def _kind(spec: LookUpDraftsSpec) -> LookUpDraftsSpec:

@@ -91,8 +91,8 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
     causal = visible(s_q, s_k, causal=True, window=window, device=seen.device)
     assert causal is not None
     # a padding query that sees a key has a defined result, which packing would lose, so right padding uses the mask
-    blind = own | ~seen.any(-1)
-    if bool((seen == (real[:, None] & causal)).all() & blind.all()):
+    packable = own | ~seen.any(-1)
+    if bool((seen == (real[:, None] & causal)).all() & packable.all()):
         return _make(real, own, causal=True, window=window)
     return None
 

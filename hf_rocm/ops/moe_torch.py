@@ -31,8 +31,8 @@ def grouped_refuses(spec: ExpertsSpec, device: Device) -> str | None:
     if _grouped_mm is None:
         return f"PyTorch {torch.__version__} has no grouped_mm"
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) or spec.weight_dtype != spec.dtype:
-        found = f"{spec.dtype} and {spec.weight_dtype}"
-        return f"grouped_mm needs x and the weights in one dtype (fp32, bf16 or fp16), got {found}"
+        dtypes = f"{spec.dtype} and {spec.weight_dtype}"
+        return f"grouped_mm needs x and the weights in one dtype (fp32, bf16 or fp16), got {dtypes}"
     if spec.traced and spec.dtype != torch.bfloat16:
         return f"the compiler lowers grouped_mm only for bf16, not for {spec.dtype}"
     for name, size in (("hidden", spec.hidden), ("intermediate", spec.intermediate)):
@@ -52,7 +52,7 @@ def grouped(call: ExpertsCall) -> Tensor:
     ends = torch.searchsorted(order.sorted_ids, order.all_ids, right=True, out_int32=True)
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = _products(rows, weight, ends, transposed=form.transposed)
+        out = _grouped_gemm(rows, weight, ends, transposed=form.transposed)
         return out if bias is None else out + _chosen(bias, order.sorted_ids)
 
     rows, row_weights = order.rows(call)
@@ -60,7 +60,7 @@ def grouped(call: ExpertsCall) -> Tensor:
     return order.sum(project(gated, call.down, call.down_bias), row_weights, call.x.dtype)
 
 
-def _products(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+def _grouped_gemm(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
     """Multiply rows [S, K], sorted by expert, by the weights of their experts. Returns [S, N].
 
     ends: [E], the end of each expert's rows. Weights that are dequantised when they are indexed have `at_once`, the
@@ -162,7 +162,7 @@ def sorted_loop(call: ExpertsCall) -> Tensor:
     rows, row_weights = order.rows(call)
     chosen, counts = torch.unique_consecutive(order.sorted_ids, return_counts=True)
     read: list[list[int]] = torch.stack((chosen.to(counts.dtype), counts)).tolist()
-    parts = [_one(call, expert, part) for expert, part in zip(read[0], rows.split(read[1]), strict=True)]
+    parts = [_run_expert(call, expert, part) for expert, part in zip(read[0], rows.split(read[1]), strict=True)]
     return order.sum(torch.cat(parts), row_weights, call.x.dtype)
 
 
@@ -174,12 +174,12 @@ def eager(call: ExpertsCall) -> Tensor:
         tokens, places = torch.where(call.ids == expert)
         scale = weights[tokens, places, None]
         rows = (x[tokens] * scale).to(x.dtype) if call.form.weigh_input else x[tokens]
-        out = _one(call, expert, rows)
+        out = _run_expert(call, expert, rows)
         total = total.index_add(0, tokens, (out if call.form.weigh_input else out * scale).to(total.dtype))
     return total.to(x.dtype)
 
 
-def _one(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
+def _run_expert(call: ExpertsCall, expert: int, rows: Tensor) -> Tensor:
     """Run one expert's gated MLP on its rows."""
 
     def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

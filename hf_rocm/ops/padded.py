@@ -83,7 +83,7 @@ class Packed:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Like `CacheRows.attend`, but with `varlen_attention`: sinks must be None, and unpacked queries get zeros."""
+        """Like `CacheRows.attend`, but with `varlen_attention`: sinks must be None; omitted queries get zeros."""
         b, h, s_q, _ = query.shape
         output = varlen_attention(
             query.transpose(1, 2).flatten(0, 1)[self.queries],

@@ -52,7 +52,7 @@ def paged_attention(
     for S_q = 1: the new key of row b becomes key `slots[b]` of the row, instead of the last one, as in a ring buffer
     that keeps the last keys in any order. The other arguments are those of `decode_attention`.
 
-    Changes key_pages and value_pages in place. Kernels read no tensor on the host. Returns [B, S_q, H, D_v].
+    Writes to key_pages and value_pages if key is given. Kernels read no tensor on the host. Returns [B, S_q, H, D_v].
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key_pages.requires_grad or value_pages.requires_grad)
     dtype, device = query.dtype, query.device

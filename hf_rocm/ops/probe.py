@@ -1,7 +1,7 @@
 """First-use checks: a kernel runs a small call of the same kind, and the result is compared with the eager tier.
 
 A kernel may take minutes to build, and may hang or crash, so the check runs in a child process with a time-out. Passed
-checks are remembered on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check
+checks are stored on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check
 disables the kernel in this process for calls with the same `terms` (dtypes, biases and gradients), with one warning;
 other calls have their own check. Processes that need the same check at the same time run it once (`probe_lock`). If the
 disk or the temporary folder is not available, the check runs without it; if no process can be started, the kernel is
@@ -49,7 +49,7 @@ def checked(operation: str, name: str, *, tier: str = "aiter", version: Callable
             lambda: probe_worker.send(
                 probe_worker.request(operation, tier, name, kind), options.current().probe_timeout
             ),
-            remember=True,
+            on_disk=True,
         )
 
     return probe
@@ -65,7 +65,7 @@ def checked_here(operation: str, name: str, *, tier: str) -> Probe:
             (operation, tier, name, terms(spec)),
             key,
             lambda: probe_cases.check(operation, tier, name, kind),
-            remember=False,
+            on_disk=False,
         )
 
     return probe
@@ -109,30 +109,30 @@ def failed(operation: str, tier: str, name: str, dtype: torch.dtype) -> str | No
     One failed check with this dtype is enough, whatever the dtypes of the other tensors were.
     """
     word = str(dtype).removeprefix("torch.")
-    for (*kernel, what), reason in _off.items():
-        if kernel == [operation, tier, name] and word in what.split() and "gradients" not in what:
+    for (*kernel, calls), reason in _off.items():
+        if kernel == [operation, tier, name] and word in calls.split() and "gradients" not in calls:
             return reason
     return None
 
 
 def forget() -> None:
-    """Forget the checks of this process, so that they run again. Results on disk are kept."""
+    """Drop the results of this process's checks, so that they run again. Results on disk are kept."""
     _off.clear()
     _passed.clear()
 
 
-def _once(kernel: _Kernel, key: str, check: Callable[[], str | None], *, remember: bool) -> str | None:
+def _once(kernel: _Kernel, key: str, check: Callable[[], str | None], *, on_disk: bool) -> str | None:
     if kernel in _off:
         return _off[kernel]
     if key in _passed:
         return None
-    if not remember or options.current().refresh or probe_cache.passed(key) is None:
-        reason = _in_turn(kernel, key, check) if remember else check()
+    if not on_disk or options.current().refresh or probe_cache.passed(key) is None:
+        reason = _in_turn(kernel, key, check) if on_disk else check()
         if reason is not None:
-            operation, tier, name, what = kernel
+            operation, tier, name, calls = kernel
             _off[kernel] = f"its check failed: {reason}"
             warnings.warn(
-                f"hf_rocm: {operation} won't use {tier}'s {name} for {what} in this process: {reason}",
+                f"hf_rocm: {operation} won't use {tier}'s {name} for {calls} in this process: {reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -143,19 +143,19 @@ def _once(kernel: _Kernel, key: str, check: Callable[[], str | None], *, remembe
 
 def _in_turn(kernel: _Kernel, key: str, check: Callable[[], str | None]) -> str | None:
     """Check a kernel, and share the result with all processes that wait for it, such as the ranks of a job."""
-    current, began = options.current(), time.time()
-    what = f"{kernel[1]}'s {kernel[2]}"
-    with probe_lock.turn(probe_cache.lock(key), timeout=current.probe_timeout, what=what) as mine:
-        if mine.failure is not None:
-            return mine.failure
+    current, start = options.current(), time.time()
+    label = f"{kernel[1]}'s {kernel[2]}"
+    with probe_lock.turn(probe_cache.lock(key), timeout=current.probe_timeout, kernel=label) as this_turn:
+        if this_turn.failure is not None:
+            return this_turn.failure
         passed = probe_cache.passed(key)
-        if passed is not None and (not current.refresh or (mine.waited and passed >= began)):
+        if passed is not None and (not current.refresh or (this_turn.waited and passed >= start)):
             return None
         reason = check()
         if reason is None:
-            probe_cache.remember(key)
+            probe_cache.record(key)
         else:
-            mine.fail(reason)
+            this_turn.fail(reason)
         return reason
 
 

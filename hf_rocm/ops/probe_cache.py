@@ -34,7 +34,7 @@ def passed(key: str) -> float | None:
     return None
 
 
-def remember(key: str) -> None:
+def record(key: str) -> None:
     """Record a pass. Any number of processes may do so at once."""
     with suppress(OSError):
         for file in _files(key)[-1:]:

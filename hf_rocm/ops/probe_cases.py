@@ -24,15 +24,17 @@ LARGEST_WEIGHT = 2**25
 
 
 def kind(operation: str, spec: Any) -> tuple[Any, ...]:
-    """The specification without the fields that can't affect the correctness of a kernel."""
+    """The fields of the specification that represents this kind of call; see `Operation`."""
     return tuple(operations()[operation].kind(spec))
 
 
 def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str | None:
     """Run the implementation on every case of this kind. Returns the problem, in a sentence, or None."""
     known = operations()[operation]
-    call = next(one.call for one in known.implementations if (one.tier, one.name) == (tier, name))
-    eager = next(one.call for one in known.implementations if one.tier == "eager")
+    call = next(
+        candidate.call for candidate in known.implementations if (candidate.tier, candidate.name) == (tier, name)
+    )
+    eager = next(candidate.call for candidate in known.implementations if candidate.tier == "eager")
     if known.terms is not None:
         call, eager = from_arguments(call, known.terms), from_arguments(eager, known.terms)
     spec = known.spec_type(*values)
@@ -45,8 +47,8 @@ def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str 
                 return f"it raised {type(error).__name__}: {lines[0]}"
             expected = _run(eager, case, torch.Tensor.double, spec)
             measure = _run(eager, case, torch.Tensor.clone, spec)
-            for one, its_measure, its_expected in zip(actual, measure, expected, strict=True):
-                reason = disagreement(one, its_measure, its_expected)
+            for output, reference, exact in zip(actual, measure, expected, strict=True):
+                reason = disagreement(output, reference, exact)
                 if reason is not None:
                     return reason
     return None

@@ -32,29 +32,29 @@ def serve(*, warm: bool) -> None:
     A line may also request the initialisation of a device; nothing is written in reply. warm: whether to initialise
     Triton before the first request. Returns after `IDLE_SECONDS` without a request, or when stdin is closed.
     """
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Kernels and compilers may print to stdout.
     os.dup2(2, 1)
     assert hf_rocm.ops
     if warm:
         _in_time(_wake)
-    questions = os.fdopen(0, "rb", buffering=0, closefd=False)
-    while select.select([questions], [], [], IDLE_SECONDS)[0]:
-        line = questions.readline()
+    requests = os.fdopen(0, "rb", buffering=0, closefd=False)
+    while select.select([requests], [], [], IDLE_SECONDS)[0]:
+        line = requests.readline()
         if not line:
             break
-        question = json.loads(line)
-        if "wake" in question:
-            _in_time(_wake_on, question["wake"])
+        request = json.loads(line)
+        if "wake" in request:
+            _in_time(_wake_on, request["wake"])
             continue
-        answers.write("{}\n")
-        answers.flush()
-        kind = decode(question["kind"])
-        _alarm(question["timeout"])
-        reason = probe_cases.check(question["operation"], question["tier"], question["name"], kind)
+        replies.write("{}\n")
+        replies.flush()
+        kind = decode(request["kind"])
+        _alarm(request["timeout"])
+        reason = probe_cases.check(request["operation"], request["tier"], request["name"], kind)
         signal.alarm(0)
-        answers.write(json.dumps({"reason": reason}) + "\n")
-        answers.flush()
+        replies.write(json.dumps({"reason": reason}) + "\n")
+        replies.flush()
 
 
 def _alarm(timeout: float) -> None:

@@ -40,23 +40,23 @@ class Turn:
 
 
 @contextmanager
-def turn(file: Path | None, *, timeout: float, what: str) -> Iterator[Turn]:
+def turn(file: Path | None, *, timeout: float, kernel: str) -> Iterator[Turn]:
     """Hold a lock on `file` within the block, after waiting up to `timeout` seconds for its holder.
 
-    file: None if there is no folder for it; the block then runs without a lock, as it does after the time-out. what:
-    the kernel, for the log.
+    file: None if there is no folder for it; the block then runs without a lock, as it does after the time-out.
+    kernel: its name, for the log.
     """
-    mine = Turn() if file is None else _take(file, timeout, what)
+    this_turn = Turn() if file is None else _take(file, timeout, kernel)
     try:
-        yield mine
-        if mine.lock is not None and file is not None:
-            _leave(file, mine)
+        yield this_turn
+        if this_turn.lock is not None and file is not None:
+            _leave(file, this_turn)
     finally:
-        if mine.lock is not None:
-            os.close(mine.lock)
+        if this_turn.lock is not None:
+            os.close(this_turn.lock)
 
 
-def _take(file: Path, timeout: float, what: str) -> Turn:
+def _take(file: Path, timeout: float, kernel: str) -> Turn:
     # The note in the file while another process had the lock.
     before: dict[str, str] | None = None
     logged = False
@@ -91,20 +91,20 @@ def _take(file: Path, timeout: float, what: str) -> Turn:
     def waiting(seconds: float) -> None:
         nonlocal logged
         if seconds > FIRST_MESSAGE and not logged:
-            _logger.warning("waiting for another process, which is building and checking %s", what)
+            _logger.warning("waiting for another process, which is building and checking %s", kernel)
             logged = True
 
     return files.poll(attempt, timeout=timeout, waiting=waiting) or Turn(waited=True)
 
 
-def _leave(file: Path, mine: Turn) -> None:
-    assert mine.lock is not None
+def _leave(file: Path, this_turn: Turn) -> None:
+    assert this_turn.lock is not None
     with suppress(OSError):
-        if mine.reason is not None:
-            text = json.dumps({"reason": mine.reason, "id": secrets.token_hex(8)})
-            os.ftruncate(mine.lock, 0)
-            os.pwrite(mine.lock, text.encode(), 0)
-        elif mine.failure is None:
+        if this_turn.reason is not None:
+            text = json.dumps({"reason": this_turn.reason, "id": secrets.token_hex(8)})
+            os.ftruncate(this_turn.lock, 0)
+            os.pwrite(this_turn.lock, text.encode(), 0)
+        elif this_turn.failure is None:
             # A file that contains a failure is kept, because other processes may still be waiting to read it. Any other
             # file is removed before the lock is released, so that no other process locks it.
             file.unlink()

@@ -52,7 +52,7 @@ def start(device: torch.device | None = None) -> None:
             _worker.wake(device)
 
 
-def send(question: Request, timeout: float) -> str | None:
+def send(request: Request, timeout: float) -> str | None:
     """Run a check in the child. Returns the problem, as a sentence, or None.
 
     A crash or a time-out also counts as a failed check. timeout: in seconds.
@@ -70,7 +70,7 @@ def send(question: Request, timeout: float) -> str | None:
                     _worker = None
                     return f"no process could be started to check it: {error.strerror or error}"
             try:
-                answer = _worker.send(question, timeout)
+                reply = _worker.send(request, timeout)
             except KeyboardInterrupt:
                 _worker.kill()
                 _worker = None
@@ -81,7 +81,7 @@ def send(question: Request, timeout: float) -> str | None:
                 if not ended.began and attempt == 1:
                     continue
                 return ended.reason
-            reason: str | None = answer["reason"]
+            reason: str | None = reply["reason"]
             return reason
     # The second attempt always returns.
     raise AssertionError
@@ -170,28 +170,28 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 self._send({"wake": str(device)})
 
-    def _send(self, question: Request) -> None:
+    def _send(self, request: Request) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question).encode() + b"\n")
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def send(self, question: Request, timeout: float) -> dict[str, Any]:
+    def send(self, request: Request, timeout: float) -> dict[str, Any]:
         began = False
         deadline = time.monotonic() + timeout
         try:
-            self._send({**question, "timeout": timeout})
+            self._send({**request, "timeout": timeout})
         except BrokenPipeError:
             raise self._ended(began) from None
         while True:
-            line = self._line(question, deadline)
+            line = self._line(request, deadline)
             if line is None:
                 self.kill()
                 raise _Ended(f"it was not built and checked within {timeout:g} s", began=True)
             if not line.endswith(b"\n"):
                 raise self._ended(began)
-            answer: dict[str, Any] = json.loads(line)
-            if "reason" in answer:
-                return answer
+            reply: dict[str, Any] = json.loads(line)
+            if "reason" in reply:
+                return reply
             began = True
 
     def kill(self) -> None:
@@ -209,7 +209,7 @@ class _Worker:
         if self.errors is not None:
             self.errors.close()
 
-    def _line(self, question: Request, deadline: float) -> bytes | None:
+    def _line(self, request: Request, deadline: float) -> bytes | None:
         """The next line; empty if the child has exited, None after the deadline."""
         output = self.process.stdout
         assert output is not None
@@ -224,19 +224,19 @@ class _Worker:
             if waiting.poll(1000 * max(0.0, min(deadline, started + message) - now)):
                 return output.readline()
             if time.monotonic() >= started + message:
-                what = f"{question['tier']}'s {question['name']}"
-                _report(f"building and checking {what}, {message:.0f} s so far (once on this machine)")
+                label = f"{request['tier']}'s {request['name']}"
+                _report(f"building and checking {label}, {message:.0f} s so far (once on this machine)")
                 message += NEXT_MESSAGE
 
     def _ended(self, began: bool) -> _Ended:
         code = self.process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        outcome = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         lines: list[str] = []
         if self.errors is not None:
             self.errors.seek(0)
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
         self.kill()
-        return _Ended(f"the process that checked it {how}" + (f": {lines[-1]}" if lines else ""), began=began)
+        return _Ended(f"the process that checked it {outcome}" + (f": {lines[-1]}" if lines else ""), began=began)
 
 
 def _errors() -> IO[bytes] | None:

@@ -29,10 +29,10 @@ def one_by_one(
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:
             call = call._replace(x=norm(call.x, call.norm_weight, eps=call.eps, one_plus=call.one_plus))
-        product = multiply(call)
+        output = multiply(call)
         if call.activation is not None:
-            product = gate(product, activation=call.activation)
-        return product if call.residual is None else call.residual.to(product.dtype) + product
+            output = gate(output, activation=call.activation)
+        return output if call.residual is None else call.residual.to(output.dtype) + output
 
     return quantized_linear
 
@@ -43,10 +43,10 @@ def eager_linear(call: QuantizedCall) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if call.round_input:
         rows, row_scale = quantize_rows(x, call.format)
-        product = torch.matmul(rows.to(wide), call.plain_weight().to(wide).t()) * row_scale * call.scale.to(wide)
+        output = torch.matmul(rows.to(wide), call.plain_weight().to(wide).t()) * row_scale * call.scale.to(wide)
     else:
-        product = torch.matmul(x.to(wide), call.dequantized(wide).t())
-    return (product if bias is None else product + bias.to(wide)).to(x.dtype)
+        output = torch.matmul(x.to(wide), call.dequantized(wide).t())
+    return (output if bias is None else output + bias.to(wide)).to(x.dtype)
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:
@@ -61,15 +61,15 @@ def scaled_mm(call: QuantizedCall) -> Tensor:
     rows, row_scale = rounded_input(call)
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], call.weight.shape[0]))
-    product = torch._scaled_mm(
+    output = torch._scaled_mm(
         rows,
         call.plain_weight().t(),
         scale_a=row_scale,
         scale_b=call.scale.view(1, -1),
         out_dtype=x.dtype,
     )
-    product = product if bias is None else product + bias.to(x.dtype)
-    return product.view(*x.shape[:-1], product.shape[-1])
+    output = output if bias is None else output + bias.to(x.dtype)
+    return output.view(*x.shape[:-1], output.shape[-1])
 
 
 def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
@@ -79,8 +79,8 @@ def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], call.weight.shape[0]))
     one = torch.ones((), dtype=torch.float32, device=x.device)
-    product = torch._scaled_mm(rows, call.plain_weight().t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return _scaled(product, row_scale, call)
+    output = torch._scaled_mm(rows, call.plain_weight().t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return _scaled(output, row_scale, call)
 
 
 # The smallest M of the int8 GEMMs on a GPU. With fewer rows, x is padded with zeros to 32 rows.
@@ -93,14 +93,14 @@ def int_mm(call: QuantizedCall) -> Tensor:
     m = rows.shape[0]
     if call.x.is_cuda and m < _FEWEST_ROWS:
         rows = F.pad(rows, (0, 0, 0, 32 - m))
-    product = torch._int_mm(rows, call.plain_weight().t())[:m].float()
-    return _scaled(product, row_scale, call)
+    output = torch._int_mm(rows, call.plain_weight().t())[:m].float()
+    return _scaled(output, row_scale, call)
 
 
-def _scaled(product: Tensor, row_scale: Tensor, call: QuantizedCall) -> Tensor:
-    product = product * row_scale * call.scale
-    product = (product if call.bias is None else product + call.bias).to(call.x.dtype)
-    return product.view(*call.x.shape[:-1], product.shape[-1])
+def _scaled(output: Tensor, row_scale: Tensor, call: QuantizedCall) -> Tensor:
+    output = output * row_scale * call.scale
+    output = (output if call.bias is None else output + call.bias).to(call.x.dtype)
+    return output.view(*call.x.shape[:-1], output.shape[-1])
 
 
 def _rounds(spec: QuantizedSpec) -> str | None:

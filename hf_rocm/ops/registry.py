@@ -96,11 +96,11 @@ class Table(dict[tuple[Any, ...], ValueT]):
 class Operation(Generic[SpecT]):
     """One operation: its implementations in order of preference, and the choices made so far.
 
-    cases(spec): the calls that check an implementation before its first use. kind(spec): the specification without the
-    fields that can't affect the correctness of a kernel; one check is valid for all specifications of a kind. family:
-    the operation whose options apply; its own name unless it is a variant of another operation. terms: the NamedTuple
-    that implementations take, if they take one instead of the arguments themselves. recorded: the positions of the
-    arguments, or of the fields in terms, whose shapes `recording` collects.
+    cases(spec): the calls that check an implementation before its first use. kind(spec): the representative of all
+    specifications that differ only in fields that can't affect the correctness of a kernel; one check is valid for all
+    of them. family: the operation whose options apply; its own name unless it is a variant of another operation.
+    terms: the NamedTuple that implementations take, if they take one instead of the arguments themselves. recorded: the
+    positions of the arguments, or of the fields in terms, whose shapes `recording` collects.
 
     choices, calls: the choice for a specification, and the function that serves it. The key may be a plain tuple of the
     fields, which is faster: creating the NamedTuple with keywords takes longer than the rest of the routing.
@@ -172,14 +172,18 @@ class Operation(Generic[SpecT]):
                     break
                 return Choice(spec, candidate, tuple(refusals))
             refusals.append(Refusal(candidate.tier, candidate.name, reason))
-        wanted = named or "aiter"
-        if not any(candidate.tier == wanted for candidate in self.implementations):
-            refusals.insert(0, Refusal(wanted, "none", f"this release has no {wanted} implementation of {self.name}"))
+        required = named or "aiter"
+        if not any(candidate.tier == required for candidate in self.implementations):
+            refusals.insert(
+                0, Refusal(required, "none", f"this release has no {required} implementation of {self.name}")
+            )
         raise TierUnavailable(
-            f"{self.name} must run in the {wanted} tier, which can't serve this call",
+            f"{self.name} must run in the {required} tier, which can't serve this call",
             facts={
                 "call": _describe(spec),
-                **{f"{refusal.tier}/{refusal.name}": refusal.reason for refusal in refusals if refusal.tier == wanted},
+                **{
+                    f"{refusal.tier}/{refusal.name}": refusal.reason for refusal in refusals if refusal.tier == required
+                },
             },
             hint="unset HF_ROCM_TIER and the USE_AITER_… variable of this operation, or request another tier",
         )
@@ -301,8 +305,8 @@ def _recorded(operation: Operation[Any], implementation: Implementation[Any]) ->
 def _specialised(spec: tuple[Any, ...]) -> tuple[Any, ...]:
     """Specialise symbolic sizes and bools to constants, with guards, because the choice depends on them."""
     # branching on a symbolic bool turns it into a constant
-    truths = [(True if value else False) if isinstance(value, bool) else value for value in spec]  # noqa: SIM210
-    return tuple(int(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in truths)
+    values = [(True if value else False) if isinstance(value, bool) else value for value in spec]  # noqa: SIM210
+    return tuple(int(value) if isinstance(value, int) and not isinstance(value, bool) else value for value in values)
 
 
 def _index_of_choice(operation: str, spec: tuple[Any, ...]) -> int:

@@ -132,7 +132,7 @@ def norms_of(norms: tuple[Norm, Norm] | None, *tensors: Tensor) -> tuple[torch.d
     return (None, False, grad) if norms is None else (norms[0].weight.dtype, norms[0].one_plus, grad)
 
 
-def then_write(
+def rotate_and_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return a function that applies this norm and rotation, then writes as transformers' static cache does.
@@ -161,7 +161,7 @@ def then_write(
             query = normalise(query, query_norm, query_eps, one_plus)
             key = normalise(key, key_norm, key_eps, one_plus)
         if once:
-            cos, sin = (_twice(angle, interleaved) for angle in (cos, sin))
+            cos, sin = (_repeat_angles(angle, interleaved) for angle in (cos, sin))
         query, key = rotate(query, key, cos, sin, interleaved)
         places = position
         if position.ndim == 0:
@@ -172,7 +172,7 @@ def then_write(
     return rope_into_cache
 
 
-def _twice(angle: Tensor, interleaved: bool) -> Tensor:
+def _repeat_angles(angle: Tensor, interleaved: bool) -> Tensor:
     return angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
 
 
@@ -223,8 +223,8 @@ _operation.register(
     )
 )
 _operation.register(
-    Implementation("torch", "rope, index_copy_", refuses_nothing, then_write(torch_rms_norm, torch_rope))
+    Implementation("torch", "rope, index_copy_", refuses_nothing, rotate_and_write(torch_rms_norm, torch_rope))
 )
 _operation.register(
-    Implementation("eager", "formula, index_copy_", refuses_nothing, then_write(eager_rms_norm, eager_rope))
+    Implementation("eager", "formula, index_copy_", refuses_nothing, rotate_and_write(eager_rms_norm, eager_rope))
 )

@@ -87,8 +87,8 @@ def torch_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tenso
 
 def eager_shuffled_linear(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
     """The oracle: a GEMM with the unshuffled weight, then the addition of the bias."""
-    product = torch.matmul(x, unshuffle(data).t())
-    return product if bias is None else product + bias
+    output = torch.matmul(x, unshuffle(data).t())
+    return output if bias is None else output + bias
 
 
 def _cases(spec: LinearSpec) -> Iterator[Case]:

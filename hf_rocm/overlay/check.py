@@ -43,7 +43,7 @@ def check(
         fingerprint = _fingerprint(models, strict=strict, transformers_path=transformers_path)
         if expected is not None and fingerprint != expected:
             here = f"in this process (host {socket.gethostname()})"
-            raise _other("in the process that computed `expected`", expected, here, fingerprint)
+            raise _difference("in the process that computed `expected`", expected, here, fingerprint)
     except HfRocmError as caught:
         # The other ranks wait in the collective: send them the error, then raise it.
         error = caught
@@ -113,23 +113,23 @@ def _process_group(across_ranks: bool | None) -> object | None:
 
 def _compare(distributed: object, fingerprint: str, error: HfRocmError | None) -> None:
     own = (socket.gethostname(), fingerprint, error)
-    everyone: list[tuple[str, str, HfRocmError | None]] = [own] * distributed.get_world_size()  # type: ignore[attr-defined]
-    distributed.all_gather_object(everyone, own)  # type: ignore[attr-defined]
+    results: list[tuple[str, str, HfRocmError | None]] = [own] * distributed.get_world_size()  # type: ignore[attr-defined]
+    distributed.all_gather_object(results, own)  # type: ignore[attr-defined]
     if error is not None:
         # This rank raises its own error.
         return
-    for rank, (host, _, failed) in enumerate(everyone):
+    for rank, (host, _, failed) in enumerate(results):
         if failed is not None:
             raise OverlayError(
                 f"rank {rank} (host {host}) failed its check: {failed.message}", facts=failed.facts, hint=failed.hint
             )
-    first_host, first, _ = everyone[0]
-    for rank, (host, other, _) in enumerate(everyone):
+    first_host, first, _ = results[0]
+    for rank, (host, other, _) in enumerate(results):
         if other != first:
-            raise _other(f"on rank 0 (host {first_host})", first, f"on rank {rank} (host {host})", other)
+            raise _difference(f"on rank 0 (host {first_host})", first, f"on rank {rank} (host {host})", other)
 
 
-def _other(one: str, expected: str, other: str, actual: str) -> OverlayError:
+def _difference(one: str, expected: str, other: str, actual: str) -> OverlayError:
     return OverlayError(
         "the processes of this job do not run the same files",
         facts={"expected": f"{expected}, as {one}", "found": f"{actual}, {other}"},

@@ -38,7 +38,7 @@ class Reference(NamedTuple):
             return self.holder._local_mapping.get(self.name, self.holder._global_mapping.get(self.name, ABSENT))
         return getattr(self.holder, self.name, ABSENT)
 
-    def beneath(self) -> Any:
+    def original(self) -> Any:
         """The value without hf_rocm's changes."""
         if self.registry is not None and not is_mapping(self.holder):
             places = (self.holder._local_mapping, self.holder._global_mapping)
@@ -84,7 +84,7 @@ class Registry(NamedTuple):
         if key not in self.keys():
             return self.default
         place = self.entry(key)
-        function = place.beneath()
+        function = place.original()
         return (place, *(self.default if function is ABSENT else of_function(function).references))
 
 
@@ -99,7 +99,7 @@ class Dependencies(NamedTuple):
 def of_class(cls: type) -> Dependencies:
     """The dependencies of a class's forward without hf_rocm's changes; the first reference is the forward itself."""
     own = Reference(cls, "forward")
-    forward = own.beneath()
+    forward = own.original()
     derived = of_function(forward, cls)
     return derived._replace(references=(own, *derived.references))
 
@@ -143,7 +143,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
                     registries[id(value)] = Registry(reference.name, value, ())
                 if reference.name == _EAGER and function is not value:
                     eager = (reference, *of_function(value).references)
-                elif (callable(value) or is_registry(value)) and not _is_torchs_class(value):
+                elif (callable(value) or is_registry(value)) and not _is_torch_class(value):
                     references[id(reference.holder), reference.name] = reference
                     if getattr(inspect.unwrap(value), "__globals__", None) is space:
                         waiting.append(value)
@@ -166,7 +166,7 @@ def of_method(cls: type, name: str, *, called: type) -> Iterator[Reference]:
     """
     own = Reference(cls, name)
     yield own
-    function = own.beneath()
+    function = own.original()
     if isinstance(function, FunctionType):
         yield from of_function(function).references
         for code in _codes(function.__code__):
@@ -188,7 +188,7 @@ def is_registry(value: Any) -> bool:
     return isinstance(getattr(value, "_global_mapping", None), dict) and hasattr(value, "_local_mapping")
 
 
-def _is_torchs_class(value: Any) -> bool:
+def _is_torch_class(value: Any) -> bool:
     """Whether a value is a class of torch (Tensor, finfo, no_grad), which files use but which is never replaced."""
     return isinstance(value, type) and value.__module__.partition(".")[0] == "torch"
 

@@ -29,8 +29,8 @@ def digests(source: bytes | str, names: Iterable[str]) -> dict[str, str | None]:
     `SyntaxError` if the source is not valid Python.
     """
     names = tuple(names)
-    single = _digests(source, tuple(dict.fromkeys(one for name in names for one in name.split(EITHER))))
-    bound = {name: [one for one in name.split(EITHER) if single[one] is not None] for name in names}
+    single = _digests(source, tuple(dict.fromkeys(part for name in names for part in name.split(EITHER))))
+    bound = {name: [part for part in name.split(EITHER) if single[part] is not None] for name in names}
     return {name: single[bound[name][0]] if bound[name] else None for name in names}
 
 
@@ -42,7 +42,7 @@ def _digests(source: bytes | str, names: tuple[str, ...]) -> Mapping[str, str | 
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
     bound: dict[str, list[str]] = {name: [] for name in names}
-    for name, canonical in _bindings(tree.body, wanted=bound.keys(), condition=""):
+    for name, canonical in _bindings(tree.body, names=bound.keys(), condition=""):
         bound[name].append(canonical)
     return {name: _hash("\n".join(forms)) if forms else None for name, forms in bound.items()}
 
@@ -52,25 +52,25 @@ def _hash(text: str) -> str:
 
 
 def _bindings(
-    body: list[ast.stmt], *, wanted: Iterable[str], condition: str, inside: str = ""
+    body: list[ast.stmt], *, names: Iterable[str], condition: str, inside: str = ""
 ) -> Iterator[tuple[str, str]]:
     for statement in body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             for alias in statement.names:
                 name = inside + (alias.asname or alias.name.split(".")[0])
-                if name in wanted:
+                if name in names:
                     yield name, f"{condition}import {_origin(statement)}:{alias.name}"
         elif isinstance(statement, (ast.If, ast.Try)):
             for inner, text in _branches(statement):
-                yield from _bindings(inner, wanted=wanted, condition=condition + text, inside=inside)
+                yield from _bindings(inner, names=names, condition=condition + text, inside=inside)
         else:
             for name in _names_bound_by(statement):
-                if inside + name in wanted:
+                if inside + name in names:
                     yield inside + name, condition + "".join(_canonical(statement))
             if isinstance(statement, ast.ClassDef):
                 owner = f"{inside}{statement.name}."
-                if any(name.startswith(owner) for name in wanted):
-                    yield from _bindings(statement.body, wanted=wanted, condition=condition, inside=owner)
+                if any(name.startswith(owner) for name in names):
+                    yield from _bindings(statement.body, names=names, condition=condition, inside=owner)
 
 
 def _branches(statement: ast.If | ast.Try) -> Iterator[tuple[list[ast.stmt], str]]:

@@ -43,10 +43,10 @@ class Outlook:
         others = [prospect.model for prospect in self.prospects if not prospect.go_on]
         if not others:
             return "proceed: every selected overlay can be used with it"
-        stay = f"stay on transformers {self.newest}, or upgrade hf-rocm"
+        advice = f"stay on transformers {self.newest}, or upgrade hf-rocm"
         if not usable:
-            return f"do not proceed: no overlay can be used with it, so models stay stock; {stay}"
-        return f"proceed with {_counted(usable)}; {_counted(others)} would stay stock: if you need these, {stay}"
+            return f"do not proceed: no overlay can be used with it, so models stay stock; {advice}"
+        return f"proceed with {_counted(usable)}; {_counted(others)} would stay stock: if you need these, {advice}"
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -66,8 +66,8 @@ def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] 
     if newest is None:
         return None
     named = set(models)
-    wanted = named or set(catalog.models()) - set(left_out(installation, catalog).absent)
-    overlays = [overlay for overlay in _newest_overlays(catalog) if overlay.model in wanted]
+    selected = named or set(catalog.models()) - set(left_out(installation, catalog).absent)
+    overlays = [overlay for overlay in _newest_overlays(catalog) if overlay.model in selected]
     prospects = [_prospect(state_of(installation, catalog, overlay.model, overlay), catalog) for overlay in overlays]
     return Outlook(installation.version, newest, tuple(prospects))
 
@@ -87,12 +87,12 @@ def _prospect(state: FileState, catalog: Catalog) -> Prospect:
     if state.match is Match.CHANGED or state.installed is Installed.EDITED:
         return Prospect(state.model, False, f"{state.file.name} was edited here: {state.detail}")
     verified = state.match is Match.VERIFIED
-    what = "is a known file" if verified else f"is new, but every definition that its overlay needs is as in {known}"
+    status = "is a known file" if verified else f"is new, but every definition that its overlay needs is as in {known}"
     if catalog.find(state.model, state.release) is None:
         range_ = f"hf-rocm {__version__} supports {state.overlay.requires}"
-        return Prospect(state.model, False, f"{state.file.name} {what}; still, {range_} and refuses other releases")
+        return Prospect(state.model, False, f"{state.file.name} {status}; still, {range_} and refuses other releases")
     alike = "is new, but every definition that its overlay needs is known"
-    return Prospect(state.model, True, f"{state.file.name} {what}", what if verified else alike)
+    return Prospect(state.model, True, f"{state.file.name} {status}", status if verified else alike)
 
 
 def _counted(models: list[str]) -> str:

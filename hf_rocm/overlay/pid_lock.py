@@ -28,12 +28,12 @@ def claimed(path: Path, *, timeout: float) -> Iterator[None]:
 
     Waits up to `timeout` seconds for another writer's claim to disappear, then raises `OverlayError`.
     """
-    mine = f"{socket.gethostname()}\n{os.getpid()}\n{_began(os.getpid())}\n{secrets.token_hex(8)}\n"
+    own_claim = f"{socket.gethostname()}\n{os.getpid()}\n{_start_time(os.getpid())}\n{secrets.token_hex(8)}\n"
 
     def attempt() -> bool | None:
-        if _create(path, mine):
+        if _create(path, own_claim):
             return True
-        _clear_away(path)
+        _remove_stale(path)
         return None
 
     if files.poll(attempt, timeout=timeout) is None:
@@ -48,7 +48,7 @@ def claimed(path: Path, *, timeout: float) -> Iterator[None]:
     finally:
         # The files are already written, and the claim of an ended process is ignored.
         with suppress(OSError):
-            if _read(path) == mine:
+            if _read(path) == own_claim:
                 path.unlink(missing_ok=True)
 
 
@@ -72,7 +72,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _clear_away(path: Path) -> None:
+def _remove_stale(path: Path) -> None:
     """Remove a stale claim. If another claim replaced it in the meantime, restore the new claim."""
     seen = _read(path)
     if not seen or _is_live(path, seen):
@@ -88,16 +88,16 @@ def _clear_away(path: Path) -> None:
 
 
 def _is_live(path: Path, text: str) -> bool:
-    host, process, began, *_ = [*text.splitlines(), "", "", ""]
+    host, process, start_time, *_ = [*text.splitlines(), "", "", ""]
     if host == socket.gethostname() and process.isdecimal():
-        return _began(int(process)) == began != ""
+        return _start_time(int(process)) == start_time != ""
     try:
         return time.time() - path.stat().st_mtime < OLD
     except FileNotFoundError:
         return False
 
 
-def _began(process: int) -> str:
+def _start_time(process: int) -> str:
     """Return the start time of a process on this machine, in clock ticks since boot, or an empty string.
 
     The string is empty if the process has ended or if its start time can't be read.

@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
         self.references = tuple({(id(item.holder), item.name): item for item in references}.values())
-        self.expected = [reference.beneath() for reference in self.references]
+        self.expected = [reference.original() for reference in self.references]
         if not strangers:
             pairs = zip(self.references, self.expected, strict=True)
             self.expected = [_UNKNOWN if _is_stranger(*pair) else pair[1] for pair in pairs]
@@ -40,7 +40,7 @@ class Watch:
     def difference(self) -> str | None:
         """Return a sentence about the first reference whose value was replaced, or None."""
         for index, reference in enumerate(self.references):
-            value = reference.beneath()
+            value = reference.original()
             if value is self.expected[index]:
                 continue
             if self.expected[index] is not _UNKNOWN or _is_stranger(reference, value):
@@ -94,7 +94,7 @@ def replacement_among(references: Iterable[Reference], known: frozenset[str] = O
     known: packages whose functions are not reported. If hf_rocm replaced a value, the original is examined.
     """
     for reference in references:
-        value = reference.beneath()
+        value = reference.original()
         if _is_stranger(reference, value) and origin(value).partition(".")[0] not in known:
             return _sentence(reference, value)
     return None

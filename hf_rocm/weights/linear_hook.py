@@ -15,7 +15,7 @@ from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import linears_are_pytorchs
 from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.blas_backend import library_linear
-from hf_rocm.ops.linear import exporting, is_pytorchs, linear_by_aiter
+from hf_rocm.ops.linear import exporting, left_to_pytorch, linear_by_aiter
 from hf_rocm.weights import instance_forward
 
 # A key in a linear layer's __dict__. Its value, a string, is the backend to which the layer is routed.
@@ -34,7 +34,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if is_compiling():
         return _traced(self, input, group, backend)
     weight, bias = own["_parameters"].get("weight"), own["_parameters"].get("bias")
-    if weight is None or is_pytorchs(input):
+    if weight is None or left_to_pytorch(input):
         return F.linear(input, self.weight, self.bias)
     if group:
         output: Tensor | None = group.linear(self, input)

@@ -23,7 +23,7 @@ from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops import blas_backend
-from hf_rocm.ops.linear import aiter_refuses, choose, is_pytorchs
+from hf_rocm.ops.linear import aiter_refuses, choose, left_to_pytorch
 from hf_rocm.patches import Change
 from hf_rocm.weights import instance_forward, linear_hook
 from hf_rocm.weights.eligible import accepted_forward, linear_refusal
@@ -190,7 +190,7 @@ def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
         parameters = self.__dict__["_parameters"]
         if parameters.get("weight").__class__ is not nn.Parameter:
             return original(self, input)
-        if not is_compiling() and is_pytorchs(input):
+        if not is_compiling() and left_to_pytorch(input):
             return original(self, input)
         return linear_hook.multiply(input, self.weight, self.bias, backend)
 

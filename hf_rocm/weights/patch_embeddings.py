@@ -26,7 +26,7 @@ from torch.nn.modules.conv import Conv2d, Conv3d
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import linears_are_pytorchs
 from hf_rocm.ops.custom_op import compiling
-from hf_rocm.ops.linear import exporting, is_pytorchs
+from hf_rocm.ops.linear import exporting, left_to_pytorch
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import constant_in_traces, replacement_among
@@ -139,7 +139,7 @@ def _serves(self: Any, x: Any, weight: Any) -> bool:
     if compiling():
         if exporting():
             return False
-    elif is_pytorchs(x) or _get_tracing_state() is not None:
+    elif left_to_pytorch(x) or _get_tracing_state() is not None:
         return False
     if "_conv_forward" in self.__dict__ or not linears_are_pytorchs() or not _non_overlapping(self):
         return False

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from hf_rocm import ops
 from hf_rocm.layers.grouped_linear import intact, live
 from hf_rocm.layers.weight_group import PENDING, SLOT, Part, WeightGroup, idle, lock, register
-from hf_rocm.ops.linear import is_pytorchs
+from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.ops.shuffled import Shuffled, shuffle, unshuffle
 from hf_rocm.weights import instance_forward, linear_hook
 from hf_rocm.weights.eligible import accept_forward
@@ -126,7 +126,7 @@ class ShuffledWeight(nn.Parameter):
         if func is F.linear and len(args) > 1 and isinstance(args[1], ShuffledWeight):
             x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
             if weight.shuffled is not None and not _trains(weight, bias):
-                if is_pytorchs(x):
+                if left_to_pytorch(x):
                     return F.linear(x, weight.shuffled.plain(), bias)
                 return ops.shuffled_linear(x, weight.shuffled, bias)
         elif func in _ABOUT_SHAPE and args[0].shuffled is not None:
@@ -219,7 +219,7 @@ class ShuffledGroup(WeightGroup):
             part_memory(module, names)
 
     def linear(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        if is_pytorchs(x) or (x.requires_grad and torch.is_grad_enabled()):
+        if left_to_pytorch(x) or (x.requires_grad and torch.is_grad_enabled()):
             return None
         return ops.shuffled_linear(x, self.whole, self.bias)
 

@@ -76,14 +76,14 @@ def test_the_lock_of_a_killed_process_is_released(holder):
     lock, process = holder
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=0, kernel="a kernel") as turn:
         assert turn.lock is not None and turn.failure is None
     assert not lock.exists()
 
 
 def test_the_wait_is_limited_and_reported(holder, monkeypatch, caplog):
     monkeypatch.setattr(probe_lock, "FIRST_MESSAGE", 0.05)
-    with probe_lock.turn(holder[0], timeout=0.3, what="aiter's gemm") as turn:
+    with probe_lock.turn(holder[0], timeout=0.3, kernel="aiter's gemm") as turn:
         assert turn.lock is None and turn.waited and turn.failure is None
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for another process, which is building and checking aiter's gemm"
@@ -93,16 +93,16 @@ def test_the_wait_is_limited_and_reported(holder, monkeypatch, caplog):
 
 def test_an_earlier_failure_is_checked_again(tmp_path):
     lock = tmp_path / "x.lock"
-    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=0, kernel="a kernel") as turn:
         turn.fail("wrong by 3")
     assert lock.exists()
-    with probe_lock.turn(lock, timeout=0, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=0, kernel="a kernel") as turn:
         assert turn.failure is None
     assert not lock.exists()
 
 
 def test_an_unwritable_cache_is_not_used():
-    with probe_lock.turn(Path("/dev/null/x.lock"), timeout=10, what="a kernel") as turn:
+    with probe_lock.turn(Path("/dev/null/x.lock"), timeout=10, kernel="a kernel") as turn:
         assert turn.lock is None and not turn.waited
 
 
@@ -115,7 +115,7 @@ def test_a_requested_check_runs_again_even_if_it_passed(tmp_path, monkeypatch):
     def once(refresh):
         with options.override(refresh=refresh):
             probe.forget()
-            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: requests.append(1), remember=True) is None
+            assert probe._once(("linear", "aiter", "gemm"), "key", lambda: requests.append(1), on_disk=True) is None
         return len(requests)
 
     assert [once(False), once(False), once(True)] == [1, 1, 2]

@@ -239,8 +239,8 @@ def test_an_unquantised_checkpoint_has_no_quantised_layers(tmp_path):
 def test_nothing_is_replaced_for_a_folder_without_a_quantization_config(folder, tmp_path, monkeypatch):
     plain, entered = tmp_path / "plain", []
     checkpoints.build().save_pretrained(plain)
-    entering = stored_checkpoints._standing_in
-    monkeypatch.setattr(stored_checkpoints, "_standing_in", lambda: entered.append(True) or entering())
+    entering = stored_checkpoints._replaced_quantizers
+    monkeypatch.setattr(stored_checkpoints, "_replaced_quantizers", lambda: entered.append(True) or entering())
     model = stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain)
     assert not entered
     stored_checkpoints.load(LlamaForCausalLM.from_pretrained, plain, config=model.config)

@@ -285,7 +285,7 @@ def test_a_lock_that_links_to_another_file_does_not_change_it(link, tmp_path):
     precious, lock = tmp_path / "thesis.tex", tmp_path / "x.lock"
     precious.write_text("precious")
     link(precious, lock)
-    with probe_lock.turn(lock, timeout=5, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=5, kernel="a kernel") as turn:
         assert turn.lock is None and not turn.waited
         turn.fail("wrong by 3")
     assert precious.read_text() == "precious" and lock.exists()
@@ -298,6 +298,6 @@ def test_a_lock_of_another_user_is_not_read(tmp_path):
     lock.touch()
     os.chown(lock, 4711, 4711)
     began = time.monotonic()
-    with probe_lock.turn(lock, timeout=60, what="a kernel") as turn:
+    with probe_lock.turn(lock, timeout=60, kernel="a kernel") as turn:
         assert turn.lock is None and turn.failure is None
     assert time.monotonic() - began < 30

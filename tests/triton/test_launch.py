@@ -46,7 +46,7 @@ class Compiled:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(launching, "_remembers", lambda: True)
+    monkeypatch.setattr(launching, "_caches_kernels", lambda: True)
     monkeypatch.setattr(launching, "_compiled", {})
     driver = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(launching, "_driver", lambda: driver)
@@ -137,12 +137,12 @@ def test_amds_compiler_specialises_on_the_size_of_the_storage(kernel, monkeypatc
 
 
 def test_the_rules_match_the_installed_triton():
-    """Before a release is added to `READ`, check how it specialises kernels. Other releases are skipped."""
+    """Before a release is added to `KNOWN_RULES`, check how it specialises kernels. Other releases are skipped."""
     from triton.backends import compiler
     from triton.backends.amd.compiler import HIPBackend
     from triton.compiler import CompiledKernel
 
-    if detect.release().version.release[:2] not in launching.READ:
+    if detect.release().version.release[:2] not in launching.KNOWN_RULES:
         pytest.skip("unknown Triton: kernels are launched by Triton")
     integers = inspect.getsource(compiler.BaseBackend.get_int_specialization)
     tensors = inspect.getsource(compiler.BaseBackend.get_tensor_specialization)
@@ -154,16 +154,16 @@ def test_the_rules_match_the_installed_triton():
 
 
 def test_kernels_are_not_cached_with_an_unknown_triton_or_the_interpreter(monkeypatch):
-    launching._remembers.cache_clear()
-    assert not launching._remembers()
+    launching._caches_kernels.cache_clear()
+    assert not launching._caches_kernels()
     monkeypatch.setattr(options, "triton_interprets", lambda: False)
     for version, remembers in (("3.6.0", True), ("3.7.1", False)):
-        launching._remembers.cache_clear()
+        launching._caches_kernels.cache_clear()
         monkeypatch.setattr(
             detect, "release", lambda version=version: detect.Release(detect.Version(version), frozenset())
         )
-        assert launching._remembers() is remembers
-    launching._remembers.cache_clear()
+        assert launching._caches_kernels() is remembers
+    launching._caches_kernels.cache_clear()
 
 
 def test_warps_follow_from_threads(monkeypatch):

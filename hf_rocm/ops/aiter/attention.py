@@ -164,8 +164,8 @@ def bind_mha_fwd(*, sinks: bool = False, lengths: bool = False) -> contract.Call
 
     sinks, lengths: whether calls pass attention sinks or the numbers of keys; not both.
     """
-    gives = _GIVEN_WITH_SINKS if sinks else _GIVEN_WITH_LENGTHS if lengths else _GIVEN
-    return contract.operator("mha_fwd", gives, _NEUTRAL)
+    passed = _GIVEN_WITH_SINKS if sinks else _GIVEN_WITH_LENGTHS if lengths else _GIVEN
+    return contract.operator("mha_fwd", passed, _NEUTRAL)
 
 
 def _flash_attn_func() -> contract.Call | str:

@@ -29,7 +29,7 @@ from hf_rocm.ops.aiter.tables.active import before_import
 from hf_rocm.ops.probe import Probe
 from hf_rocm.overlay.facts import aiter_facts
 
-LISTS_RADEON = "0.1.19"
+RADEON_SINCE = "0.1.19"
 
 
 class Argument(NamedTuple):
@@ -92,8 +92,8 @@ def unavailable(device: Device, *, portable: bool = False) -> str | None:
             f"{loaded.name} is newer than {NEWEST_AITER}, the last release that hf_rocm's calls were checked with "
             "(to use it anyway, set HF_ROCM_TIER=aiter, or USE_AITER_ATTENTION, _GEMM or _MOE to 1)"
         )
-    if radeon and not loaded.at_least(LISTS_RADEON):
-        return f"aiter supports {device.arch} from {LISTS_RADEON} on, but this is {loaded.name}"
+    if radeon and not loaded.at_least(RADEON_SINCE):
+        return f"aiter supports {device.arch} from {RADEON_SINCE} on, but this is {loaded.name}"
     return None
 
 
@@ -151,10 +151,10 @@ def _operator(name: str) -> Function | None:
 
 
 def _function(package: object, name: str) -> Function | None:
-    where, _, name = name.rpartition(":")
-    if where:
+    submodule, _, name = name.rpartition(":")
+    if submodule:
         try:
-            package = importlib.import_module(f"aiter.{where}")
+            package = importlib.import_module(f"aiter.{submodule}")
         except (Exception, SystemExit):  # noqa: BLE001 - absent in this release, or not importable with this Triton
             return None
         _mend_registrations()

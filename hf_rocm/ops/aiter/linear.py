@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.linear import LinearSpec
 
 # Up to 0.1.7.post2 the assembly kernels ignore a bias.
-KEEPS_BIAS = "0.1.7.post3"
+BIAS_SINCE = "0.1.7.post3"
 # Up to 0.1.7.post2 the attribute of a shuffled weight is ignored.
-READS_SHUFFLED = "0.1.7.post3"
+SHUFFLED_SINCE = "0.1.7.post3"
 
 
 def refuses(spec: LinearSpec, device: Device) -> str | None:
@@ -45,8 +45,8 @@ def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
     reason = refuses(spec, device)
     if reason is not None:
         return reason
-    if not detect.release().at_least(READS_SHUFFLED):
-        return f"{detect.release().name} ignores that a weight is shuffled; use {READS_SHUFFLED} or later"
+    if not detect.release().at_least(SHUFFLED_SINCE):
+        return f"{detect.release().name} ignores that a weight is shuffled; use {SHUFFLED_SINCE} or later"
     if device.arch == "gfx942":
         # hipBLASLt reads shuffled weights of any shape.
         return None
@@ -79,7 +79,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() == 0 or x.device != weight.device:
         return F.linear(x, weight, bias)
     kernel: Any = _gemm()
-    if bias is None or detect.release().at_least(KEEPS_BIAS):
+    if bias is None or detect.release().at_least(BIAS_SINCE):
         output: Tensor = kernel(A=rows(x), B=weight, bias=bias, otype=x.dtype)
     else:
         output = kernel(A=rows(x), B=weight, bias=None, otype=x.dtype).add_(bias)

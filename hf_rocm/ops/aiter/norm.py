@@ -65,11 +65,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_pl
 
 
 def _add_norm(one_plus: bool) -> contract.Call | str:
-    gives = frozenset(("out", "input", "residual_in", "residual_out", "weight", "epsilon"))
-    gives |= {"gemma_norm"} if one_plus else frozenset()
-    bound = contract.operator("rmsnorm2d_fwd_with_add", gives)
+    passed = frozenset(("out", "input", "residual_in", "residual_out", "weight", "epsilon"))
+    passed |= {"gemma_norm"} if one_plus else frozenset()
+    bound = contract.operator("rmsnorm2d_fwd_with_add", passed)
     # in some releases this is a plain function that chooses among operators
-    return contract.function("rmsnorm2d_fwd_with_add", gives) if isinstance(bound, str) else bound
+    return contract.function("rmsnorm2d_fwd_with_add", passed) if isinstance(bound, str) else bound
 
 
 def _rms_norm() -> contract.Call | str:

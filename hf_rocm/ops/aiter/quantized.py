@@ -28,7 +28,7 @@ TILE, SHORTEST = 256, 512
 
 
 def refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    reason = _refuses_alike(spec, device)
+    reason = _common_refusal(spec, device)
     if reason is not None:
         return reason
     if spec.shuffled:
@@ -39,7 +39,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
-    reason = _refuses_alike(spec, device)
+    reason = _common_refusal(spec, device)
     if reason is not None:
         return reason
     if not spec.shuffled:
@@ -47,12 +47,12 @@ def shuffled_refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.format == INT8:
         return "gemm_a8w8_bpreshuffle supports only fp8"
     if spec.n % TILE or spec.k % TILE or spec.k < SHORTEST:
-        needs = f"N and K to be multiples of {TILE} and K ≥ {SHORTEST}"
-        return f"gemm_a8w8_bpreshuffle needs {needs}, got {spec.n} × {spec.k}"
+        requirement = f"N and K to be multiples of {TILE} and K ≥ {SHORTEST}"
+        return f"gemm_a8w8_bpreshuffle needs {requirement}, got {spec.n} × {spec.k}"
     return why_not(_gemm("gemm_a8w8_bpreshuffle"))
 
 
-def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
+def _common_refusal(spec: QuantizedSpec, device: Device) -> str | None:
     reason = detect.unavailable(device)
     if reason is not None:
         return reason
@@ -69,18 +69,18 @@ def _refuses_alike(spec: QuantizedSpec, device: Device) -> str | None:
 
 def linear(call: QuantizedCall) -> Tensor:
     """See `hf_rocm.ops.quantized_linear`."""
-    return _multiplied(_traced, call)
+    return _apply(_traced, call)
 
 
 def shuffled_linear(call: QuantizedCall) -> Tensor:
     """See `hf_rocm.ops.quantized_linear`; the weight is shuffled."""
-    return _multiplied(_traced_shuffled, call)
+    return _apply(_traced_shuffled, call)
 
 
-def _multiplied(gemm: Callable[..., Tensor], call: QuantizedCall) -> Tensor:
+def _apply(gemm: Callable[..., Tensor], call: QuantizedCall) -> Tensor:
     rows, row_scale = rounded_input(call)
-    product = gemm(rows, call.weight, row_scale, call.scale, call.bias, call.x.dtype)
-    return product.view(*call.x.shape[:-1], call.weight.shape[0])
+    output = gemm(rows, call.weight, row_scale, call.scale, call.bias, call.x.dtype)
+    return output.view(*call.x.shape[:-1], call.weight.shape[0])
 
 
 def _gemm(name: str) -> contract.Call | str:

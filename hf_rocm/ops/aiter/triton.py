@@ -35,7 +35,7 @@ _TILE = {
     "num_stages": 1,
 }
 # The Radeon GPUs for which aiter has tiles, including those of the gradients.
-_TABLED = ("gfx1151",)
+_WITH_TILES = ("gfx1151",)
 
 
 def refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -55,7 +55,7 @@ def refuses(spec: AttentionSpec, device: Device) -> str | None:
         return f"on {device.arch} aiter's Triton attention would spill registers for head dims above 128"
     if spec.window is not None and not spec.causal and not spec.one_query:
         return "the windows of aiter's Triton attention are causal"
-    if spec.grad and device.arch not in _TABLED:
+    if spec.grad and device.arch not in _WITH_TILES:
         return f"aiter has no tiles for the gradients of attention on {device.arch}"
     if spec.sinks and spec.grad:
         return "aiter's Triton attention is not used for the gradients of sinks"

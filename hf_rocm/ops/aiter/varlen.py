@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hf_rocm.ops.specs.attention import AttentionSpec, AttentionTerms, VarlenSpec, VarlenTerms
 
 # In earlier releases, calls with a softcap may run assembly kernels that ignore it.
-KEEPS_SOFTCAP = "0.1.7.post3"
+SOFTCAP_SINCE = "0.1.7.post3"
 # Earlier releases may choose gfx942's assembly kernels on GPUs of other architectures.
-GATES_ASSEMBLY = "0.1.16"
+ASSEMBLY_BY_ARCH_SINCE = "0.1.16"
 
 
 def dense_refuses(spec: AttentionSpec, device: Device) -> str | None:
@@ -107,9 +107,9 @@ def _refuses(spec: AttentionSpec | VarlenSpec, device: Device) -> str | None:
     if spec.window == 1:
         return "for a window of one key, flash_attn_varlen_func would choose an assembly kernel that has no windows"
     if may_be_assembly(spec):
-        if spec.softcap and not release.at_least(KEEPS_SOFTCAP):
+        if spec.softcap and not release.at_least(SOFTCAP_SINCE):
             return f"flash_attn_varlen_func of {release.name} would choose an assembly kernel that drops the softcap"
-        if device.arch not in ("gfx942", "gfx950") and not release.at_least(GATES_ASSEMBLY):
+        if device.arch not in ("gfx942", "gfx950") and not release.at_least(ASSEMBLY_BY_ARCH_SINCE):
             return f"flash_attn_varlen_func of {release.name} would choose gfx942's assembly kernel on {device.arch}"
     return why_not(_kernel())
 

@@ -167,9 +167,9 @@ def forward(
     restricted = None if mask is None else mask.dtype, window is None
     work = _work(sizes, query.dtype, query.device, *restricted, causal, page, rotation)
     parts = output
-    if work.room:
-        parts = torch.empty(work.room, dtype=torch.float32, device=query.device)
-    further = (lengths, starts, mask, None if work.room else sinks, table)
+    if work.workspace:
+        parts = torch.empty(work.workspace, dtype=torch.float32, device=query.device)
+    further = (lengths, starts, mask, None if work.workspace else sinks, table)
     tensors, epsilons, new_strides = _ABSENT if new is None else new.arguments
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     mask_strides = (None,) * 4 if mask is None else _strides_of_mask(mask, keys)
@@ -201,7 +201,7 @@ def forward(
             form(table_b),
         ),
     )
-    if work.room:
+    if work.workspace:
         launch(
             gather_kernel,
             work.gather_grid,
@@ -248,14 +248,14 @@ _ABSENT = (None,) * 7, (None,) * 2, (None,) * 7
 class _Work(NamedTuple):
     """The launch arguments that are cached for all calls with the same sizes and options.
 
-    room: the number of fp32 elements in the partial results of all programs; 0 if there is one split.
+    workspace: the number of fp32 elements in the partial results of all programs; 0 if there is one split.
     """
 
     grid: tuple[int, int, int]
     constants: dict[str, Any]
     warps: int
     stages: int
-    room: int
+    workspace: int
     gather_grid: tuple[int, int]
     gather_constants: dict[str, Any]
 
@@ -278,7 +278,7 @@ def _work(
     """
     b, heads, kv_heads, queries, keys, dim, value_dim = sizes
     group, rows = heads // kv_heads, b * queries * heads
-    how = plan(
+    division = plan(
         b,
         kv_heads,
         group * queries,
@@ -289,11 +289,11 @@ def _work(
         describe(device).arch,
         plain=mask is None and endless,
     )
-    alone = how.splits == 1
+    alone = division.splits == 1
     wide = max(16, power_of_two(value_dim))
     columns = min(64, wide)
     return _Work(
-        grid=(how.splits, kv_heads * how.pieces, b),
+        grid=(division.splits, kv_heads * division.pieces, b),
         constants={
             "HEADS": heads,
             "GROUP": group,
@@ -307,16 +307,16 @@ def _work(
             "ROTATED": rotation[0],
             "ONE_PLUS": rotation[1],
             "ONCE": rotation[2],
-            "ROWS": how.rows,
-            "BLOCK": how.keys,
+            "ROWS": division.rows,
+            "BLOCK": division.keys,
             "BLOCK_D": max(16, power_of_two(dim)),
             "BLOCK_V": wide,
         },
-        warps=how.warps,
-        stages=how.stages,
-        room=0 if alone else rows * how.splits * (value_dim + 2),
+        warps=division.warps,
+        stages=division.stages,
+        workspace=0 if alone else rows * division.splits * (value_dim + 2),
         gather_grid=(rows, -(-value_dim // columns)),
-        gather_constants={"VALUE_DIM": value_dim, "BLOCK": power_of_two(how.splits), "BLOCK_V": columns},
+        gather_constants={"VALUE_DIM": value_dim, "BLOCK": power_of_two(division.splits), "BLOCK_V": columns},
     )
 
 

@@ -147,12 +147,12 @@ def _forward(
         num_stages=1,
     )
     rows, block = batch * length * heads, power_of_two(value_dim)
-    together = max(1, 1024 // block)
+    rows_per_program = max(1, 1024 // block)
     launch(
         kernels.gated_norm_kernel,
-        (-(-rows // together),),
+        (-(-rows // rows_per_program),),
         (out, gate, norm_weight.contiguous(), rows, length, float(eps), *gate.stride()[:4]),
-        {"GROUPS": groups, "SHARED": shared, "DIM": value_dim, "ROWS": together, "BLOCK": block},
+        {"GROUPS": groups, "SHARED": shared, "DIM": value_dim, "ROWS": rows_per_program, "BLOCK": block},
         num_warps=4,
     )
     return results

@@ -39,9 +39,9 @@ def unavailable(device: Device) -> str | None:
     loaded = load()
     if isinstance(loaded, str):
         return loaded
-    wanted = "amd" if device.rocm else "nvidia"
-    if not interpreted and wanted not in loaded.drivers:
-        return f"Triton {loaded.version} finds no {wanted.upper()} GPU that it supports"
+    backend = "amd" if device.rocm else "nvidia"
+    if not interpreted and backend not in loaded.drivers:
+        return f"Triton {loaded.version} finds no {backend.upper()} GPU that it supports"
     return None
 
 

@@ -94,12 +94,12 @@ def _forward(
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     if gate_up_bias is not None and down_bias is not None:
         gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
-    between = x.new_empty((tokens * top, intermediate))
+    gated = x.new_empty((tokens * top, intermediate))
     tile = gate_up_tile(transposed)
     launch(
         kernels.chosen_gate_up,
         (tokens * top, -(-intermediate // tile.n)),
-        (x, gate_up, gate_up_bias, ids, weights, between, hidden, intermediate, float(limit), float(alpha)),
+        (x, gate_up, gate_up_bias, ids, weights, gated, hidden, intermediate, float(limit), float(alpha)),
         {
             "TOP": top,
             "ACTIVATION": activation,
@@ -116,7 +116,7 @@ def _forward(
     launch(
         kernels.chosen_down,
         (tokens, -(-hidden // tile.n)),
-        (between, down, down_bias, ids, weights, out, hidden, intermediate),
+        (gated, down, down_bias, ids, weights, out, hidden, intermediate),
         {
             "TOP": top,
             "TRANSPOSED": transposed,

@@ -1,7 +1,7 @@
 """Routed experts in MXFP4 through hf_rocm's kernels, which read the bytes as the checkpoint stores them.
 
 For few pairs of a token and an expert, the numbers are converted in registers. For more pairs, one kernel dequantises
-the experts into a temporary tensor, all together or one at a time. The tile sizes are estimates.
+several experts at once, or one at a time, into a temporary tensor. The tile sizes are estimates.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _forward(
 
     spread = x.view(tokens, hidden // 8, 8).transpose(1, 2).contiguous()
     ids, weights = ids.contiguous(), weights.contiguous()
-    between = x.new_empty((tokens * top, intermediate))
+    gated = x.new_empty((tokens * top, intermediate))
     tile = mxfp4_gate_up_tile(h_blocks, rocm=is_rocm())
     launch(
         kernels.mxfp4_gate_up,
@@ -109,7 +109,7 @@ def _forward(
             gate_up_scales,
             None if gate_up_bias is None else gate_up_bias.contiguous(),
             ids,
-            between,
+            gated,
             h_blocks,
             i_blocks,
             float(limit),
@@ -124,7 +124,7 @@ def _forward(
         kernels.mxfp4_down,
         (tokens, -(-hidden // tile.n)),
         (
-            between,
+            gated,
             _words(down),
             down_scales,
             None if down_bias is None else down_bias.contiguous(),

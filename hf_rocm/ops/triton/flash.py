@@ -51,8 +51,8 @@ def varlen_attention(
     lse = None
     if terms["lse"]:
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-    how = terms["sinks"], terms["scale"], terms["softcap"], terms["window"], terms["causal"]
-    result: Tensor = _traced(*batch, query_ends, key_ends, lse, *how)
+    settings = terms["sinks"], terms["scale"], terms["softcap"], terms["window"], terms["causal"]
+    result: Tensor = _traced(*batch, query_ends, key_ends, lse, *settings)
     return result[0] if lse is None else (result[0], lse)
 
 

@@ -14,7 +14,7 @@ from hf_rocm.device import describe, is_rocm
 from hf_rocm.ops.triton import detect
 
 # Triton releases whose rules for specialising a kernel on its arguments are known; `form` implements them.
-READ = frozenset({(3, 6)})
+KNOWN_RULES = frozenset({(3, 6)})
 
 _LARGEST_INT = 2**31
 # The largest number of cached kernels, whose keys may include the lengths of prompts.
@@ -41,30 +41,31 @@ def launch(
     other key that distinguishes the same cases, if the caller can compute it faster.
 
     At each launch, Triton looks up the compiled kernel, which can take longer than running it. For the releases in
-    `READ`, the kernel is cached here, keyed by everything that it depends on, and later launches run it directly.
+    `KNOWN_RULES`, the kernel is cached here, keyed by everything that it depends on, and later launches run it
+    directly.
     """
-    how: dict[str, Any] = {"num_warps": num_warps}
+    launch_options: dict[str, Any] = {"num_warps": num_warps}
     if num_stages is not None:
-        how["num_stages"] = num_stages
+        launch_options["num_stages"] = num_stages
     if not contract:
-        how["enable_fp_fusion"] = False
-    if not _remembers():
-        kernel[grid](*arguments, **constants, **how)
+        launch_options["enable_fp_fusion"] = False
+    if not _caches_kernels():
+        kernel[grid](*arguments, **constants, **launch_options)
         return
     device = arguments[0].get_device()
     if forms is None:
         forms = tuple(map(form, arguments))
-    key = (id(kernel), device, *how.values(), *constants.values(), forms)
+    key = (id(kernel), device, *launch_options.values(), *constants.values(), forms)
     compiled = _compiled.get(key)
     if compiled is not None:
-        _again(compiled, (*grid, 1, 1)[:3], device, (*arguments, *constants.values()))
+        _relaunch(compiled, (*grid, 1, 1)[:3], device, (*arguments, *constants.values()))
         return
     if len(_compiled) >= _MOST:
         _compiled.clear()
-    _compiled[key] = kernel[grid](*arguments, **constants, **how)
+    _compiled[key] = kernel[grid](*arguments, **constants, **launch_options)
 
 
-def _again(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
+def _relaunch(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
     """Launch a kernel that Triton has compiled and loaded, as the last part of Triton's own launch does."""
     runtime = _runtime()
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -112,9 +113,9 @@ def form(value: Any) -> Any:
 
 
 @cache
-def _remembers() -> bool:
+def _caches_kernels() -> bool:
     """Whether compiled kernels are cached here: if they are not interpreted and the release's rules are known."""
-    return not options.triton_interprets() and detect.release().version.release[:2] in READ
+    return not options.triton_interprets() and detect.release().version.release[:2] in KNOWN_RULES
 
 
 @cache

@@ -82,8 +82,8 @@ def add_layer_norm(
 def tile(rows: int, dim: int) -> tuple[int, int, int]:
     """(rows, columns, threads) of a program, all powers of two."""
     block = power_of_two(dim)
-    many = min(max(1, 2048 // block), power_of_two(rows))
-    return many, block, min(1024, max(64, many * block // 16))
+    block_rows = min(max(1, 2048 // block), power_of_two(rows))
+    return block_rows, block, min(1024, max(64, block_rows * block // 16))
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
@@ -136,15 +136,15 @@ def _layer_forward(
         bias = None if bias is None else bias.contiguous()
         dim = x.shape[-1]
         rows = x.numel() // dim
-        many, block, threads = tile(rows // PROGRAMS, dim)
-        every = x, residual, weight, bias, out, total if keep_sum else None
+        block_rows, block, threads = tile(rows // PROGRAMS, dim)
+        tensors = x, residual, weight, bias, out, total if keep_sum else None
         launch(
             layer_norm_kernel,
-            (-(-rows // many),),
-            (*every, rows, float(eps)),
-            {"DIM": dim, "ROWS": many, "BLOCK": block},
+            (-(-rows // block_rows),),
+            (*tensors, rows, float(eps)),
+            {"DIM": dim, "ROWS": block_rows, "BLOCK": block},
             num_warps=warps(threads, x.device),
-            forms=(alike(*(one for one in every if one is not None)), bias is None, keep_sum, form(rows)),
+            forms=(alike(*(tensor for tensor in tensors if tensor is not None)), bias is None, keep_sum, form(rows)),
         )
     return out, total
 
@@ -171,18 +171,18 @@ def _launch(
 
     dim = x.shape[-1]
     rows = x.numel() // dim
-    many, block, threads = tile(rows, dim)
+    block_rows, block, threads = tile(rows, dim)
     weights = tuple(None if one is None else one.contiguous() for one in (weight, before))
-    every = x, residual, weights[0], None if weight is None else out, total, weights[1]
-    there = tuple(tensor is not None for tensor in every)
+    tensors = x, residual, weights[0], None if weight is None else out, total, weights[1]
+    given = tuple(tensor is not None for tensor in tensors)
     dtypes = tuple(None if one is None else one.dtype for one in weights)
     launch(
         rms_norm_kernel,
-        (-(-rows // many),),
-        (*every[:5], rows, *strides, float(eps), weights[1], float(before_eps)),
-        {"DIM": dim, "ONE_PLUS": one_plus, "ROWS": many, "BLOCK": block},
+        (-(-rows // block_rows),),
+        (*tensors[:5], rows, *strides, float(eps), weights[1], float(before_eps)),
+        {"DIM": dim, "ONE_PLUS": one_plus, "ROWS": block_rows, "BLOCK": block},
         num_warps=warps(threads, x.device),
-        forms=(alike(*(tensor for tensor in every if tensor is not None)), dtypes, there, form(rows), *strides),
+        forms=(alike(*(tensor for tensor in tensors if tensor is not None)), dtypes, given, form(rows), *strides),
     )
 
 

@@ -34,7 +34,7 @@ _SHORTEST_RUN = 16
 _EVEN = 512
 # The number of columns that a program of `sum_parts` computes.
 _SUMMED = 512
-# With longer groups, the loop for several rows may not fit into shared memory.
+# With longer groups, the kernel for several rows may need too much shared memory.
 _LONGEST_CODED = 256
 # BYTES → pattern, see `four_bit_vector`
 _PATTERNS = {False: 0x3F800000, True: 0x0F0F0F0F}
@@ -186,11 +186,11 @@ def _forward(
         num_stages=tile.stages,
     )
     if parts is not out:
-        of_columns = None if scale.dim() == 2 else scale
+        column_scale = None if scale.dim() == 2 else scale
         launch(
             kernels.sum_parts,
             (-(-n // _SUMMED), m),
-            (parts, of_columns, bias, residual, out, m, n),
+            (parts, column_scale, bias, residual, out, m, n),
             {"PARTS": tile.parts, "BLOCK": _SUMMED},
             num_warps=4,
         )

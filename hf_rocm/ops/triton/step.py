@@ -185,12 +185,12 @@ def append_tokens(
     from hf_rocm.ops.triton.kernels.step import append_kernel
 
     rows, length = ids.shape
-    out, going = ids.new_empty((rows, length + 1)), torch.empty_like(unfinished)
+    out, unfinished_after = ids.new_empty((rows, length + 1)), torch.empty_like(unfinished)
     done = torch.empty((), dtype=torch.bool, device=ids.device)
     launch(
         append_kernel,
         (-(-(length + 1) // BLOCK), rows),
-        (ids, tokens, unfinished, ends, pad, out, going, done.view(torch.uint8), length, rows),
+        (ids, tokens, unfinished, ends, pad, out, unfinished_after, done.view(torch.uint8), length, rows),
         {
             "ENDS": 0 if ends is None else len(ends),
             "ROWS": power_of_two(rows),
@@ -199,4 +199,4 @@ def append_tokens(
         },
         num_warps=warps(256, ids.device),
     )
-    return out, going, done
+    return out, unfinished_after, done

@@ -17,7 +17,7 @@ NARROW = 4096
 MOST_SPLITS = 128
 # A piece with at least this many blocks of keys is always split.
 LONG = 64
-# with these numbers of keys and up to this many pieces, programs on NVIDIA have one short block, see `plan`
+# with these numbers of keys and up to this many pieces, blocks on NVIDIA GPUs are short, see `plan`
 SHORT, FEW_PIECES = range(513, 1537), 8
 
 
@@ -56,8 +56,7 @@ def linear_tile(
     Measured in bf16, in recorded graphs: on an NVIDIA H200 for one row with the matrices of seven models (1B to 30B),
     and for 2 to 16 rows with those of Llama-3.1-8B; on an H100 for 6 rows with those of Llama-3.2-1B, and for 32 rows
     with those of Llama-3.1-8B. Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and
-    fewer registers.
-    `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
+    fewer registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
         m = 2 * ROWS if ROWS < rows <= 2 * ROWS else ROWS
@@ -229,7 +228,7 @@ class ExpertsTile(NamedTuple):
 # The tiles of experts were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B,
 # OLMoE and, transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch there.
 # With up to this many tokens, programs of the second GEMM must be small so that there are enough of them.
-SOME = 4
+FEW_TOKENS = 4
 
 
 def gate_up_tile(transposed: bool) -> ExpertsTile:
@@ -243,11 +242,11 @@ def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) ->
     if not transposed:
         return ExpertsTile(2, 256, 64, 2, experts)
     if rocm:
-        return ExpertsTile(16, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(32, 32, 128, 2, experts)
+        return ExpertsTile(16, 64, 128, 2, experts) if tokens <= FEW_TOKENS else ExpertsTile(32, 32, 128, 2, experts)
     # There are few programs, so each needs many bytes in flight.
     if tokens == 1:
         return ExpertsTile(16, 64, 512, 2, experts)
-    return ExpertsTile(32, 64, 128, 2, experts) if tokens <= SOME else ExpertsTile(64, 32, 256, 2, experts)
+    return ExpertsTile(32, 64, 128, 2, experts) if tokens <= FEW_TOKENS else ExpertsTile(64, 32, 256, 2, experts)
 
 
 class Mxfp4Tile(NamedTuple):

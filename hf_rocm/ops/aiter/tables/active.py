@@ -59,14 +59,14 @@ def combined(gpu: Gpu | None, release: Release, named: Sequence[Path], *, shippe
     tables: list[tuple[str, Table]] = []
     for path in named:
         table = read(path, release.layout, release.version)
-        _mend(table)
+        _accept_missing_gfx(table)
         table.refuse(release.version)
         tables.append((YOURS, table))
     tuned = None if gpu is None else _tuned(gpu, release)
     if tuned is not None:
-        tables += _if_right(TUNED, tuned, release)
+        tables += _read_optional(TUNED, tuned, release)
     for path in release.shipped if shipped else []:
-        tables += _if_right(SHIPPED, path, release)
+        tables += _read_optional(SHIPPED, path, release)
     return merge(tables, release.layout, gpu)
 
 
@@ -79,13 +79,13 @@ def _tuned(gpu: Gpu, release: Release) -> Path | None:
     return path if files.is_file(path) else None
 
 
-def _mend(table: Table) -> None:
-    """Accept a table without the column gfx. Rows whose number of compute units does not determine it stay problems."""
+def _accept_missing_gfx(table: Table) -> None:
+    """Accept a table without the column gfx. A row remains a problem if its compute units do not determine gfx."""
     if table.lacks_gfx:
         table.problems = [problem for problem in table.problems if "there is no column gfx" not in problem.text]
 
 
-def _if_right(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
+def _read_optional(role: str, path: Path, release: Release) -> list[tuple[str, Table]]:
     """Read a file that the user did not name. An unusable file and invalid lines are ignored with a warning."""
     try:
         table = read(path, release.layout, release.version)

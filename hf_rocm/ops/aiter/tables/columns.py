@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from hf_rocm.errors import TuningError
 
 SHAPE = ("M", "N", "K", "bias", "dtype", "outdtype", "scaleAB")
-_FOUND = ("libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tflops", "bw")
+_TUNED = ("libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tflops", "bw")
 
 # Releases up to 0.1.6.post1 call the time `soltimes`; it is in microseconds too.
 RENAMED = {"soltimes": "us"}
@@ -72,17 +72,17 @@ LAYOUTS = (
     ),
     Layout(
         "0.1.6.post1",
-        tuned=(*SHAPE, "cu_num", *("soltimes" if name == "us" else name for name in _FOUND)),
+        tuned=(*SHAPE, "cu_num", *("soltimes" if name == "us" else name for name in _TUNED)),
         untuned=SHAPE,
         key=("cu_num", *SHAPE),
         table="tuned_gemm.csv",
     ),
-    Layout("0.1.6.post2", tuned=(*SHAPE, "cu_num", *_FOUND), untuned=SHAPE, key=("cu_num", *SHAPE)),
-    Layout("0.1.7.post3", tuned=("cu_num", *_SHUFFLED, *_FOUND), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
-    Layout("0.1.12.post2", tuned=("gfx", "cu_num", *_SHUFFLED, *_FOUND), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
+    Layout("0.1.6.post2", tuned=(*SHAPE, "cu_num", *_TUNED), untuned=SHAPE, key=("cu_num", *SHAPE)),
+    Layout("0.1.7.post3", tuned=("cu_num", *_SHUFFLED, *_TUNED), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
+    Layout("0.1.12.post2", tuned=("gfx", "cu_num", *_SHUFFLED, *_TUNED), untuned=_SHUFFLED, key=("cu_num", *_SHUFFLED)),
     Layout(
         "0.1.16",
-        tuned=("gfx", "cu_num", *_SHUFFLED, *_FOUND),
+        tuned=("gfx", "cu_num", *_SHUFFLED, *_TUNED),
         untuned=_SHUFFLED,
         key=("gfx", "cu_num", *_SHUFFLED),
         tuner="csrc/gemm_a16w16/gemm_a16w16_tune.py",
@@ -127,8 +127,8 @@ def libraries(release: str) -> frozenset[str]:
     version = parse(release)
     return frozenset(
         name
-        for name, first, gone in _LIBRARIES
-        if Version(first) <= version and (gone is None or version < Version(gone))
+        for name, first, removed in _LIBRARIES
+        if Version(first) <= version and (removed is None or version < Version(removed))
     )
 
 

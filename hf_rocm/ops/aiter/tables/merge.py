@@ -75,7 +75,7 @@ def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) 
         for row in table.rows:
             if row.us is None:
                 share.failed += 1
-            elif gpu is not None and not _for(row.key, gpu):
+            elif gpu is not None and not _is_for(row.key, gpu):
                 share.elsewhere += 1
             elif role == SHIPPED:
                 shipped.append((share, row))
@@ -103,7 +103,7 @@ def padded(m: int, n: int) -> tuple[int, int]:
     return -(-m // step) * step, 8192 if m > 8192 and n > 4096 else 1 << (m - 1).bit_length()
 
 
-def _for(key: Key, gpu: Gpu) -> bool:
+def _is_for(key: Key, gpu: Gpu) -> bool:
     return key.units == gpu.units and key.gfx in (None, gpu.gfx)
 
 

@@ -86,7 +86,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
     lacks_gfx: bool = False
 
-    def complain(self, line: int, text: str) -> None:
+    def report(self, line: int, text: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Problem(line, text))
         else:
@@ -130,7 +130,7 @@ def read(path: Path, layout: Layout, release: str) -> Table:
             f"amd-aiter {release} does not read the column{'s' * (len(ignored) > 1)} {', '.join(ignored)}"
         )
     if table.lacks_gfx and "gfx" in layout.key:
-        table.complain(reader.line_num, "there is no column gfx (`hf-rocm tune merge` fills it in)")
+        table.report(reader.line_num, "there is no column gfx (`hf-rocm tune merge` fills it in)")
     known = libraries(release)
     line = reader.line_num + 1
     while (fields := _next(reader, path)) is not None:
@@ -174,7 +174,7 @@ def text_of(path: Path) -> str:
     if len(data) > MAX_BYTES:
         raise TableError(
             f"{path.name} is larger than any table of tuned GEMMs",
-            facts={"file": path, "size limit": f"{MAX_BYTES >> 20} MB"},
+            facts={"file": path, "size limit": f"{MAX_BYTES >> 20} MiB"},
         )
     nul = data.find(b"\0")
     if nul >= 0:
@@ -202,18 +202,18 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
     if len(header) > MAX_COLUMNS:
         raise _unreadable(path, line, f"{len(header)} columns")
     columns = tuple(name.strip() for name in header)
-    twice = sorted({name for name in columns if name and columns.count(name) > 1})
+    repeated = sorted({name for name in columns if name and columns.count(name) > 1})
     missing = [name for name in layout.tuned if name not in columns and name != "gfx"]
     too_new = "bpreshuffle" in columns and not layout.shuffled
-    if not twice and not missing and not too_new:
+    if not repeated and not missing and not too_new:
         return columns
-    if twice:
-        what = f"the column {twice[0][:60]!r} appears twice"
+    if repeated:
+        problem = f"the column {repeated[0][:60]!r} appears twice"
     elif too_new:
-        what = "bpreshuffle is a column of later releases"
+        problem = "bpreshuffle is a column of later releases"
     else:
-        what = f"there is no column {', '.join(missing)}"
-    facts: dict[str, object] = {"file": path, f"line {line}": what, "expected": ",".join(layout.tuned)}
+        problem = f"there is no column {', '.join(missing)}"
+    facts: dict[str, object] = {"file": path, f"line {line}": problem, "expected": ",".join(layout.tuned)}
     other = layouts_with(columns)
     if other:
         facts["found"] = f"the columns of amd-aiter {releases_of(other)}"
@@ -226,24 +226,24 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
 
 def _row(table: Table, line: int, fields: list[str], layout: Layout, known: frozenset[str]) -> None:
     if len(fields) != len(table.columns):
-        table.complain(line, f"{len(fields)} fields, but the header has {len(table.columns)}")
+        table.report(line, f"{len(fields)} fields, but the header has {len(table.columns)}")
         return
     values = {name: value.strip() for name, value in zip(table.columns, fields, strict=True) if name}
     try:
         key = _key(values)
-        us = _found(values, layout, known)
-    except _Wrong as wrong:
-        table.complain(line, str(wrong))
+        us = _time_of(values, layout, known)
+    except _FieldError as error:
+        table.report(line, str(error))
         return
     if key.gfx is None and table.lacks_gfx and "gfx" in layout.key:
-        table.complain(line, f"there is no gfx, and {key.units} compute units don't determine it")
+        table.report(line, f"there is no gfx, and {key.units} compute units don't determine it")
         return
     if table.lacks_gfx:
         values["gfx"] = key.gfx or ""
     table.rows.append(Row(line, key, us, {name: values[name] for name in layout.tuned if name in values}))
 
 
-class _Wrong(Exception):
+class _FieldError(Exception):
     """The problem with a field, as a sentence."""
 
 
@@ -253,13 +253,13 @@ def _key(values: dict[str, str]) -> Key:
     if "gfx" in values:
         gfx = values["gfx"]
         if not _GFX.fullmatch(gfx):
-            raise _Wrong(f"gfx is {_short(gfx)}, not an architecture such as gfx942")
+            raise _FieldError(f"gfx is {_short(gfx)}, not an architecture such as gfx942")
     else:
         gfx = GFX_OF_UNITS.get(units)
     dtype, outdtype = values["dtype"], values["outdtype"]
     for name, value in (("dtype", dtype), ("outdtype", outdtype)):
         if value not in DTYPES:
-            raise _Wrong(
+            raise _FieldError(
                 f"{name} is {_short(value)}, which aiter never looks up; expected, for example, torch.bfloat16"
             )
     return Key(
@@ -276,16 +276,16 @@ def _key(values: dict[str, str]) -> Key:
     )
 
 
-def _found(values: dict[str, str], layout: Layout, known: frozenset[str]) -> float | None:
+def _time_of(values: dict[str, str], layout: Layout, known: frozenset[str]) -> float | None:
     """Check the tuned kernel of a row. Returns its time in µs, or None if the tuner found no kernel."""
     library = values["libtype"]
     if library not in known:
-        raise _Wrong(f"libtype is {_short(library)}; this release has {', '.join(sorted(known))}")
+        raise _FieldError(f"libtype is {_short(library)}; this release has {', '.join(sorted(known))}")
     _whole(values, "solidx", -1)
     if "splitK" in layout.tuned and values["splitK"] not in _EMPTY:
         _whole(values, "splitK", 0)
     if len(values["kernelName"]) > 2000 or not values["kernelName"].isprintable():
-        raise _Wrong("kernelName is not the name of a kernel")
+        raise _FieldError("kernelName is not the name of a kernel")
     for name in layout.tuned:
         if name in ("err_ratio", "tflops", "bw") and values[name] not in _EMPTY:
             _number(values, name)
@@ -296,7 +296,7 @@ def _found(values: dict[str, str], layout: Layout, known: frozenset[str]) -> flo
 def _whole(values: dict[str, str], name: str, least: int) -> int:
     text = values[name]
     if not re.fullmatch(r"-?[0-9]{1,12}", text, re.ASCII) or not least <= int(text) <= _LARGEST:
-        raise _Wrong(f"{name} is {_short(text)}, not an integer from {least} to {_LARGEST}")
+        raise _FieldError(f"{name} is {_short(text)}, not an integer from {least} to {_LARGEST}")
     return int(text)
 
 
@@ -307,14 +307,14 @@ def _number(values: dict[str, str], name: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise _Wrong(f"{name} is {_short(text)}, not a number")
+        raise _FieldError(f"{name} is {_short(text)}, not a number")
     return value
 
 
 def _flag(values: dict[str, str], name: str) -> bool:
     value = _FLAGS.get(values[name])
     if value is None:
-        raise _Wrong(f"{name} is {_short(values[name])}, not True or False")
+        raise _FieldError(f"{name} is {_short(values[name])}, not True or False")
     return value
 
 
@@ -331,4 +331,4 @@ def _repeated(table: Table, layout: Layout) -> None:
         if earlier.values == row.values:
             table.rows.append(row)
         else:
-            table.complain(row.line, f"the same shape as line {earlier.line}, with another kernel or time")
+            table.report(row.line, f"the same shape as line {earlier.line}, with another kernel or time")

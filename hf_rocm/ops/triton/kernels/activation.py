@@ -19,8 +19,8 @@ def _clamped_swiglu(gate, up, limit, alpha, DTYPE: tl.constexpr):
     """See `hf_rocm.ops.act_and_mul`; comparisons propagate NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    opened = rounded(1.0 / (1.0 + tl.exp(-rounded(gate * alpha, DTYPE))), DTYPE)
-    return rounded(up + 1.0, DTYPE) * rounded(gate * opened, DTYPE)
+    sigmoid = rounded(1.0 / (1.0 + tl.exp(-rounded(gate * alpha, DTYPE))), DTYPE)
+    return rounded(up + 1.0, DTYPE) * rounded(gate * sigmoid, DTYPE)
 
 
 @triton.jit

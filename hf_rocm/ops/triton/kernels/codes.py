@@ -22,7 +22,7 @@ _AMD = tl.constexpr(AMD)
 def load_table(table, BYTE: tl.constexpr):
     """One byte of the numbers of codes 0 … 7, and of 8 … 15: two tensors, int64 [1]. table: `ops.four_bit.table_bytes`.
 
-    They are tensors, because with scalars the compiler would move the numbers through shared memory before a product.
+    They are tensors, because with scalars the compiler would move the numbers through shared memory before `tl.dot`.
     Without a table: two zeros.
     """
     if table is None:
@@ -63,7 +63,7 @@ def coded(
 
 
 @triton.jit
-def of_run(
+def coded_run(
     words,
     low,
     low_end,
@@ -76,11 +76,11 @@ def of_run(
     """`coded` for one run. Calls for runs of the same half share their instructions."""
     half: tl.constexpr = RUN // 4 if SELECT == _NVIDIA else RUN % 2
     a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
-    return of_place(a, b, c, d, RUN % 4 if SELECT == _NVIDIA else RUN // 2)
+    return result_at(a, b, c, d, RUN % 4 if SELECT == _NVIDIA else RUN // 2)
 
 
 @triton.jit
-def of_place(a, b, c, d, PLACE: tl.constexpr):
+def result_at(a, b, c, d, PLACE: tl.constexpr):
     """One of the results of `coded`. Triton 3.2 can't keep them in a tuple."""
     if PLACE < 2:
         return b if PLACE else a

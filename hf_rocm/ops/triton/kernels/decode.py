@@ -136,12 +136,12 @@ def decode_kernel(
         angles: tl.constexpr = ROTATED // 2 if ONCE else ROTATED
         cos += b * angle_b
         sin += b * angle_b
-        turn = i[:, None] * angles if CAUSAL else 0
+        angle_offset = i[:, None] * angles if CAUSAL else 0
         q = rotated_rows(
             query,
             real[:, None],
-            cos + turn,
-            sin + turn,
+            cos + angle_offset,
+            sin + angle_offset,
             query_weight,
             query_eps,
             DIM,
@@ -163,16 +163,16 @@ def decode_kernel(
     if new_key is not None:
         if ALONE or split == splits - 1:
             j = tl.arange(0, NEW if CAUSAL else 1)
-            there = j < queries
-            row = tl.load(place + j, mask=there, other=0).to(tl.int64)
-            right = ~there | ((row >= 0) & (row == end - queries + j))
-            writes = (there & right & (tl.program_id(1) % pieces == 0))[:, None]
-            new_turn = tl.minimum(j, queries - 1)[:, None] * angles if CAUSAL else 0
+            valid = j < queries
+            row = tl.load(place + j, mask=valid, other=0).to(tl.int64)
+            correct = ~valid | ((row >= 0) & (row == end - queries + j))
+            writes = (valid & correct & (tl.program_id(1) % pieces == 0))[:, None]
+            new_angle_offset = tl.minimum(j, queries - 1)[:, None] * angles if CAUSAL else 0
             last_keys = rotated_rows(
                 new_key + b * new_key_b + kv_head.to(tl.int64) * new_key_h + j[:, None] * new_key_s,
-                there[:, None],
-                cos + new_turn,
-                sin + new_turn,
+                valid[:, None],
+                cos + new_angle_offset,
+                sin + new_angle_offset,
                 key_weight,
                 key_eps,
                 DIM,
@@ -183,66 +183,66 @@ def decode_kernel(
             )
             tl.store(key + row[:, None] * key_s + column[None, :], last_keys, mask=inside[None, :] & writes)
             at_values = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h + j[:, None] * new_value_s
-            real_values = there[:, None] & value_inside[None, :]
+            real_values = valid[:, None] & value_inside[None, :]
             last_values = tl.load(at_values + value_column[None, :], mask=real_values, other=0.0)
-            its_values = value + row[:, None] * value_s + value_column[None, :]
-            tl.store(its_values, last_values, mask=value_inside[None, :] & writes)
+            value_address = value + row[:, None] * value_s + value_column[None, :]
+            tl.store(value_address, last_values, mask=value_inside[None, :] & writes)
             # padding does not count, but a wrong row must be visible
-            counts = there & ((end - queries + j >= first) | ~right)
+            counts = valid & ((end - queries + j >= first) | ~correct)
             if CAUSAL:
                 known = counts[None, :] & (j[None, :] <= i[:, None])
                 if window is not None:
                     known = known & (j[None, :] > i[:, None] - window)
                 last_scores = _scaled(tl.dot(q, tl.trans(last_keys), input_precision=PRECISION), scale, softcap)
-                last_shares, _, peak, total = _softmax(tl.where(known, last_scores, -float("inf")), peak, total)
-                shown = tl.where(counts[:, None], last_values, 0.0)
-                shown = tl.where(right[:, None], shown, float("nan")).to(last_values.dtype)
-                sums = tl.dot(last_shares.to(shown.dtype), shown, input_precision=PRECISION)
+                last_exponentials, _, peak, total = _softmax(tl.where(known, last_scores, -float("inf")), peak, total)
+                visible_values = tl.where(counts[:, None], last_values, 0.0)
+                visible_values = tl.where(correct[:, None], visible_values, float("nan")).to(last_values.dtype)
+                sums = tl.dot(last_exponentials.to(visible_values.dtype), visible_values, input_precision=PRECISION)
             else:
                 # tl.dot, as for all other keys: a sum of products would keep all of its terms in registers
                 same = tl.broadcast_to(tl.trans(last_keys), (BLOCK_D, NEW))
                 score = _scaled(tl.max(tl.dot(q, same, input_precision=PRECISION), 1), scale, softcap)
-                shown = tl.where(right[:, None], last_values.to(tl.float32), float("nan"))
+                visible_values = tl.where(correct[:, None], last_values.to(tl.float32), float("nan"))
                 peak = tl.where(counts, score, -float("inf"))
                 total = tl.where(counts, total + 1.0, total)
-                sums = tl.where(counts[:, None], sums + shown, sums)
+                sums = tl.where(counts[:, None], sums + visible_values, sums)
     for block in tl.range(own, cached, splits * BLOCK):
         at = block + n
-        wanted = at < cached
-        seen = at[None, :] <= position[:, None] if CAUSAL and new_key is None else wanted[None, :]
+        needed = at < cached
+        seen = at[None, :] <= position[:, None] if CAUSAL and new_key is None else needed[None, :]
         # For one query, `first` is exact.
         if window is not None and (new_key is None or CAUSAL):
             seen = seen & (at[None, :] > position[:, None] - window)
         if mask is not None:
-            its = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
+            address = mask + b * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_q + at[None, :] * mask_k
             if HIDDEN is None:
-                seen = tl.load(its, mask=seen & real[:, None], other=0) != 0
+                seen = tl.load(address, mask=seen & real[:, None], other=0) != 0
             else:
-                bias = tl.load(its, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
+                bias = tl.load(address, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
                 seen = bias > HIDDEN
             # A key that no query sees isn't read.
-            wanted = tl.max(seen.to(tl.int32), 0) > 0
+            needed = tl.max(seen.to(tl.int32), 0) > 0
 
-        across = wanted[None, :] if DIM == BLOCK_D else wanted[None, :] & inside[:, None]
+        across = needed[None, :] if DIM == BLOCK_D else needed[None, :] & inside[:, None]
         if table is None:
-            its = key + tl.cast(block, tl.int64) * key_s + n[None, :] * key_s + column[:, None]
+            address = key + tl.cast(block, tl.int64) * key_s + n[None, :] * key_s + column[:, None]
         else:
-            page = tl.load(table + b * table_b + at // PAGE, mask=wanted, other=0).to(tl.int64)
-            its = key + (page * key_b + at % PAGE * key_s)[None, :] + column[:, None]
-        k = tl.load(its, mask=across, other=0.0)
+            page = tl.load(table + b * table_b + at // PAGE, mask=needed, other=0).to(tl.int64)
+            address = key + (page * key_b + at % PAGE * key_s)[None, :] + column[:, None]
+        k = tl.load(address, mask=across, other=0.0)
         scores = _scaled(tl.dot(q, k, input_precision=PRECISION), scale, softcap)
         if mask is not None and HIDDEN is not None:
             scores += bias * LOG2E
-        shares, fade, peak, total = _softmax(tl.where(seen, scores, -float("inf")), peak, total)
-        down = wanted[:, None] if VALUE_DIM == BLOCK_V else wanted[:, None] & value_inside[None, :]
+        exponentials, rescale, peak, total = _softmax(tl.where(seen, scores, -float("inf")), peak, total)
+        down = needed[:, None] if VALUE_DIM == BLOCK_V else needed[:, None] & value_inside[None, :]
         if table is None:
-            its = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
+            address = value + tl.cast(block, tl.int64) * value_s + n[:, None] * value_s + value_column[None, :]
         else:
-            its = value + (page * value_b + at % PAGE * value_s)[:, None] + value_column[None, :]
-        v = tl.load(its, mask=down, other=0.0)
-        sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+            address = value + (page * value_b + at % PAGE * value_s)[:, None] + value_column[None, :]
+        v = tl.load(address, mask=down, other=0.0)
+        sums = sums * rescale[:, None] + tl.dot(exponentials.to(v.dtype), v, input_precision=PRECISION)
 
-    its = output + part[:, None] * VALUE_DIM + value_column[None, :]
+    address = output + part[:, None] * VALUE_DIM + value_column[None, :]
     kept = real[:, None] & value_inside[None, :]
     if ALONE:
         if sinks is not None:
@@ -251,9 +251,9 @@ def decode_kernel(
             total = total * tl.exp2(peak - level) + tl.exp2(sink - level)
             sums = sums * tl.exp2(peak - level)[:, None]
         result = sums / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(its, result.to(output.dtype.element_ty), mask=kept)
+        tl.store(address, result.to(output.dtype.element_ty), mask=kept)
     else:
-        tl.store(its, sums, mask=kept)
+        tl.store(address, sums, mask=kept)
         tl.store(peaks + part, peak, mask=real)
         tl.store(peaks + parts + part, total, mask=real)
 
@@ -267,9 +267,9 @@ def _softmax(scores, peak, total):
     higher = tl.maximum(peak, tl.max(scores, 1))
     # -inf means that no key was seen so far.
     level = tl.where(higher == -float("inf"), 0.0, higher)
-    shares = tl.exp2(scores - level[:, None])
-    fade = tl.exp2(peak - level)
-    return shares, fade, higher, total * fade + tl.sum(shares, 1)
+    exponentials = tl.exp2(scores - level[:, None])
+    rescale = tl.exp2(peak - level)
+    return exponentials, rescale, higher, total * rescale + tl.sum(exponentials, 1)
 
 
 @triton.jit
@@ -302,21 +302,23 @@ def _attend(
     norms: bool = False,
     one_plus: bool = False,
     once: bool = False,
-    besides: tuple[str, ...] = (),
+    omitted: tuple[str, ...] = (),
 ) -> Iterator[Build]:
     """Builds for CDNA and RDNA, whose blocks differ.
 
-    rotated: the number of rotated dims of new keys; None: no new keys. besides: architectures to omit, on which these
+    rotated: the number of rotated dims of new keys; None: no new keys. omitted: architectures on which these
     calls are refused.
     """
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
-    of_mask = ("mask_b", "mask_h", "mask_q", "mask_k")
-    tensors_of_new, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")
-    of_new = (*(f"new_{name}_{axis}" for name in ("key", "value") for axis in "bhs"), "angle_b")
+    mask_strides = ("mask_b", "mask_h", "mask_q", "mask_k")
+    new_tensors, weights = ("new_key", "new_value", "cos", "sin"), ("query_weight", "key_weight")
+    new_strides = (*(f"new_{name}_{axis}" for name in ("key", "value") for axis in "bhs"), "angle_b")
     value_dim = value_dim or dim
-    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks", *tensors_of_new, *weights)}
+    types = {name: f"*{dtype}" for name in ("query", "key", "value", "output", "sinks", *new_tensors, *weights)}
     types |= {"output": types["output"] if alone else "*fp32", "lengths": "*i64", "starts": "*i64", "scale": "fp32"}
-    types |= dict.fromkeys(("keys", "queries", "window", "length_b", "table_b", *numbers, *of_mask, *of_new), "i32")
+    types |= dict.fromkeys(
+        ("keys", "queries", "window", "length_b", "table_b", *numbers, *mask_strides, *new_strides), "i32"
+    )
     types |= {"softcap": "fp32", "mask": f"*{mask}", "table": "*i32", "place": "*i64"}
     types |= dict.fromkeys(("query_eps", "key_eps"), "fp32")
     absent = {
@@ -327,15 +329,15 @@ def _attend(
         "sinks": not alone,
         "table": page is None,
         "table_b": page is None,
-        **dict.fromkeys(("mask", *of_mask), mask is None),
-        **dict.fromkeys((*tensors_of_new, "place", *of_new, "query_eps", "key_eps"), rotated is None),
+        **dict.fromkeys(("mask", *mask_strides), mask is None),
+        **dict.fromkeys((*new_tensors, "place", *new_strides, "query_eps", "key_eps"), rotated is None),
         **dict.fromkeys(weights, not norms),
     }
-    fixed: dict[str, Any] = {name: 1 if name == "queries" else None for name, gone in absent.items() if gone}
+    fixed: dict[str, Any] = {name: 1 if name == "queries" else None for name, is_absent in absent.items() if is_absent}
     for architectures in (CDNA, RDNA):
         size = 4 if dtype == "fp32" else 2
         plain = mask is None and not window
-        how = plan(1, 8, group * queries, 65536, max(dim, value_dim), size, 304, architectures[0], plain=plain)
+        division = plan(1, 8, group * queries, 65536, max(dim, value_dim), size, 304, architectures[0], plain=plain)
         yield Build(
             decode_kernel,
             {name: kind for name, kind in types.items() if name not in fixed},
@@ -353,18 +355,18 @@ def _attend(
                 "ROTATED": rotated,
                 "ONE_PLUS": one_plus,
                 "ONCE": once,
-                "ROWS": how.rows,
-                "BLOCK": how.keys,
+                "ROWS": division.rows,
+                "BLOCK": division.keys,
                 "BLOCK_D": triton.next_power_of_2(dim),
                 "BLOCK_V": triton.next_power_of_2(value_dim),
             },
-            num_warps=how.warps,
-            num_stages=how.stages,
-            divisible=(*numbers, *of_new),
+            num_warps=division.warps,
+            num_stages=division.stages,
+            divisible=(*numbers, *new_strides),
             options={} if rotated is None else {"enable_fp_fusion": False},
             # RDNA multiplies fp32 without matrix instructions.
             matrix=dtype != "fp32" or architectures[0] == "gfx90a",
-            architectures=tuple(architecture for architecture in architectures if architecture not in besides),
+            architectures=tuple(architecture for architecture in architectures if architecture not in omitted),
         )
 
 
@@ -375,9 +377,9 @@ BUILDS = (
     *_attend(128, 4, mask="bf16", queries=5, starts=False),
     *_attend(128, 4, alone=True),
     *_attend(64, 8, dtype="fp16", window=True),  # gpt-oss
-    *_attend(256, 2, softcap=True, window=True, queries=5, besides=GFX11),  # Gemma
+    *_attend(256, 2, softcap=True, window=True, queries=5, omitted=GFX11),  # Gemma
     *_attend(96, 1),  # Phi
-    *_attend(192, 1, value_dim=128, besides=GFX11),  # DeepSeek
+    *_attend(192, 1, value_dim=128, omitted=GFX11),  # DeepSeek
     *_attend(128, 4, dtype="fp32"),
     *_attend(128, 4, page=256, starts=False),
     *_attend(64, 8, page=256, starts=False, alone=True),
@@ -385,10 +387,10 @@ BUILDS = (
     *_attend(128, 4, rotated=128),
     # Steps of several tokens, with drafts.
     *_attend(128, 4, queries=6, rotated=128, norms=True),
-    *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),
+    *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, omitted=GFX11),
     *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3
     *_attend(128, 4, rotated=128, alone=True, starts=False, norms=True),
-    *_attend(256, 2, rotated=256, window=True, norms=True, one_plus=True, besides=GFX11),  # Gemma 3
+    *_attend(256, 2, rotated=256, window=True, norms=True, one_plus=True, omitted=GFX11),  # Gemma 3
     *_attend(64, 8, rotated=64, window=True, once=True, dtype="fp16"),  # gpt-oss
     *_attend(80, 1, rotated=32),  # Phi
 )

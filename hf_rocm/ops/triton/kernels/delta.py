@@ -45,28 +45,28 @@ def convolution_kernel(
     number = head - 2 * GROUPS
     size = tl.where(is_key, KEY_DIM, VALUE_DIM)
     first = tl.where(is_key, head * KEY_DIM, 2 * GROUPS * KEY_DIM + number * VALUE_DIM)
-    there = dim < size
+    valid = dim < size
     # loaded in the branches: Triton's passes for AMD fail on a pointer that depends on a branch
     if head < GROUPS:
-        new = tl.load(query + batch * query_batch + head * query_head + dim, mask=there, other=0.0)
+        new = tl.load(query + batch * query_batch + head * query_head + dim, mask=valid, other=0.0)
     elif is_key:
-        new = tl.load(key + batch * key_batch + (head - GROUPS) * key_head + dim, mask=there, other=0.0)
+        new = tl.load(key + batch * key_batch + (head - GROUPS) * key_head + dim, mask=valid, other=0.0)
     else:
         at = value + batch * value_batch + number // SHARED * value_group + number % SHARED * value_head
-        new = tl.load(at + dim, mask=there, other=0.0)
+        new = tl.load(at + dim, mask=valid, other=0.0)
     channel = first + dim
     state += batch * state_batch + channel * state_channel
     weight += channel * TAPS
-    total = new.to(tl.float32) * tl.load(weight + (TAPS - 1), mask=there, other=0.0).to(tl.float32)
+    total = new.to(tl.float32) * tl.load(weight + (TAPS - 1), mask=valid, other=0.0).to(tl.float32)
     for tap in tl.static_range(1, TAPS):
-        old = tl.load(state + tap * state_tap, mask=there, other=0.0)
-        tl.store(state + (tap - 1) * state_tap, old, mask=there)
-        total += old.to(tl.float32) * tl.load(weight + (tap - 1), mask=there, other=0.0).to(tl.float32)
-    tl.store(state + (TAPS - 1) * state_tap, new, mask=there)
+        old = tl.load(state + tap * state_tap, mask=valid, other=0.0)
+        tl.store(state + (tap - 1) * state_tap, old, mask=valid)
+        total += old.to(tl.float32) * tl.load(weight + (tap - 1), mask=valid, other=0.0).to(tl.float32)
+    tl.store(state + (TAPS - 1) * state_tap, new, mask=valid)
     total = total / (1.0 + tl.exp(-total))
     if is_key:
         total = total * tl.rsqrt(tl.sum(total * total, 0) + 1e-6)
-    tl.store(mixed + batch * (2 * GROUPS * KEY_DIM + GROUPS * SHARED * VALUE_DIM) + channel, total, mask=there)
+    tl.store(mixed + batch * (2 * GROUPS * KEY_DIM + GROUPS * SHARED * VALUE_DIM) + channel, total, mask=valid)
 
 
 @triton.jit
@@ -114,20 +114,20 @@ def delta_step_kernel(
     logit = tl.load(beta + batch * beta_batch + group * beta_group + within * beta_head).to(tl.float32)
     step = tl.load(decay + batch * decay_batch + group * decay_group + within * decay_head).to(tl.float32)
     step = softplus(step + tl.load(bias + head).to(tl.float32))
-    kept = tl.exp(-tl.exp(tl.load(log_rate + head).to(tl.float32)) * step)
-    there = (row[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
+    decay_factor = tl.exp(-tl.exp(tl.load(log_rate + head).to(tl.float32)) * step)
+    valid = (row[:, None] < KEY_DIM) & (column[None, :] < VALUE_DIM)
     place = state + batch * state_batch + head * state_head + row[:, None] * state_row + column[None, :]
-    memory = tl.load(place, mask=there, other=0.0) * kept
-    remembered = tl.sum(memory * key[:, None], 0)
-    change = (value - remembered) / (1.0 + tl.exp(-logit))
+    memory = tl.load(place, mask=valid, other=0.0) * decay_factor
+    retrieved = tl.sum(memory * key[:, None], 0)
+    change = (value - retrieved) / (1.0 + tl.exp(-logit))
     memory += key[:, None] * change[None, :]
-    tl.store(place, memory, mask=there)
+    tl.store(place, memory, mask=valid)
     result = tl.sum(memory * query[:, None], 0) / tl.sqrt(KEY_DIM * 1.0)
     result = result * tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + eps)
     result = result * tl.load(norm_weight + column, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
     at_gate = gate + batch * gate_batch + group * gate_group + within * gate_head + column
-    opened = tl.load(at_gate, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
-    result = result * opened / (1.0 + tl.exp(-opened))
+    gate_value = tl.load(at_gate, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
+    result = result * gate_value / (1.0 + tl.exp(-gate_value))
     at_out = out + (batch * heads + head) * VALUE_DIM + column
     tl.store(at_out, result.to(out.dtype.element_ty), mask=column < VALUE_DIM)
 

@@ -12,7 +12,7 @@ chunked form of https://arxiv.org/abs/2406.06484 with the decays of https://arxi
 `chunk_kernel` computes (I + A)⁻¹ · diag(beta) and Q · Kᵀ ⊙ D of all chunks, neither of which depends on S.
 `recurrence_kernel` keeps some columns of S in registers and processes the chunks in order.
 
-States are fp32, so all products have the precision of fp32 (see `kernels/parts.py`). Shapes: see `ops.delta_prefill`.
+States are fp32, so all GEMMs have the precision of fp32 (see `kernels/parts.py`). Shapes: see `ops.delta_prefill`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.delta import softplus
-from hf_rocm.ops.triton.kernels.parts import inverted, load_parts, split, store_parts, times, total_of, turned
+from hf_rocm.ops.triton.kernels.parts import inverted, load_parts, split, store_parts, times, total_of, transposed
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def causal_convolution_kernel(
     batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, BLOCK)
-    there = dim < DIM
+    valid = dim < DIM
     channel = first_channel + head * DIM + dim
     x += batch * x_batch + head // SHARED * x_group + head % SHARED * x_head + dim
     weight += channel * TAPS
@@ -64,25 +64,25 @@ def causal_convolution_kernel(
     for tap in tl.static_range(TAPS):
         at = token + (tap - TAPS + 1)
         known = (at >= 0) & (at < length)
-        value = tl.load(x[None, :] + at.to(tl.int64)[:, None] * x_token, known[:, None] & there[None, :], other=0.0)
+        value = tl.load(x[None, :] + at.to(tl.int64)[:, None] * x_token, known[:, None] & valid[None, :], other=0.0)
         value = value.to(tl.float32)
         if state is not None:
             place = state + batch * state_batch + channel[None, :] * state_channel + (at + TAPS)[:, None] * state_tap
-            value += tl.load(place, (at < 0)[:, None] & there[None, :], other=0.0).to(tl.float32)
-        total += value * tl.load(weight + tap, mask=there, other=0.0).to(tl.float32)[None, :]
+            value += tl.load(place, (at < 0)[:, None] & valid[None, :], other=0.0).to(tl.float32)
+        total += value * tl.load(weight + tap, mask=valid, other=0.0).to(tl.float32)[None, :]
     total = total / (1.0 + tl.exp(-total))
     # The stock layer rounds here.
     total = total.to(x.dtype.element_ty).to(tl.float32)
     place = (batch * length + token)[:, None] * channels + channel[None, :]
-    store_parts(mixed, plane, place, (token < length)[:, None] & there[None, :], total, PARTS)
+    store_parts(mixed, plane, place, (token < length)[:, None] & valid[None, :], total, PARTS)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         for tap in tl.static_range(TAPS):
             begin = length - TAPS + tap
-            last = tl.load(x + tl.cast(begin, tl.int64) * x_token, there & (begin >= 0), other=0.0)
+            last = tl.load(x + tl.cast(begin, tl.int64) * x_token, valid & (begin >= 0), other=0.0)
             if state is not None:
                 old = state + batch * state_batch + channel * state_channel + (begin + TAPS) * state_tap
-                last += tl.load(old, there & (begin < 0), other=0.0)
-            tl.store(new_state + (batch * channels + channel) * TAPS + tap, last, mask=there)
+                last += tl.load(old, valid & (begin < 0), other=0.0)
+            tl.store(new_state + (batch * channels + channel) * TAPS + tap, last, mask=valid)
 
 
 @triton.jit
@@ -117,8 +117,8 @@ def chunk_kernel(
 ):
     """Compute everything that does not depend on the state, for one chunk and value head.
 
-    Writes (I + A)⁻¹ · diag(beta), Q · Kᵀ ⊙ D, and for every token: the factor of its query, the factor of its key when
-    it reads the state, the factor of its key when it writes, and the decay since the start of the chunk. The factors of
+    Writes (I + A)⁻¹ · diag(beta), Q · Kᵀ ⊙ D, and for every token: the factors of its query and of its key for reading
+    the state, the factor of its key for writing the state, and the decay since the start of the chunk. The factors of
     queries and keys contain the reciprocals of their norms.
     """
     heads: tl.constexpr = GROUPS * SHARED
@@ -128,7 +128,7 @@ def chunk_kernel(
     group, shared = head // SHARED, head % SHARED
     row = tl.arange(0, CHUNK)
     token = number % chunks * CHUNK + row
-    there = token < length
+    valid = token < length
     mixed += (batch * length + number % chunks * CHUNK) * channels + group * KEY_DIM
     at = row[:, None] * channels
     keys = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -137,11 +137,11 @@ def chunk_kernel(
     query_square = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, KEY_DIM, BLOCK_KEY):
         dim = first + tl.arange(0, BLOCK_KEY)
-        known = there[:, None] & (dim < KEY_DIM)[None, :]
+        known = valid[:, None] & (dim < KEY_DIM)[None, :]
         query = load_parts(mixed, plane, at + dim[None, :], known, PARTS)
         key = load_parts(mixed + GROUPS * KEY_DIM, plane, at + dim[None, :], known, PARTS)
-        keys += times(key, turned(key), PARTS)
-        queries += times(query, turned(key), PARTS)
+        keys += times(key, transposed(key), PARTS)
+        queries += times(query, transposed(key), PARTS)
         whole = total_of(key)
         key_square += tl.sum(whole * whole, 1)
         whole = total_of(query)
@@ -149,38 +149,38 @@ def chunk_kernel(
     key_scale = tl.rsqrt(key_square + 1e-6)
     query_scale = tl.rsqrt(query_square + 1e-6) / tl.sqrt(KEY_DIM * 1.0)
     logit = tl.load(
-        beta + batch * beta_batch + token * beta_token + group * beta_group + shared * beta_head, mask=there, other=0.0
+        beta + batch * beta_batch + token * beta_token + group * beta_group + shared * beta_head, mask=valid, other=0.0
     )
-    strength = tl.where(there, 1.0 / (1.0 + tl.exp(-logit.to(tl.float32))), 0.0)
+    strength = tl.where(valid, 1.0 / (1.0 + tl.exp(-logit.to(tl.float32))), 0.0)
     step = tl.load(
         decay + batch * decay_batch + token * decay_token + group * decay_group + shared * decay_head,
-        mask=there,
+        mask=valid,
         other=0.0,
     )
     rate = tl.exp(tl.load(log_rate + head).to(tl.float32))
     gate = -rate * softplus(step.to(tl.float32) + tl.load(bias + head).to(tl.float32))
     # exp(-128) is 0; 0 · -inf would be NaN.
-    gate = tl.where(there, tl.where(gate < -128.0, -128.0, gate), 0.0)
+    gate = tl.where(valid, tl.where(gate < -128.0, -128.0, gate), 0.0)
     below = row[:, None] > row[None, :]
     lower = row[:, None] >= row[None, :]
     # sums of the gates after token j up to token i: differences of running sums would lose digits
     ones = tl.where(lower, 1.0, 0.0).to(tl.bfloat16)
-    log_fade = times((ones,), split(tl.where(below, gate[:, None], 0.0), 3), 1)
-    fade = tl.where(lower, tl.exp(log_fade), 0.0)
-    fade_from_start = tl.exp(tl.sum(tl.where(lower, gate[None, :], 0.0), 1))
-    fade_to_end = tl.exp(tl.sum(tl.where(row[:, None] < row[None, :], gate[None, :], 0.0), 1))
-    queries *= fade * query_scale[:, None] * key_scale[None, :]
-    keys *= fade * (strength * key_scale)[:, None] * key_scale[None, :]
+    log_decays = times((ones,), split(tl.where(below, gate[:, None], 0.0), 3), 1)
+    decays = tl.where(lower, tl.exp(log_decays), 0.0)
+    decay_from_start = tl.exp(tl.sum(tl.where(lower, gate[None, :], 0.0), 1))
+    decay_to_end = tl.exp(tl.sum(tl.where(row[:, None] < row[None, :], gate[None, :], 0.0), 1))
+    queries *= decays * query_scale[:, None] * key_scale[None, :]
+    keys *= decays * (strength * key_scale)[:, None] * key_scale[None, :]
     keys = tl.where(below, keys, 0.0)
     inverse = inverted(keys, row, LEVELS)
     square = row[:, None] * CHUNK + row[None, :]
     store_parts(solved + number * 3 * CHUNK * CHUNK, CHUNK * CHUNK, square, None, inverse * strength[None, :], 3)
     store_parts(within + number * 3 * CHUNK * CHUNK, CHUNK * CHUNK, square, None, queries, 3)
     terms += number * 4 * CHUNK + row
-    tl.store(terms, query_scale * fade_from_start)
-    tl.store(terms + CHUNK, key_scale * fade_from_start)
-    tl.store(terms + 2 * CHUNK, key_scale * fade_to_end)
-    tl.store(terms + 3 * CHUNK, fade_from_start)
+    tl.store(terms, query_scale * decay_from_start)
+    tl.store(terms + CHUNK, key_scale * decay_from_start)
+    tl.store(terms + 2 * CHUNK, key_scale * decay_to_end)
+    tl.store(terms + 3 * CHUNK, decay_from_start)
 
 
 @triton.jit
@@ -230,8 +230,8 @@ def recurrence_kernel(
     terms += number * chunks * 4 * CHUNK
     square = row[:, None] * CHUNK + row[None, :]
     # 0 for queries, 1 for keys.
-    turn = (both // CHUNK)[:, None]
-    at_both = (both % CHUNK)[:, None] * channels + turn * (GROUPS * KEY_DIM) + dim[None, :]
+    kind = (both // CHUNK)[:, None]
+    at_both = (both % CHUNK)[:, None] * channels + kind * (GROUPS * KEY_DIM) + dim[None, :]
     for chunk in range(chunks):
         left = length - chunk * CHUNK
         pair = load_parts(queries, plane, at_both, (both % CHUNK < left)[:, None] & is_key, PARTS)
@@ -246,7 +246,7 @@ def recurrence_kernel(
         known, at = (row < left)[:, None] & is_key, row[:, None] * channels + dim[None, :]
         key = load_parts(queries + GROUPS * KEY_DIM, plane, at, known, PARTS)
         memory *= tl.load(terms + 4 * CHUNK - 1)
-        memory += times(turned(key), split(value * tl.load(terms + 2 * CHUNK + row)[:, None], 3), PARTS)
+        memory += times(transposed(key), split(value * tl.load(terms + 2 * CHUNK + row)[:, None], 3), PARTS)
         queries += CHUNK * channels
         values += CHUNK * channels
         out += CHUNK * heads * VALUE_DIM
@@ -278,17 +278,17 @@ def gated_norm_kernel(
     """RMSNorm over the last dim, times the weight, times silu(gate), in place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK)
-    there = (row < rows)[:, None] & (dim < DIM)[None, :]
+    valid = (row < rows)[:, None] & (dim < DIM)[None, :]
     head, token = row % (GROUPS * SHARED), row // (GROUPS * SHARED)
     at_gate = gate + token // length * gate_batch + token % length * gate_token
     at_gate += head // SHARED * gate_group + head % SHARED * gate_head
     place = x + row[:, None] * DIM + dim[None, :]
-    value = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    opened = tl.load(at_gate[:, None] + dim[None, :], mask=there, other=0.0).to(tl.float32)
+    value = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    gate_value = tl.load(at_gate[:, None] + dim[None, :], mask=valid, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     value = value * tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
-    value = value * opened / (1.0 + tl.exp(-opened))
-    tl.store(place, value.to(x.dtype.element_ty), mask=there)
+    value = value * gate_value / (1.0 + tl.exp(-gate_value))
+    tl.store(place, value.to(x.dtype.element_ty), mask=valid)
 
 
 _PARTS = {"bf16": 1, "fp16": 2}
@@ -341,7 +341,7 @@ def _build_chunk(groups: int, shared: int, dim: int, dtype: str, lanes: int) -> 
 
 def _build_recurrence(groups: int, shared: int, dim: int, dtype: str) -> Build:
     # with a head dim of 128, gfx11 spills about 20 registers in bf16, and gfx11 and gfx12 spill more in fp16
-    spills = () if dim < 128 else GFX11 if dtype == "bf16" else _RDNA
+    omitted = () if dim < 128 else GFX11 if dtype == "bf16" else _RDNA
     return Build(
         recurrence_kernel,
         {
@@ -360,7 +360,7 @@ def _build_recurrence(groups: int, shared: int, dim: int, dtype: str) -> Build:
         num_stages=1,
         divisible=("plane",),
         matrix=True,
-        architectures=tuple(name for name in ARCHITECTURES if name not in spills),
+        architectures=tuple(name for name in ARCHITECTURES if name not in omitted),
     )
 
 

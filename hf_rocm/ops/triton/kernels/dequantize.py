@@ -7,7 +7,7 @@ import triton.language as tl
 
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
-from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
+from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
 from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
@@ -71,8 +71,8 @@ def dequantize_four(
         start = (block * 8 + run) * RUN
         group = offset + start // GROUP * STEP
         if table is not None:
-            lower = of_run(words, byte_0, byte_0_end, byte_1, byte_1_end, run, SIGNED, SELECT).to(tl.int32) & 0xFFFF
-            upper = of_run(words, byte_2, byte_2_end, byte_3, byte_3_end, run, SIGNED, SELECT).to(tl.int32) << 16
+            lower = coded_run(words, byte_0, byte_0_end, byte_1, byte_1_end, run, SIGNED, SELECT).to(tl.int32) & 0xFFFF
+            upper = coded_run(words, byte_2, byte_2_end, byte_3, byte_3_end, run, SIGNED, SELECT).to(tl.int32) << 16
             numbers = (upper | lower).to(tl.float32, bitcast=True)
         else:
             # The last bits of the float 2²³ + q are q, and a subtraction is faster than a conversion from an integer.

@@ -46,10 +46,10 @@ def chosen_gate_up(
     both = tl.arange(0, 2 * BLOCK_N)
     if INTERLEAVED:
         n = 2 * first + both
-        there = n < 2 * i_size
+        valid = n < 2 * i_size
     else:
         n = first + both % BLOCK_N
-        there = n < i_size
+        valid = n < i_size
         n += both // BLOCK_N * i_size
     k = tl.arange(0, BLOCK_K)[None, :]
     x += (pair // TOP).to(tl.int64) * h_size + k
@@ -62,10 +62,10 @@ def chosen_gate_up(
         weight += n[:, None] * h_size + k
         stride = 1
     sums = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
-    sums = _added_up(sums, x, weight, k, there[:, None], h_size, stride, scale, WEIGH_INPUT, EVEN, BLOCK_K)
+    sums = _accumulate(sums, x, weight, k, valid[:, None], h_size, stride, scale, WEIGH_INPUT, EVEN, BLOCK_K)
     product = tl.sum(sums, 1)
     if bias is not None:
-        product += tl.load(bias + expert * (2 * i_size) + n, mask=there, other=0.0).to(tl.float32)
+        product += tl.load(bias + expert * (2 * i_size) + n, mask=valid, other=0.0).to(tl.float32)
     product = rounded(product, dtype)
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(product, (BLOCK_N, 2)))
@@ -113,7 +113,7 @@ def chosen_down(
         rows = x + pairs[:, None, None] * i_size + k
         selected = weight + experts[:, None, None] * (h_size * i_size)
         sums = tl.zeros([BLOCK_E, BLOCK_N, BLOCK_K], tl.float32)
-        sums = _added_up(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
+        sums = _accumulate(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
         product = tl.sum(sums, 2)
         if bias is not None:
             at = bias + experts[:, None] * h_size + column[None, :]
@@ -126,12 +126,12 @@ def chosen_down(
 
 
 @triton.jit
-def _added_up(
+def _accumulate(
     sums,  # [..., N, BLOCK_K]
     x,  # addresses [..., 1, BLOCK_K]
     weight,  # addresses, in the shape of sums
     k,
-    there,
+    valid,
     k_size,
     stride,  # the stride of the weight along K
     scale,
@@ -145,7 +145,7 @@ def _added_up(
     """
     for start in tl.range(0, k_size, BLOCK_K):
         inside = k < k_size - start
-        part = piece(weight + start * stride, inside & there, EVEN)
+        part = piece(weight + start * stride, inside & valid, EVEN)
         values = piece(x + start, inside, EVEN).to(tl.float32)
         if SCALED:
             values = rounded(values * scale, x.dtype.element_ty)
@@ -153,15 +153,15 @@ def _added_up(
     return sums
 
 
-def _build(kernel: Any, cut: ExpertsTile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
+def _build(kernel: Any, tile: ExpertsTile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
     """Build for bf16, with sizes that are multiples of the blocks."""
     tensors = {name: "*bf16" for name in ("x", "weight", "bias", "scales", "out") if name not in constants}
     return Build(
         kernel,
         {**tensors, "ids": "*i64", "h_size": "i32", "i_size": "i32", **signature},
-        {**constants, "WEIGH_INPUT": False, "EVEN": True, **cut.constants()},
-        threads=cut.threads,
-        num_stages=cut.stages,
+        {**constants, "WEIGH_INPUT": False, "EVEN": True, **tile.constants()},
+        threads=tile.threads,
+        num_stages=tile.stages,
         divisible=("h_size", "i_size"),
     )
 

@@ -53,7 +53,7 @@ def mxfp4_gate_up(
     x += (pair // TOP).to(tl.int64) * (h_blocks * 32)
     sums = tl.zeros([BLOCKS, 2 * BLOCK_N, 4], tl.float32)
     block, within = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, 4)[None, None, :]
-    sums = _added_up(sums, x, words, scale, rows, block, within, h_blocks, BLOCKS)
+    sums = _accumulate(sums, x, words, scale, rows, block, within, h_blocks, BLOCKS)
     product = tl.sum(tl.sum(sums, 2), 0)
     if bias is not None:
         product += tl.load(bias + expert * (2 * i_size) + n, mask=n < 2 * i_size, other=0.0).to(tl.float32)
@@ -93,7 +93,7 @@ def mxfp4_down(
         rows = (experts[:, None] * h_size + n[None, :])[None, :, :, None] * i_blocks
         inputs = x + pairs[None, :, None, None] * (i_blocks * 32)
         sums = tl.zeros([BLOCKS, BLOCK_E, BLOCK_N, 4], tl.float32)
-        sums = _added_up(sums, inputs, words, scale, rows, block, within, i_blocks, BLOCKS)
+        sums = _accumulate(sums, inputs, words, scale, rows, block, within, i_blocks, BLOCKS)
         product = tl.sum(tl.sum(sums, 3), 0)
         if bias is not None:
             product += tl.load(bias + experts[:, None] * h_size + n[None, :]).to(tl.float32)
@@ -105,7 +105,7 @@ def mxfp4_down(
 
 
 @triton.jit
-def _added_up(
+def _accumulate(
     sums,  # [BLOCKS, …, N, 4]
     x,  # addresses of inputs [8, K / 8]: a scalar, or [1, …, 1, 1]
     words,
@@ -149,7 +149,7 @@ def dequantize_mxfp4(
 
 
 def _build(
-    kernel: Any, cut: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], *, bias: bool = True, **types: str
+    kernel: Any, tile: Mxfp4Tile, sizes: tuple[str, ...], constants: dict[str, Any], *, bias: bool = True, **types: str
 ) -> Build:
     """The build for bf16."""
     return Build(
@@ -162,9 +162,9 @@ def _build(
             **dict.fromkeys(sizes, "i32"),
             **types,
         },
-        {**({} if bias else {"bias": None}), **constants, **cut.constants()},
-        threads=cut.threads,
-        num_stages=cut.stages,
+        {**({} if bias else {"bias": None}), **constants, **tile.constants()},
+        threads=tile.threads,
+        num_stages=tile.stages,
         divisible=("h_size",),
     )
 

@@ -62,19 +62,19 @@ def flash_kernel(
     kv_head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     if query_ends is not None:
-        which = 0
+        sequence = 0
         step = span
         while step > 0:
-            candidate = which + step
+            candidate = sequence + step
             inside = candidate < sequences
             begins = tl.load(query_ends + candidate, mask=inside, other=0)
-            which = tl.where(inside & (begins * GROUP // ROWS + candidate <= tile), candidate, which)
+            sequence = tl.where(inside & (begins * GROUP // ROWS + candidate <= tile), candidate, sequence)
             step = step // 2
-        first_query = tl.load(query_ends + which)
-        first_key = tl.load(key_ends + which).to(tl.int64)
-        queries = tl.load(query_ends + which + 1) - first_query
-        keys = (tl.load(key_ends + which + 1) - first_key).to(tl.int32)
-        tile = tile - (first_query * GROUP // ROWS + which)
+        first_query = tl.load(query_ends + sequence)
+        first_key = tl.load(key_ends + sequence).to(tl.int64)
+        queries = tl.load(query_ends + sequence + 1) - first_query
+        keys = (tl.load(key_ends + sequence + 1) - first_key).to(tl.int32)
+        tile = tile - (first_query * GROUP // ROWS + sequence)
         first_query = first_query.to(tl.int64)
         key += first_key * key_s
         value += first_key * value_s
@@ -169,16 +169,16 @@ def flash_kernel(
     if sinks is not None:
         sink = tl.load(sinks + h, mask=real, other=0.0).to(tl.float32) * LOG2E
         level = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - level)
-        total = total * fade + tl.exp2(sink - level)
-        sums = sums * fade[:, None]
+        rescale = tl.exp2(peak - level)
+        total = total * rescale + tl.exp2(sink - level)
+        sums = sums * rescale[:, None]
         peak = level
     if lse is not None:
         tl.store(lse + at * HEADS + h, (peak + tl.log2(total)) / LOG2E, mask=real)
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
-    its = output + (at[:, None] * HEADS + h[:, None]) * VALUE_DIM + value_column[None, :]
+    address = output + (at[:, None] * HEADS + h[:, None]) * VALUE_DIM + value_column[None, :]
     kept = real[:, None] & (value_column < VALUE_DIM)[None, :]
-    tl.store(its, result.to(output.dtype.element_ty), mask=kept)
+    tl.store(address, result.to(output.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -216,11 +216,11 @@ def _attend(
         # The last key is read again instead of keys after it, so that loads need no masks.
         if MASKED:
             own = tl.minimum(n, end - 1 - block)
-        its = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
+        address = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
         if DIM == BLOCK_D:
-            k = tl.load(its)
+            k = tl.load(address)
         else:
-            k = tl.load(its, mask=(column < DIM)[:, None], other=0.0)
+            k = tl.load(address, mask=(column < DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if softcap is not None:
             # tanh in terms of exp2, which every backend has; exactly ±1 for large scores
@@ -239,16 +239,16 @@ def _attend(
         if MASKED:
             # -inf means that no key was seen so far.
             level = tl.where(higher == -float("inf"), 0.0, higher)
-        shares = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(peak - level)
-        total = total * fade + tl.sum(shares, 1)
+        exponentials = tl.exp2(scores - level[:, None])
+        rescale = tl.exp2(peak - level)
+        total = total * rescale + tl.sum(exponentials, 1)
         peak = higher
-        its = value + tl.cast(block, tl.int64) * value_s + own[:, None] * value_s + value_column[None, :]
+        address = value + tl.cast(block, tl.int64) * value_s + own[:, None] * value_s + value_column[None, :]
         if VALUE_DIM == BLOCK_V:
-            v = tl.load(its)
+            v = tl.load(address)
         else:
-            v = tl.load(its, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
-        sums = sums * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+            v = tl.load(address, mask=(value_column < VALUE_DIM)[None, :], other=0.0)
+        sums = sums * rescale[:, None] + tl.dot(exponentials.to(v.dtype), v, input_precision=PRECISION)
     return peak, total, sums
 
 
@@ -283,7 +283,7 @@ def _builds(
         "softcap": not softcap,
         "window": not window,
     }
-    fixed: dict[str, Any] = {name: None for name, gone in absent.items() if gone}
+    fixed: dict[str, Any] = {name: None for name, is_absent in absent.items() if is_absent}
     for architectures in (CDNA, GFX11, GFX12):
         tile = flash_tile(max(dim, value_dim), 4 if dtype == "fp32" else 2, architectures[0])
         yield Build(

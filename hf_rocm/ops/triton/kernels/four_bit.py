@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
-from hf_rocm.ops.triton.kernels.codes import AMD, load_table, of_run
+from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
 from hf_rocm.ops.triton.kernels.linear import piece, read_once, write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
 
@@ -58,7 +58,7 @@ def four_bit_vector(
     # Scales per row.
     count = k_words // (GROUP // 8) if STEP else 1
     scales = rows * count
-    gap = n_size.to(tl.int64) * k_words
+    up_offset = n_size.to(tl.int64) * k_words
     sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
     if ACTIVATION is not None:
         ups = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
@@ -94,7 +94,7 @@ def four_bit_vector(
             BYTES,
         )
         if ACTIVATION is not None:
-            second = read_once(words + gap + k // 8, inside, EVEN)
+            second = read_once(words + up_offset + k // 8, inside, EVEN)
             groups += n_size.to(tl.int64) * count
             ups = _vector(
                 ups,
@@ -173,7 +173,7 @@ def _vector(
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
             if table is not None:
-                numbers = of_run(words, low, low_end, high, high_end, group * RUNS + run, SIGNED, SELECT)
+                numbers = coded_run(words, low, low_end, high, high_end, group * RUNS + run, SIGNED, SELECT)
                 part += values * numbers.to(tl.float16, bitcast=True).to(tl.float32)
             elif BYTES:
                 part += values * _byte(words, pattern, group * RUNS + run)
@@ -266,7 +266,7 @@ def build(
     """The build of a kernel for this number of rows and these sizes. powers: whether the scales are those of MXFP4."""
     run = run_length(k, group)
     gated, table = activation is not None, code is not None
-    cut = four_bit_tile(rows, n, gated, run, table=table, rocm=True, arch=architectures[0])
+    tile = four_bit_tile(rows, n, gated, run, table=table, rocm=True, arch=architectures[0])
     group, step = kernel_groups(k, group)
     tensors = {"x": "bf16", "weight": "i32", "zeros": "u8" * zeros, "out": "bf16", "residual": "bf16" * residual}
     tensors |= {"scale": "u8" if nested or powers else "fp32" if code else "bf16", "bias": ""}
@@ -287,13 +287,13 @@ def build(
             "GROUP": group,
             "STEP": step,
             "RUN": run,
-            **({"SUBTRACTS": False} if cut.matrix else {"BYTES": True}),
-            **cut.constants(),
+            **({"SUBTRACTS": False} if tile.matrix else {"BYTES": True}),
+            **tile.constants(),
         },
-        threads=cut.threads,
-        num_stages=cut.stages,
+        threads=tile.threads,
+        num_stages=tile.stages,
         divisible=("n_size", "k_words"),
-        matrix=cut.matrix,
+        matrix=tile.matrix,
         architectures=architectures,
     )
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11
-from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, of_place, run_of
+from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, result_at, run_of
 from hf_rocm.ops.triton.kernels.four_bit import build, factors_at, scale_at
 from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
 
@@ -36,7 +36,7 @@ def four_bit_rows(
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
-    SUBTRACTS: tl.constexpr,  # whether the number that represents 0 is subtracted before the product
+    SUBTRACTS: tl.constexpr,  # whether the number that represents 0 is subtracted before `tl.dot`
     UNROLLED: tl.constexpr,  # whether the loop over the groups of a block, or over its halves, is unrolled
     PARTS: tl.constexpr,  # as in `few_rows`
     SPLITS: tl.constexpr,
@@ -51,12 +51,12 @@ def four_bit_rows(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = m[None, :].to(tl.int64) * (8 * k_words)
-    there = (m < m_size)[None, :]
+    valid = (m < m_size)[None, :]
     across, down = tl.arange(0, RUN)[None, :], tl.arange(0, RUN)[:, None]
     block = tl.zeros([1, 1], tl.int32)
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SPLITS > 1:
-        rows, columns, there, across, down = rows[None], columns[None], there[None], across[None], down[None]
+        rows, columns, valid, across, down = rows[None], columns[None], valid[None], across[None], down[None]
         block = tl.arange(0, SPLITS)[:, None, None]
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += columns + block * (8 * RUN) + down
@@ -64,7 +64,7 @@ def four_bit_rows(
     # Scales per row.
     count = k_words // (GROUP // 8) if STEP else 1
     scales = rows * count
-    gap = n_size.to(tl.int64) * k_words
+    up_offset = n_size.to(tl.int64) * k_words
     ups = sums
     low, low_end = load_table(table, 0)
     high, high_end = load_table(table, 1)
@@ -72,7 +72,7 @@ def four_bit_rows(
     for k in tl.range(begin, end, SPLITS * 8 * RUN):
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
-        filled = there if EVEN else there & inside
+        filled = valid if EVEN else valid & inside
         first = piece(words + k // 8, inside, EVEN)
         groups = scales + start // GROUP * STEP
         sums = _matrix(
@@ -101,7 +101,7 @@ def four_bit_rows(
             UNROLLED,
         )
         if ACTIVATION is not None:
-            second = piece(words + gap + k // 8, inside, EVEN)
+            second = piece(words + up_offset + k // 8, inside, EVEN)
             groups += n_size.to(tl.int64) * count
             ups = _matrix(
                 ups,
@@ -160,7 +160,7 @@ def _matrix(
     SUBTRACTS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Add the products of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
+    """Add the GEMMs of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     if table is not None:
@@ -286,14 +286,14 @@ def _half(
     RUNS: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """Add the products of the runs that are looked up together."""
+    """Add the GEMMs of the runs that are looked up together."""
     dtype: tl.constexpr = x.dtype.element_ty
     a, b, c, d = coded(words, half, low, low_end, high, high_end, SIGNED, SELECT)
     for first in tl.static_range(0, 4, CHAIN):
         part = tl.zeros_like(sums)
         for place in tl.static_range(first, first + CHAIN):
             values = tl.load(x + run_of(half, place, SELECT) * RUN, mask=filled, other=0.0)
-            part = tl.dot(of_place(a, b, c, d, place).to(dtype, bitcast=True), values, part)
+            part = tl.dot(result_at(a, b, c, d, place).to(dtype, bitcast=True), values, part)
         group = run_of(half, first, SELECT) // RUNS
         sums += part * scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
     return sums
@@ -318,7 +318,7 @@ def _group(
     RUNS: tl.constexpr,
     SUBTRACTS: tl.constexpr,
 ):
-    """Add the products of the runs that share one scale."""
+    """Add the GEMMs of the runs that share one scale."""
     dtype: tl.constexpr = x.dtype.element_ty
     part = tl.zeros_like(sums)
     base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
@@ -335,14 +335,14 @@ def _group(
             part = tl.dot(numbers.to(dtype), values, part)
         return sums + part * factor
     else:
-        # a product with ones adds up x in every row, so that threads need not exchange values
+        # `tl.dot` with ones adds up x in every row, so that threads need not exchange values
         ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
         total = tl.zeros_like(sums)
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
             part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
             total = tl.dot(ones, values, total)
-        # loaded after the products, so that fewer registers are live
+        # loaded after `tl.dot`, so that fewer registers are live
         factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
         return sums + (part - zero * total) * factor
 
@@ -371,8 +371,8 @@ BUILDS = (
     build(four_bit_rows, 8, 14336, activation="silu", group=64, code="nf4"),
     build(four_bit_rows, 64, 6144, group=64, code="nf4"),
     *(
-        build(four_bit_rows, 64, 14336, activation="silu", group=64, code="nf4", nested=True, architectures=some)
-        for some in (GFX11, tuple(gfx for gfx in ARCHITECTURES if gfx not in GFX11))
+        build(four_bit_rows, 64, 14336, activation="silu", group=64, code="nf4", nested=True, architectures=targets)
+        for targets in (GFX11, tuple(gfx for gfx in ARCHITECTURES if gfx not in GFX11))
     ),
     build(four_bit_rows, 8, 14336, activation="silu", group=32, code="e2m1", powers=True),
 )

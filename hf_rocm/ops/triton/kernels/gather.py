@@ -27,16 +27,16 @@ def gather_kernel(
     place = row * splits + split
     parts = tl.num_programs(0).to(tl.int64) * splits
     peaks = sums + parts * VALUE_DIM
-    there = split < splits
+    valid = split < splits
     inside = column < VALUE_DIM
-    peak = tl.load(peaks + place, mask=there, other=-float("inf"))
-    total = tl.load(peaks + parts + place, mask=there, other=0.0)
-    its = sums + place[:, None] * VALUE_DIM + column[None, :]
-    its_sums = tl.load(its, mask=there[:, None] & inside[None, :], other=0.0)
+    peak = tl.load(peaks + place, mask=valid, other=-float("inf"))
+    total = tl.load(peaks + parts + place, mask=valid, other=0.0)
+    address = sums + place[:, None] * VALUE_DIM + column[None, :]
+    split_sums = tl.load(address, mask=valid[:, None] & inside[None, :], other=0.0)
     # a split without visible keys has a peak of -inf, and may not have written its sums and total
     used = peak > -float("inf")
     total = tl.where(used, total, 0.0)
-    its_sums = tl.where(used[:, None], its_sums, 0.0)
+    split_sums = tl.where(used[:, None], split_sums, 0.0)
     highest = tl.max(peak, 0)
     if sinks is not None:
         sink = tl.load(sinks + row % heads).to(tl.float32) * LOG2E
@@ -46,7 +46,7 @@ def gather_kernel(
     whole = tl.sum(weight * total, 0)
     if sinks is not None:
         whole += tl.exp2(sink - level)
-    result = tl.sum(its_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    result = tl.sum(split_sums * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     tl.store(output + row * VALUE_DIM + column, result.to(output.dtype.element_ty), mask=inside)
 
 

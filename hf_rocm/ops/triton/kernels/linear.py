@@ -1,9 +1,9 @@
 """GEMMs with few rows, x Wᵀ, fused with the operations around them in a decoder layer.
 
-A GEMM with few rows is bound by the memory bandwidth for W. A program reads a few rows of W in long pieces, and also
-computes the gate of an MLP, the residual sum and, for one row of x, the norm. Sums are accumulated in fp32 and, except
-after the norm, rounded where the separate layers round. W has the dtype of x, or 8 bits, converted in registers, and a
-scale for each row or block. A row's scale multiplies the result; a block's scale multiplies x or a partial sum.
+A GEMM with few rows is memory-bound: most of its time is spent reading W. A program reads some rows of W in long
+pieces, and computes the gate of an MLP, the residual sum and, for one row of x, the norm. Sums are in fp32 and, except
+after the norm, rounded where the separate layers round. W has the dtype of x, or 8 bits (converted in registers) with a
+scale for each row or block. A row's scale multiplies the result; a block's multiplies x or a partial sum.
 """
 
 from __future__ import annotations
@@ -74,35 +74,35 @@ def matrix_vector(
         norm_weight += columns
     # at most 8 numbers per load, as for x: otherwise x would pass through shared memory in every iteration
     weight += rows * k_size + tl.max_contiguous(columns, (1, 1, 8) if GROUP else (1, 8))
-    gap = n_size.to(tl.int64) * k_size
+    up_offset = n_size.to(tl.int64) * k_size
     ups = sums
     squares = tl.zeros(columns.shape, tl.float32)
     for k in tl.range(0, k_size, BLOCK_K):
         inside = columns < k_size - k
         first = read_once(weight + k, inside, EVEN)
         if ACTIVATION is not None:
-            second = read_once(weight + gap + k, inside, EVEN)
+            second = read_once(weight + up_offset + k, inside, EVEN)
         plain = piece(x + k, inside, EVEN).to(tl.float32)
         values = plain
         if norm_weight is not None:
             factors = piece(norm_weight + k, inside, EVEN).to(tl.float32)
             values *= 1.0 + factors if ONE_PLUS else factors
-        there = block * GROUP < k_size - k
-        sums += wide(first, SELECT) * _scaled(values, scales, k, there, EVEN, GROUP)
+        block_inside = block * GROUP < k_size - k
+        sums += wide(first, SELECT) * _scaled(values, scales, k, block_inside, EVEN, GROUP)
         if ACTIVATION is not None:
-            ups += wide(second, SELECT) * _scaled(values, up_scales, k, there, EVEN, GROUP)
+            ups += wide(second, SELECT) * _scaled(values, up_scales, k, block_inside, EVEN, GROUP)
         if norm_weight is not None:
             # Squares are added last, so that the weights in flight keep their registers.
             squares += plain * plain
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
-    of_rows = None if GROUP else scale
+    row_scale = None if GROUP else scale
     sums, ups = tl.sum(sums, 1)[None, :], tl.sum(ups, 1)[None, :]
     if norm_weight is not None:
         divided = tl.rsqrt(tl.sum(squares, 1)[:, None] / k_size + eps)
         sums, ups = sums * divided, ups * divided
     m = tl.arange(0, 1)
-    write_result(sums, ups, of_rows, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
+    write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
 
 
 @triton.jit
@@ -136,15 +136,15 @@ def few_rows(
     across = tl.arange(0, BLOCK_K)[None, :]
     down = tl.arange(0, BLOCK_K)[:, None]
     x += m[None, :].to(tl.int64) * k_size
-    there = (m < m_size)[None, :]
+    valid = (m < m_size)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if SPLITS > 1:
         part = tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
-        rows, across, down, there = rows[None], part + across[None], part + down[None], there[None]
+        rows, across, down, valid = rows[None], part + across[None], part + down[None], valid[None]
         sums = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     x += down
     weight += rows + across
-    gap = n_size.to(tl.int64) * k_size
+    up_offset = n_size.to(tl.int64) * k_size
     ups = sums
     scales, up_scales, block = scale, scale, 0
     if GROUP:
@@ -155,17 +155,17 @@ def few_rows(
     begin, end = part_of(k_size, SPLITS * BLOCK_K, PARTS)
     for k in tl.range(begin, end, SPLITS * BLOCK_K):
         first = piece(weight + k, across < k_size - k, EVEN)
-        values = tl.load(x + k, mask=there if EVEN else there & (down < k_size - k), other=0.0)
-        of_block = block * GROUP < k_size - k
-        sums = _added(sums, first, values, scales, k, of_block, EVEN, GROUP, SELECT)
+        values = tl.load(x + k, mask=valid if EVEN else valid & (down < k_size - k), other=0.0)
+        block_inside = block * GROUP < k_size - k
+        sums = _multiply_add(sums, first, values, scales, k, block_inside, EVEN, GROUP, SELECT)
         if ACTIVATION is not None:
-            second = piece(weight + gap + k, across < k_size - k, EVEN)
-            ups = _added(ups, second, values, up_scales, k, of_block, EVEN, GROUP, SELECT)
+            second = piece(weight + up_offset + k, across < k_size - k, EVEN)
+            ups = _multiply_add(ups, second, values, up_scales, k, block_inside, EVEN, GROUP, SELECT)
     if SPLITS > 1:
         sums, ups = tl.sum(sums, 0), tl.sum(ups, 0)
-    of_rows = None if GROUP else scale
+    row_scale = None if GROUP else scale
     sums, ups = tl.trans(sums), tl.trans(ups)
-    write_result(sums, ups, of_rows, bias, residual, out, m, n, m_size, n_size, ACTIVATION, PARTS)
+    write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, PARTS)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def sum_parts(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the parts of a product in order, then apply the scale, the bias and the residual sum."""
+    """Add the partial sums of a GEMM in order, then apply the scale, the bias and the residual sum."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1) + tl.arange(0, 1)
     parts += tl.program_id(1).to(tl.int64) * n_size + n
@@ -234,8 +234,10 @@ def _scaled(values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _added(sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, SELECT: tl.constexpr):
-    """Add the product of numbers of the weight and of x, multiplied by the block's scale, if blocks have scales."""
+def _multiply_add(
+    sums, numbers, values, scales, k, inside, EVEN: tl.constexpr, GROUP: tl.constexpr, SELECT: tl.constexpr
+):
+    """Add `tl.dot` of the weight's numbers and x, multiplied by the block's scale if blocks have scales."""
     if GROUP:
         part = tl.dot(_like(numbers, values, SELECT), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
@@ -294,7 +296,7 @@ def write_result(
 
 @triton.jit
 def finished(product, scale, bias, n, n_size, dtype: tl.constexpr):
-    """A product [M, N] with its scale and bias, rounded as a separate linear layer would round it."""
+    """The sums of a GEMM [M, N] with its scale and bias, rounded as a separate linear layer would round them."""
     if scale is not None:
         product *= tl.load(scale + n, mask=n < n_size, other=0.0)[None, :]
     if bias is not None:
@@ -322,8 +324,8 @@ def store(product, residual, out, m, n, m_size, n_size):
     at = m[:, None].to(tl.int64) * n_size + n[None, :]
     real = (m < m_size)[:, None] & (n < n_size)[None, :]
     if residual is not None:
-        beside = tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
-        product = (product.to(tl.float32) + beside).to(product.dtype)
+        addend = tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
+        product = (product.to(tl.float32) + addend).to(product.dtype)
     tl.store(out + at, product, mask=real)
 
 
@@ -350,18 +352,18 @@ def _build(
     # 8 bits with a gate or blocks are refused on RDNA 3, see `triton.quantized`
     refused = GFX11 if scale and (gated or group) else ()
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
-    cut = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)
+    tile = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)
     sizes: dict[str, str] = dict.fromkeys(("m_size", "n_size", "k_size"), "i32")
     if scale:
-        cut = eight_bit_tile(rows, n, gated, rocm=True, units=units)
-        tensors["out"] = "fp32" if cut.parts > 1 else "bf16"
+        tile = eight_bit_tile(rows, n, gated, rocm=True, units=units)
+        tensors["out"] = "fp32" if tile.parts > 1 else "bf16"
     further: dict[str, Any] = {}
-    if not cut.matrix:
+    if not tile.matrix:
         tensors["norm_weight"] = "bf16" * norm
         sizes["eps"] = "fp32"
         further["ONE_PLUS"] = one_plus
     return Build(
-        few_rows if cut.matrix else matrix_vector,
+        few_rows if tile.matrix else matrix_vector,
         {**{name: f"*{dtype}" for name, dtype in tensors.items() if dtype}, **sizes},
         {
             **{name: None for name, dtype in tensors.items() if not dtype},
@@ -370,12 +372,12 @@ def _build(
             "GROUP": group,
             "SELECT": AMD if scale else None,
             **further,
-            **cut.constants(),
+            **tile.constants(),
         },
-        threads=cut.threads,
-        num_stages=cut.stages,
+        threads=tile.threads,
+        num_stages=tile.stages,
         divisible=("n_size", "k_size"),
-        matrix=cut.matrix,
+        matrix=tile.matrix,
         architectures=served if arch is None else (arch,),
     )
 

@@ -30,19 +30,19 @@ def rms_norm_kernel(
     # int32 for fewer than 2³¹ rows: a division of 64-bit integers is a long sequence of instructions
     row = tl.program_id(0).to((tl.program_id(0) + rows).dtype) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    there = (row < rows) & (column < DIM)
+    valid = (row < rows) & (column < DIM)
     start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
-    values = tl.load(x + start + column, mask=there, other=0.0)
+    values = tl.load(x + start + column, mask=valid, other=0.0)
     place = row.to(tl.int64) * DIM + column
     if before is not None:
         values = _normed(values, before, before_eps, column, DIM, ONE_PLUS)
     if residual is not None:
-        values = (values.to(tl.float32) + tl.load(residual + place, mask=there, other=0.0).to(tl.float32)).to(
+        values = (values.to(tl.float32) + tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)).to(
             values.dtype
         )
-        tl.store(total + place, values, mask=there)
+        tl.store(total + place, values, mask=valid)
     if weight is not None:
-        tl.store(out + place, _normed(values, weight, eps, column, DIM, ONE_PLUS), mask=there)
+        tl.store(out + place, _normed(values, weight, eps, column, DIM, ONE_PLUS), mask=valid)
 
 
 @triton.jit
@@ -74,20 +74,20 @@ def layer_norm_kernel(
 ):
     row = tl.program_id(0).to((tl.program_id(0) + rows).dtype) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    there = (row < rows) & (column < DIM)
+    valid = (row < rows) & (column < DIM)
     place = row.to(tl.int64) * DIM + column
-    values = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    values += tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
+    values = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
+    values += tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)
     values = values.to(out.dtype.element_ty)
     if total is not None:
-        tl.store(total + place, values, mask=there)
+        tl.store(total + place, values, mask=valid)
     wide = values.to(tl.float32)
     centred = tl.where(column < DIM, wide - (tl.sum(wide, axis=1) / DIM)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / DIM + eps)[:, None]
     normed = centred * scale * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     if bias is not None:
         normed += tl.load(bias + column, mask=column < DIM, other=0.0).to(tl.float32)
-    tl.store(out + place, normed.to(out.dtype.element_ty), mask=there)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=valid)
 
 
 def _build(
@@ -101,9 +101,9 @@ def _build(
     one_plus: bool = False,
     dtype: str = "bf16",
 ) -> Build:
-    there = {"x": True, "weight": then, "out": then, "residual": add, "total": add, "before": before}
-    pointers = {name: f"*{dtype}" for name, present in there.items() if present}
-    absent = {name: None for name, present in there.items() if not present}
+    tensors = {"x": True, "weight": then, "out": then, "residual": add, "total": add, "before": before}
+    pointers = {name: f"*{dtype}" for name, present in tensors.items() if present}
+    absent = {name: None for name, present in tensors.items() if not present}
     block = triton.next_power_of_2(dim)
     return Build(
         rms_norm_kernel,
@@ -125,12 +125,12 @@ def _build(
 def _layer_build(
     dim: int, rows: int, threads: int, *, bias: bool = True, total: bool = False, dtype: str = "bf16"
 ) -> Build:
-    there = {"x": True, "residual": True, "weight": True, "bias": bias, "out": True, "total": total}
+    tensors = {"x": True, "residual": True, "weight": True, "bias": bias, "out": True, "total": total}
     return Build(
         layer_norm_kernel,
-        {**{name: f"*{dtype}" for name, present in there.items() if present}, "rows": "i32", "eps": "fp32"},
+        {**{name: f"*{dtype}" for name, present in tensors.items() if present}, "rows": "i32", "eps": "fp32"},
         {
-            **{name: None for name, present in there.items() if not present},
+            **{name: None for name, present in tensors.items() if not present},
             "DIM": dim,
             "ROWS": rows,
             "BLOCK": triton.next_power_of_2(dim),

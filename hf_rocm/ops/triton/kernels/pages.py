@@ -51,13 +51,13 @@ def page_kernel(
     if page < 0:
         return
     column = tl.arange(0, BLOCK_D)
-    its = tl.load(key + b * key_b + h * key_h + i * key_s + column, mask=column < DIM)
+    vector = tl.load(key + b * key_b + h * key_h + i * key_s + column, mask=column < DIM)
     row = key_pages + page * key_page_b + h * key_page_h + position % PAGE * key_page_s
-    tl.store(row + column, its, mask=column < DIM)
+    tl.store(row + column, vector, mask=column < DIM)
     column = tl.arange(0, BLOCK_V)
-    its = tl.load(value + b * value_b + h * value_h + i * value_s + column, mask=column < VALUE_DIM)
+    vector = tl.load(value + b * value_b + h * value_h + i * value_s + column, mask=column < VALUE_DIM)
     row = value_pages + page * value_page_b + h * value_page_h + position % PAGE * value_page_s
-    tl.store(row + column, its, mask=column < VALUE_DIM)
+    tl.store(row + column, vector, mask=column < VALUE_DIM)
 
 
 def _page(dim: int, page: int, dtype: str = "bf16", *, slots: bool = False) -> Build:

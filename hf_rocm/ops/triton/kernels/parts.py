@@ -1,4 +1,4 @@
-"""Matrix products with the precision of fp32, computed by matrix instructions for bf16.
+"""GEMMs with the precision of fp32, computed by matrix instructions for bf16.
 
 An fp32 number is the sum of three bf16 numbers, and an fp16 number the sum of two. So a matrix is a tuple of bf16
 parts. All architectures in `ARCHITECTURES` have matrix instructions for bf16; RDNA has none for fp32.
@@ -31,7 +31,7 @@ def inverted(below, row, LEVELS: tl.constexpr):
 
 @triton.jit
 def times(a, b, PARTS: tl.constexpr):
-    """The product of two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
+    """Multiply two matrices, which are sums of bf16 matrices of decreasing magnitude, in fp32 precision.
 
     Products of parts i and j with i + j > 2 are left out: they are below the last bit of fp32. PARTS: the number of
     parts of `a`. Without it, Triton would compile (1 part, 3 parts) and (2 parts, 2 parts) into one function: the names
@@ -89,7 +89,7 @@ def total_of(parts):
 
 
 @triton.jit
-def turned(parts):
+def transposed(parts):
     """The parts of the transposed matrix."""
     result = ()
     for part in tl.static_range(len(parts)):

@@ -15,16 +15,16 @@ from hf_rocm.ops.triton.kernels.rotation import normed
 
 
 @triton.jit
-def _pairs(at, there, PAIRS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr):
-    """Load the first and the second element of each pair, [HEADS, PAIRS] each, in fp32. at, there: [HEADS, 1]."""
+def _pairs(at, valid, PAIRS: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr):
+    """Load the first and the second element of each pair, [HEADS, PAIRS] each, in fp32. at, valid: [HEADS, 1]."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)[None, :]
-        both = tl.load(at + column, mask=there & (column < ROTATED), other=0.0)
+        both = tl.load(at + column, mask=valid & (column < ROTATED), other=0.0)
         first, second = tl.split(tl.reshape(both, (HEADS, PAIRS, 2)))
     else:
         pair = tl.arange(0, PAIRS)[None, :]
-        first = tl.load(at + pair, mask=there & (pair < ROTATED // 2), other=0.0)
-        second = tl.load(at + pair + ROTATED // 2, mask=there & (pair < ROTATED // 2), other=0.0)
+        first = tl.load(at + pair, mask=valid & (pair < ROTATED // 2), other=0.0)
+        second = tl.load(at + pair + ROTATED // 2, mask=valid & (pair < ROTATED // 2), other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
@@ -54,13 +54,13 @@ def _rotate(
     """Rotate BLOCK_HEADS heads of one token. writes: whether to store them. shown: False to store NaN instead."""
     dtype: tl.constexpr = out.dtype.element_ty
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
-    there = head < HEADS
+    valid = head < HEADS
     always = tl.full((1, 1), True, tl.int1)
     nothing = tl.zeros((1, 1), tl.int32)
-    a, b = _pairs(x + head * x_head, there, PAIRS, ROTATED, INTERLEAVED, BLOCK_HEADS)
+    a, b = _pairs(x + head * x_head, valid, PAIRS, ROTATED, INTERLEAVED, BLOCK_HEADS)
     if ROTATED < DIM:
         column = ROTATED + tl.arange(0, REST)[None, :]
-        rest = tl.load(x + head * x_head + column, mask=there & (column < DIM), other=0.0).to(tl.float32)
+        rest = tl.load(x + head * x_head + column, mask=valid & (column < DIM), other=0.0).to(tl.float32)
     if weight is not None:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if ROTATED < DIM:
@@ -69,8 +69,8 @@ def _rotate(
         weight_a, weight_b = _pairs(weight + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
         a, b = normed(a, scale, weight_a, dtype, ONE_PLUS), normed(b, scale, weight_b, dtype, ONE_PLUS)
         if ROTATED < DIM:
-            of_rest = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
-            rest = normed(rest, scale, of_rest, dtype, ONE_PLUS)
+            rest_weight = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+            rest = normed(rest, scale, rest_weight, dtype, ONE_PLUS)
     if ONCE:
         pair = tl.arange(0, PAIRS)[None, :]
         cos_a = tl.load(cos + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
@@ -79,22 +79,22 @@ def _rotate(
     else:
         cos_a, cos_b = _pairs(cos + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
         sin_a, sin_b = _pairs(sin + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
-    turned_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
-    turned_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
-    turned_a = tl.where(shown, turned_a, float("nan")).to(dtype)
-    turned_b = tl.where(shown, turned_b, float("nan")).to(dtype)
-    to = out + head * out_head
+    rotated_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
+    rotated_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
+    rotated_a = tl.where(shown, rotated_a, float("nan")).to(dtype)
+    rotated_b = tl.where(shown, rotated_b, float("nan")).to(dtype)
+    target = out + head * out_head
     if INTERLEAVED:
-        both = tl.reshape(tl.join(turned_a, turned_b), (BLOCK_HEADS, 2 * PAIRS))
+        both = tl.reshape(tl.join(rotated_a, rotated_b), (BLOCK_HEADS, 2 * PAIRS))
         at = tl.arange(0, 2 * PAIRS)[None, :]
-        tl.store(to + at, both, mask=there & (at < ROTATED) & writes)
+        tl.store(target + at, both, mask=valid & (at < ROTATED) & writes)
     else:
         at = tl.arange(0, PAIRS)[None, :]
-        tl.store(to + at, turned_a, mask=there & (at < ROTATED // 2) & writes)
-        tl.store(to + at + ROTATED // 2, turned_b, mask=there & (at < ROTATED // 2) & writes)
+        tl.store(target + at, rotated_a, mask=valid & (at < ROTATED // 2) & writes)
+        tl.store(target + at + ROTATED // 2, rotated_b, mask=valid & (at < ROTATED // 2) & writes)
     if ROTATED < DIM:
         rest = tl.where(shown, rest, float("nan")).to(dtype)
-        tl.store(to + column, rest, mask=there & (column < DIM) & writes)
+        tl.store(target + column, rest, mask=valid & (column < DIM) & writes)
 
 
 @triton.jit
@@ -112,9 +112,9 @@ def _copy(
 ):
     head = first + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    there = (head < HEADS) & (column < DIM)
-    value = tl.load(x + head * x_head + column, mask=there, other=0.0)
-    tl.store(out + head * out_head + column, value, mask=there & writes)
+    valid = (head < HEADS) & (column < DIM)
+    value = tl.load(x + head * x_head + column, mask=valid, other=0.0)
+    tl.store(out + head * out_head + column, value, mask=valid & writes)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def rope_kernel(
     query_eps,
     key_eps,
     length,
-    room,
+    cache_rows,
     query_batch,
     query_head,
     query_token,
@@ -180,7 +180,7 @@ def rope_kernel(
         else:
             place = tl.load(position + token).to(tl.int64)
     # a token outside the cache is not written, and its query is NaN, so that the error is visible
-    inside = (place >= 0) & (place < room)
+    inside = (place >= 0) & (place < cache_rows)
     angles = batch * angle_batch + token * (ROTATED // 2 if ONCE else ROTATED)
     if ALONE or block < query_blocks:
         _rotate(
@@ -267,12 +267,12 @@ def _build(
     strides = [f"{name}_{axis}" for name in ("query", "key", "value") for axis in ("batch", "head", "token")]
     strides += ["angle_batch"]
     strides += [f"{name}_{axis}" for name in ("out", "keys", "values") for axis in ("batch", "head", "token")]
-    sizes = ["length", "room", *strides]
+    sizes = ["length", "cache_rows", *strides]
     if alone:
         sizes.remove("length")
     absent = {} if cached else {"value": None, "values": None, "position": None}
     absent |= {} if norm else dict.fromkeys(weights)
-    many = triton.next_power_of_2(heads) if alone else 16
+    block_heads = triton.next_power_of_2(heads) if alone else 16
     return Build(
         rope_kernel,
         {
@@ -294,8 +294,8 @@ def _build(
             "ONCE": once,
             "COUNTED": cached,
             "ALONE": alone,
-            "BLOCK_HEADS": many,
-            "BLOCK_KV": min(many, triton.next_power_of_2(kv_heads)),
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_KV": min(block_heads, triton.next_power_of_2(kv_heads)),
             "PAIRS": triton.next_power_of_2(rotated // 2),
             "REST": triton.next_power_of_2(max(1, dim - rotated)),
             "BLOCK_VALUE": triton.next_power_of_2(dim),

@@ -21,7 +21,7 @@ def normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
 @triton.jit
 def rotated_rows(
     at,  # [N, 1], the first element of every head
-    there,  # [N, 1]
+    valid,  # [N, 1]
     cos,
     sin,
     weight,  # [D], the weight of the norm; None: no norm
@@ -42,23 +42,23 @@ def rotated_rows(
     half: tl.constexpr = ROTATED // 2
     column = tl.arange(0, BLOCK_D)[None, :]
     first = column < half
-    turns = column < ROTATED
+    is_rotated = column < ROTATED
     inside = column < DIM
     partner = tl.where(first, column + half, column - half)
-    x = tl.load(at + column, mask=there & inside, other=0.0).to(tl.float32)
-    y = tl.load(at + partner, mask=there & turns, other=0.0).to(tl.float32)
+    x = tl.load(at + column, mask=valid & inside, other=0.0).to(tl.float32)
+    y = tl.load(at + partner, mask=valid & is_rotated, other=0.0).to(tl.float32)
     if weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = normed(x, scale, tl.load(weight + column, mask=inside, other=0.0).to(tl.float32), dtype, ONE_PLUS)
-        y = normed(y, scale, tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32), dtype, ONE_PLUS)
+        y = normed(y, scale, tl.load(weight + partner, mask=is_rotated, other=0.0).to(tl.float32), dtype, ONE_PLUS)
     angle = tl.where(first, column, partner) if ONCE else column
-    its_cos = tl.load(cos + angle, mask=turns, other=0.0).to(tl.float32)
-    its_sin = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-    its_sin = tl.where(first, -its_sin, its_sin)
-    turned = (x * its_cos).to(dtype).to(tl.float32) + (y * its_sin).to(dtype).to(tl.float32)
+    angle_cos = tl.load(cos + angle, mask=is_rotated, other=0.0).to(tl.float32)
+    angle_sin = tl.load(sin + angle, mask=is_rotated, other=0.0).to(tl.float32)
+    angle_sin = tl.where(first, -angle_sin, angle_sin)
+    rotated = (x * angle_cos).to(dtype).to(tl.float32) + (y * angle_sin).to(dtype).to(tl.float32)
     if ROTATED < DIM:
-        turned = tl.where(turns, turned, x)
-    return turned.to(dtype)
+        rotated = tl.where(is_rotated, rotated, x)
+    return rotated.to(dtype)
 
 
 # Other kernels call the functions of this module.

@@ -34,16 +34,16 @@ def routing_kernel(
     token = tl.program_id(0).to(tl.int64)
     logits += token * EXPERTS
     expert = tl.arange(0, BLOCK)
-    there = expert < EXPERTS
-    values = tl.load(logits + expert, mask=there, other=-float("inf")).to(tl.float32)
+    valid = expert < EXPERTS
+    values = tl.load(logits + expert, mask=valid, other=-float("inf")).to(tl.float32)
     highest = tl.max(values, 0)
     total = 1.0
     if SCORES == "softmax":
         total = tl.sum(tl.exp(values - highest), 0)
     choice = _score(values, highest, total, SCORES)
     if bias is not None:
-        choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
-    packed = tl.where(there, pack(choice, expert, BLOCK), LEAST)
+        choice += tl.load(bias + expert, mask=valid, other=0.0).to(tl.float32)
+    packed = tl.where(valid, pack(choice, expert, BLOCK), LEAST)
     if GROUPS > 1:
         packed = _of_best_groups(packed, GROUPS, CHOSEN_GROUPS, BEST, BLOCK)
     place = tl.arange(0, BLOCK_TOP)
@@ -53,12 +53,12 @@ def routing_kernel(
         packed = tl.where(packed == largest, LEAST, packed)
         chosen = tl.where(place == index, index_of(largest, BLOCK), chosen)
     real = place < TOP
-    its = tl.load(logits + chosen, mask=real, other=-float("inf")).to(tl.float32)
+    chosen_logits = tl.load(logits + chosen, mask=real, other=-float("inf")).to(tl.float32)
     if SCORES == "softmax of the chosen":
-        its = tl.exp(its - tl.max(its, 0))
-        weight = its / tl.sum(its, 0)
+        chosen_logits = tl.exp(chosen_logits - tl.max(chosen_logits, 0))
+        weight = chosen_logits / tl.sum(chosen_logits, 0)
     else:
-        weight = tl.where(real, _score(its, highest, total, SCORES), 0.0)
+        weight = tl.where(real, _score(chosen_logits, highest, total, SCORES), 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + epsilon)
     weight = weight * scale

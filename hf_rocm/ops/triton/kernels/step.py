@@ -132,22 +132,22 @@ def look_up_kernel(
         same = at < last
         count = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(NGRAM):
-            here = _token(ids, selected, at - back, same & (at >= back), length)
-            there = _token(ids, selected, last - back, last >= back, length)
-            same = same & (at >= back) & (here == there)
+            token = _token(ids, selected, at - back, same & (at >= back), length)
+            suffix_token = _token(ids, selected, last - back, last >= back, length)
+            same = same & (at >= back) & (token == suffix_token)
             count += same.to(tl.int64)
         best = tl.maximum(best, tl.where(count > 0, (count << 40) + (1 << 40) - 1 - at, 0))
-    found = tl.max(best, 0)
-    end = (1 << 40) - (found & ((1 << 40) - 1))
+    longest = tl.max(best, 0)
+    end = (1 << 40) - (longest & ((1 << 40) - 1))
     tl.store(header, last.to(tl.int64))
-    tl.store(header + 1, tl.where(found > 0, end, last + 1))
+    tl.store(header + 1, tl.where(longest > 0, end, last + 1))
 
 
 @triton.jit
-def _token(ids, selected, at, there, length):
+def _token(ids, selected, at, valid, length):
     """The tokens at these positions of a sequence that consists of `length` ids and then the selected tokens."""
-    first = tl.load(ids + at, mask=there & (at < length), other=0)
-    return first + tl.load(selected + at - length, mask=there & (at >= length), other=0)
+    first = tl.load(ids + at, mask=valid & (at < length), other=0)
+    return first + tl.load(selected + at - length, mask=valid & (at >= length), other=0)
 
 
 @triton.jit
@@ -174,21 +174,21 @@ def logits_kernel(
     bad = tl.zeros([BLOCK], tl.int32)
     for at in tl.range(0, size, BLOCK):
         column = part * size + at + lane
-        there = (at + lane < size) & (column < dim)
-        value = tl.load(logits + column, mask=there, other=0.0)
-        tl.store(out + column, value, mask=there)
+        valid = (at + lane < size) & (column < dim)
+        value = tl.load(logits + column, mask=valid, other=0.0)
+        tl.store(out + column, value, mask=valid)
         wide = value.to(tl.float32)
         bad += (tl.abs(wide) < float("inf")).to(tl.int32) ^ 1
         # For torch.argmax, -0 equals 0.
         wide = tl.where(wide == 0.0, 0.0, wide)
-        best = tl.maximum(best, tl.where(there, pack(wide, column, 2147483648), LEAST))
+        best = tl.maximum(best, tl.where(valid, pack(wide, column, 2147483648), LEAST))
     index = row * PARTS + part
     share = tl.cdiv(count, PARTS * tl.num_programs(1))
     total = tl.zeros([BLOCK], tl.int64)
     for at in tl.range(0, share, BLOCK):
         place = index * share + at + lane
-        there = (at + lane < share) & (place < count)
-        total += tl.load(words + place, mask=there, other=0).to(tl.int64)
+        valid = (at + lane < share) & (place < count)
+        total += tl.load(words + place, mask=valid, other=0).to(tl.int64)
     tl.store(largest + index, tl.max(best, 0))
     tl.store(sums + index, tl.sum(total, 0))
     tl.store(wrong + index, tl.sum(bad, 0))
@@ -212,13 +212,13 @@ def finish_kernel(
     """Process all rows in one program with one wave, so that all digests are read before any of them is written."""
     row = tl.arange(0, ROWS)
     at = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-    there = (row < count)[:, None]
-    column = index_of(tl.max(tl.load(largest + at, mask=there, other=LEAST), 1), 2147483648).to(tl.int64)
+    valid = (row < count)[:, None]
+    column = index_of(tl.max(tl.load(largest + at, mask=valid, other=LEAST), 1), 2147483648).to(tl.int64)
     tl.store(tokens + row, column, mask=row < count)
-    digest = tl.sum(tl.sum(tl.load(sums + at, mask=there, other=0), 1) + tl.where(row < count, column, 0), 0)
+    digest = tl.sum(tl.sum(tl.load(sums + at, mask=valid, other=0), 1) + tl.where(row < count, column, 0), 0)
     if further is not None:
         digest += tl.load(further)
-    bad = tl.sum(tl.sum(tl.load(wrong + at, mask=there, other=0), 1), 0)
+    bad = tl.sum(tl.sum(tl.load(wrong + at, mask=valid, other=0), 1), 0)
     tl.store(doubt, tl.load(doubt) + bad.to(tl.float32))
     slot = tl.arange(0, SLOTS)
     earlier = tl.load(digests + slot + 1, mask=slot < KEPT - 1, other=0)
@@ -234,7 +234,7 @@ def append_kernel(
     ends,  # [ENDS] int64, or None
     pad,  # [] int64, or None
     out,  # [B, S + 1] int64
-    going,  # [B] int64, the rows that are unfinished afterwards
+    unfinished_after,  # [B] int64, the rows that are unfinished afterwards
     done,  # [] uint8
     length,  # S
     rows,  # B
@@ -244,31 +244,31 @@ def append_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write BLOCK columns of one row; the first program also determines the unfinished rows."""
-    this = tl.program_id(1).to(tl.int64)
+    own_row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(ids + this * length + column, mask=column < length, other=0)
-    value = tl.where(column == length, _next(tokens + this, unfinished + this, pad, None), value)
-    tl.store(out + this * (length + 1) + column, value, mask=column <= length)
+    value = tl.load(ids + own_row * length + column, mask=column < length, other=0)
+    value = tl.where(column == length, _next(tokens + own_row, unfinished + own_row, pad, None), value)
+    tl.store(out + own_row * (length + 1) + column, value, mask=column <= length)
     if tl.program_id(0) + tl.program_id(1) == 0:
         row = tl.arange(0, ROWS)
-        there = row < rows
-        on = tl.load(unfinished + row, mask=there, other=0)
+        valid = row < rows
+        remaining = tl.load(unfinished + row, mask=valid, other=0)
         if ENDS:
             slot = tl.arange(0, SLOTS)
             end = tl.load(ends + slot, mask=slot < ENDS, other=0)
-            token = _next(tokens + row, unfinished + row, pad, there)
+            token = _next(tokens + row, unfinished + row, pad, valid)
             equal = (token[:, None] == end[None, :]) & (slot < ENDS)[None, :]
-            on = tl.where(tl.max(equal.to(tl.int32), 1) > 0, 0, on)
-        tl.store(going + row, on, mask=there)
-        tl.store(done, tl.where(tl.max(on, 0) == 0, 1, 0).to(tl.uint8))
+            remaining = tl.where(tl.max(equal.to(tl.int32), 1) > 0, 0, remaining)
+        tl.store(unfinished_after + row, remaining, mask=valid)
+        tl.store(done, tl.where(tl.max(remaining, 0) == 0, 1, 0).to(tl.uint8))
 
 
 @triton.jit
-def _next(tokens, unfinished, pad, there):
+def _next(tokens, unfinished, pad, valid):
     """The tokens of rows. A row that has ended gets the padding token, if there is one."""
-    token = tl.load(tokens, mask=there)
+    token = tl.load(tokens, mask=valid)
     if pad is not None:
-        token = tl.where(tl.load(unfinished, mask=there) != 0, token, tl.load(pad))
+        token = tl.where(tl.load(unfinished, mask=valid) != 0, token, tl.load(pad))
     return token
 
 
@@ -289,9 +289,11 @@ def _begin_build(
     given += ["header"] if header else []
     windows = ["window_2" if masks == 2 else "window"] if window else []
     pointers = {name: f"*{mask}" if name.startswith("mask") else "*i64" for name in given}
-    every = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further", "header"]
+    optional = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further", "header"]
     numbers = ["position", "row", "row_2", "first", "drafts", "length", "more", "size", "size_2"]
-    fixed: dict[str, object] = {name: None for name in (*every, "window", "window_2") if name not in (*given, *windows)}
+    fixed: dict[str, object] = {
+        name: None for name in (*optional, "window", "window_2") if name not in (*given, *windows)
+    }
     clocks = (2 + masks) * tokens
     return Build(
         begin_kernel,
@@ -349,7 +351,7 @@ def _finish_build(parts: int, rows: int, *, further: bool = False) -> Build:
 
 def _append_build(rows: int, ends: int, *, padded: bool = True) -> Build:
     absent = {**({} if ends else {"ends": None}), **({} if padded else {"pad": None})}
-    names = ("ids", "tokens", "unfinished", "ends", "pad", "out", "going")
+    names = ("ids", "tokens", "unfinished", "ends", "pad", "out", "unfinished_after")
     return Build(
         append_kernel,
         {

@@ -239,7 +239,7 @@ def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
     if shapes_only:
         return
     print(f"not tuned: {job.obstacle}")
-    for how, line in job.elsewhere.items():
+    for how, line in job.commands.items():
         print(f"{how}, on the machine with the GPU:\n  {shlex.join(line)}")
 
 

@@ -182,8 +182,8 @@ def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
 
 
 def _gradients(explanation: Facts) -> str:
-    where, generates = ("in direct calls ", "; generate does this itself") if explanation.decoding else ("", "")
-    return f"not fused {where}while gradients are enabled: use torch.inference_mode(){generates}"
+    scope, note = ("in direct calls ", "; generate does this itself") if explanation.decoding else ("", "")
+    return f"not fused {scope}while gradients are enabled: use torch.inference_mode(){note}"
 
 
 def _distinct(lines: Iterable[str]) -> Iterator[str]:
@@ -223,13 +223,13 @@ def _kernels(kernels: tuple[Kernel, ...], most: int) -> Iterator[str]:
         for name, reason in kernel.refused:
             tier = name.partition("/")[0]
             if tier != kernel.tier:
-                elsewhere = f" for {kernel.situation}" if tier in tiers[kernel.operation] else ""
-                refused.setdefault((tier, reason), {})[f"{kernel.operation}{elsewhere}"] = None
+                situation = f" for {kernel.situation}" if tier in tiers[kernel.operation] else ""
+                refused.setdefault((tier, reason), {})[f"{kernel.operation}{situation}"] = None
     yield f"kernels: {by_tier(kernels)}"
     everything = {kernel.operation for kernel in kernels}
     for (tier, reason), operations in list(refused.items())[:most]:
-        where = "" if everything == operations.keys() else f" ({', '.join(operations)})"
-        yield f"  not {tier}{where}: {reason}"
+        scope = "" if everything == operations.keys() else f" ({', '.join(operations)})"
+        yield f"  not {tier}{scope}: {reason}"
     if len(refused) > most:
         yield f"  and {len(refused) - most} more reason{'s' * (len(refused) > most + 1)}, in the details"
 

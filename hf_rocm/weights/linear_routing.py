@@ -197,7 +197,7 @@ def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
     return forward
 
 
-def _wanted(backend: str, force: bool | None, what: str) -> bool:
+def _wanted(backend: str, force: bool | None, subject: str) -> bool:
     """Whether to route on this machine. Raises `OptionError` if an argument is invalid or the backend unavailable."""
     backend_of(backend)
     require_switches(force=force)
@@ -212,7 +212,7 @@ def _wanted(backend: str, force: bool | None, what: str) -> bool:
                 facts={"reason": "this PyTorch is not a ROCm build"},
                 hint="use linear_backend='auto', which leaves the model stock here",
             )
-        _log.warning("%s stays stock: this PyTorch is not a ROCm build, so no GEMM is routed", what)
+        _log.warning("%s stays stock: this PyTorch is not a ROCm build, so no GEMM is routed", subject)
         return False
     return True
 

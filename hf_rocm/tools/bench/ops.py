@@ -112,7 +112,7 @@ def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) ->
 def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]] | None:
     """Return the outputs of the eager tier in the inputs' dtype and in fp64, or None if they don't fit into memory."""
     try:
-        wide = tuple(tensors.double() if tensors.is_floating_point() else tensors for tensors in inputs)
+        wide = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
         with options.override(tier="eager"):
             return _outputs(case.call(*inputs)), _outputs(case.call(*wide))
     except torch.OutOfMemoryError:

@@ -72,7 +72,7 @@ def bench_ranks(
         store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False
         )
-        question = {
+        task = {
             "folder": folder,
             "blank": subject.shape is not None,
             "subject": {
@@ -89,10 +89,10 @@ def bench_ranks(
             "world": ranks,
             "port": store.port,
         }
-        (place / "question.json").write_text(json.dumps(question), encoding="utf-8")
+        (place / "task.json").write_text(json.dumps(task), encoding="utf-8")
         _follow(place, subject, ranks, progress)
-        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
-    return Segment.from_dict(answer)
+        result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
+    return Segment.from_dict(result)
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
@@ -110,18 +110,18 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
             hint="select others with --sides",
         )
     if subject.device.type == "cuda":
-        there = torch.cuda.device_count()
+        available = torch.cuda.device_count()
         if subject.device.index:
             raise OptionError(
                 "--tp uses the first GPUs of this machine",
                 facts={"--device": subject.device},
                 hint="omit --device, and select GPUs with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
             )
-        if there < ranks:
+        if available < ranks:
             raise OptionError(
                 f"--tp {ranks} needs {ranks} GPUs",
-                facts={"found": there},
-                hint=f"--tp {there}, or --device cpu to test the command" if there > 1 else "omit --tp",
+                facts={"found": available},
+                hint=f"--tp {available}, or --device cpu to test the command" if available > 1 else "omit --tp",
             )
     heads.check(_config(subject), ranks, {"tp_plan": "auto"})
 

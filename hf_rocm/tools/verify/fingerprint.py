@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(head.encode()).hexdigest()[:16]
 
 
-def together(fingerprints: Mapping[str, str]) -> str:
+def combined(fingerprints: Mapping[str, str]) -> str:
     """Return one checksum for a set of checksums."""
     return hashlib.sha256("\n".join(f"{k} {v}" for k, v in sorted(fingerprints.items())).encode()).hexdigest()[:16]
 

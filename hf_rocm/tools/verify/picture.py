@@ -9,9 +9,9 @@ from hf_rocm.tools.drawing import Box, Curve, Dot, Line, Part, Picture, Words
 from hf_rocm.tools.verify.check import LayerError
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 900, 434, 84, 98, 24, 92
-_OURS, _STOCK, _ALLOWED, _INK, _GRID = "#c8102e", "#5b6770", "#d98e04", "#1d2329", "#dfe3e6"
+_HF_ROCM, _STOCK, _ALLOWED, _INK, _GRID = "#c8102e", "#5b6770", "#d98e04", "#1d2329", "#dfe3e6"
 
-_VERDICT = {True: "#2f855a", False: _OURS}
+_VERDICT = {True: "#2f855a", False: _HF_ROCM}
 
 
 def picture(
@@ -28,15 +28,15 @@ def picture(
         Words(_LEFT - 60, 84, "relative error of the worst position", size=12, colour=_INK),
         *scale.grid(),
         scale.curve([layer.stock_travelled for layer in layers], _STOCK, "stock, end to end"),
-        scale.curve([layer.travelled for layer in layers], _OURS, "hf_rocm, end to end"),
+        scale.curve([layer.travelled for layer in layers], _HF_ROCM, "hf_rocm, end to end"),
         *scale.bounds([layer.allowed for layer in layers]),
     ]
     for place, layer in enumerate(layers):
         wrong = not layer.own <= layer.allowed
         x, y = scale.x(place), scale.y(layer.own)
-        parts += [Dot(x, scale.y(layer.stock_own), 3, _STOCK), Dot(x, y, 6 if wrong else 3.5, _OURS)]
+        parts += [Dot(x, scale.y(layer.stock_own), 3, _STOCK), Dot(x, y, 6 if wrong else 3.5, _HF_ROCM)]
         if wrong:
-            parts.append(Words(x + 9, y + 4, layer.layer, colour=_OURS))
+            parts.append(Words(x + 9, y + 4, layer.layer, colour=_HF_ROCM))
     return Picture(_WIDTH, _HEIGHT, (*parts, *_legend()), title)
 
 
@@ -86,9 +86,9 @@ def _legend() -> Iterator[Part]:
     y = _HEIGHT - 26
     # label → (colour, radius); radius 0 means a line
     marks: dict[str, tuple[str, float]] = {
-        "hf_rocm, end to end": (_OURS, 0),
+        "hf_rocm, end to end": (_HF_ROCM, 0),
         "stock, end to end": (_STOCK, 0),
-        "hf_rocm, layer alone": (_OURS, 3.5),
+        "hf_rocm, layer alone": (_HF_ROCM, 3.5),
         "stock, layer alone": (_STOCK, 3),
         "allowed for a layer": (_ALLOWED, 0),
     }

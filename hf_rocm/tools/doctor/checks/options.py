@@ -45,7 +45,7 @@ def options(facts: Facts) -> Iterator[Finding]:
                 f"unset {name}" + (f", or rename it to {near}" if near else "") for name, near in strange.items()
             ),
         )
-    restricted = {name: why for name, (value, why) in RESTRICTING.items() if facts.set(name) == value}
+    restricted = {name: reason for name, (value, reason) in RESTRICTING.items() if facts.set(name) == value}
     if parsed.tiers and facts.set("HF_ROCM_TIER"):
         restricted["HF_ROCM_TIER"] = f"named tiers must work or raise ({facts.set('HF_ROCM_TIER')})"
     if restricted:
@@ -56,6 +56,6 @@ def options(facts: Facts) -> Iterator[Finding]:
             fix=f"unset {' '.join(restricted)}, unless that is what you want",
         )
         return
-    given = [f"{option.name}={facts.set(option.name)}" for option in settings.VARIABLES if facts.set(option.name)]
-    if given or not strange:
-        yield ok("options", ", ".join(given) or "hf_rocm's own variables are unset: everything is automatic")
+    assigned = [f"{option.name}={facts.set(option.name)}" for option in settings.VARIABLES if facts.set(option.name)]
+    if assigned or not strange:
+        yield ok("options", ", ".join(assigned) or "hf_rocm's own variables are unset: everything is automatic")

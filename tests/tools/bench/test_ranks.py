@@ -196,11 +196,11 @@ def test_the_number_of_equal_leading_tokens_is_reported():
     one.task = SimpleNamespace(sides=["stock", "hf_rocm"])
     first, other = rank._Samples(), rank._Samples()
     first.tokens = other.tokens = torch.arange(20).reshape(2, 10)
-    assert one._against(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"
+    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"
     other.tokens = first.tokens.clone()
     other.tokens[1, 8] = 0
-    assert one._against(first, other, Case("decode", 2, 6, 4)).startswith("the first 2 new tokens agree with those of")
-    assert one._against(first, other, Case("prefill", 2, 6)) is None
+    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)).startswith("the first 2 new tokens agree with those of")
+    assert one._agreement_note(first, other, Case("prefill", 2, 6)) is None
 
 
 def test_the_communicated_bytes_follow_from_the_sharded_layers(model):

@@ -20,8 +20,8 @@ class Served(Protocol):
 def by_tier(served: Iterable[Served]) -> str:
     """Return the operations, each once, grouped by tier: `linear, rope by triton; finish_step by torch`."""
     tiers: dict[str, dict[str, None]] = {}
-    for one in served:
-        tiers.setdefault(one.tier, {})[one.operation] = None
+    for route in served:
+        tiers.setdefault(route.tier, {})[route.operation] = None
     return "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in tiers.items())
 
 

@@ -111,13 +111,13 @@ def _served(parts: tuple[Part, ...], step: _Step) -> Iterator[str]:
 def _stock(stock: tuple[Stock, ...], width: int, step: _Step) -> Iterator[str]:
     """Yield the stock classes by reason."""
     reasons: dict[str, list[Stock]] = {}
-    for one in stock:
-        reasons.setdefault(one.reason, []).append(one)
+    for entry in stock:
+        reasons.setdefault(entry.reason, []).append(entry)
     if step >= _Step.COMPACT and reasons:
-        yield f"  stock: {sum(one.instances for one in stock)} modules, listed in the details"
+        yield f"  stock: {sum(entry.instances for entry in stock)} modules, listed in the details"
         return
     if step >= _Step.COUNTED_STOCK and reasons:
-        counts = {reason: sum(one.instances for one in classes) for reason, classes in reasons.items()}
+        counts = {reason: sum(entry.instances for entry in classes) for reason, classes in reasons.items()}
         yield f"  stock: {'; '.join(f'{reason} × {count}' for reason, count in counts.items())}"
         return
     for reason, classes in reasons.items():
@@ -127,7 +127,7 @@ def _stock(stock: tuple[Stock, ...], width: int, step: _Step) -> Iterator[str]:
 
 
 def _counted(classes: list[Stock], most: int) -> str:
-    named = [f"{one.cls} × {one.instances}" for one in classes[:most]]
+    named = [f"{entry.cls} × {entry.instances}" for entry in classes[:most]]
     rest = len(classes) - len(named)
     return ", ".join([*named, f"and {rest} more class{'es' * (rest > 1)}"] if rest > 0 else named)
 
@@ -171,7 +171,7 @@ def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:
         lines.append(f"replaced later by other code: {', '.join(explanation.replaced)}")
-    listed = {one.reason for one in explanation.stock}
+    listed = {entry.reason for entry in explanation.stock}
     lines += [
         f"{name}: {reason}"
         for name, reason in explanation.without_overlay.items()

@@ -172,8 +172,8 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     """Route every plain `nn.Linear` of the process within the block, as `route_linear` does for a model.
 
     linear_backend, force: as in `route_linear`. The forward of the class `nn.Linear` is replaced, and restored at the
-    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement is kept and the
-    `hf_rocm` logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
+    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement is kept, and a
+    warning is logged. The replacement may call hf_rocm's forward, which then only calls the original.
     """
     if not _wanted(linear_backend, force, "nn.Linear"):
         yield

@@ -158,7 +158,7 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
         if high - low >= 1:
             middle = top + BAR / 2
             parts.append(Line(low, middle, high, middle, INK))
-            parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
+            parts.extend(Line(x, middle - 4, x, middle + 4, INK) for x in (low, high))
         if panel.floor is not None:
             line = MARGIN + panel.floor * scale
             parts.append(Line(line, top - 2, line, top + BAR + 2, FLOOR, dashed=True))

@@ -120,8 +120,8 @@ def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], lis
 
 
 def _wrong(actual: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> str | None:
-    for one, its_eager, its_exact in zip(actual, eager, exact, strict=True):
-        reason = compare(one, its_eager, its_exact).refusal
+    for output, eager_output, exact_output in zip(actual, eager, exact, strict=True):
+        reason = compare(output, eager_output, exact_output).refusal
         if reason is not None:
             return reason
     return None

@@ -80,7 +80,7 @@ def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, si
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.no_grad(), chosen.turn():
         for _ in range(2):
-            _run_case(chosen, case, _Nothing())
+            _run_case(chosen, case, _NoRecorder())
         recorder = torch.profiler.profile(activities=activities)
         _run_case(chosen, case, recorder)
     trace.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def summarise(title: str, work: Sequence[Work], steps: int) -> Profile:
     return Profile(title, steps, kernels, busy / steps, span / steps, tuple(longest))
 
 
-class _Nothing:
+class _NoRecorder:
     def start(self) -> None: ...
 
     def stop(self) -> None: ...

@@ -61,17 +61,17 @@ def main(folder: str, rank: int) -> int:
 
     After a failure the process must end at once (`os._exit`), since an orderly exit would wait for blocked ranks.
     """
-    place = Path(folder)
+    directory = Path(folder)
     try:
-        data = json.loads((place / "task.json").read_text(encoding="utf-8"))
+        data = json.loads((directory / "task.json").read_text(encoding="utf-8"))
         task = Task(**{**data, "cases": [Case(*case) for case in data["cases"]]})
-        result = _Rank(task, rank, place).run()
+        result = _Rank(task, rank, directory).run()
         if rank == 0:
-            files.write(place / "result.json", json.dumps(result.to_dict()))
+            files.write(directory / "result.json", json.dumps(result.to_dict()))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - the command that started this process reports any error
         traceback.print_exc()
-        files.write(place / f"failed-{rank}.json", json.dumps({"at": time.time(), **_words(error)}))
+        files.write(directory / f"failed-{rank}.json", json.dumps({"at": time.time(), **_words(error)}))
         return 1
     dist.destroy_process_group()
     return 0
@@ -85,8 +85,8 @@ def _words(error: BaseException) -> dict[str, Any]:
 
 
 class _Rank:
-    def __init__(self, task: Task, rank: int, place: Path) -> None:
-        self.task, self.rank, self.place = task, rank, place
+    def __init__(self, task: Task, rank: int, directory: Path) -> None:
+        self.task, self.rank, self.directory = task, rank, directory
         gpu = task.subject["device"] == "cuda"
         self.device = torch.device("cuda", rank) if gpu else torch.device("cpu")
         if gpu:
@@ -108,7 +108,7 @@ class _Rank:
 
     def progress(self, text: str) -> None:
         if self.rank == 0:
-            files.write(self.place / "progress", text)
+            files.write(self.directory / "progress", text)
 
     def run(self) -> Segment:
         requested = self.task

@@ -83,8 +83,8 @@ def fusable(group: tuple[Any, ...]) -> bool:
     """Return whether the loader can fuse these layers, given their types, shapes, dtypes and biases."""
     return (
         len(group) > 1
-        and all(type(shape) is Linear for shape in group)
-        and len({(shape.weight.shape[1], shape.weight.dtype, shape.bias is None) for shape in group}) == 1
+        and all(type(layer) is Linear for layer in group)
+        and len({(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in group}) == 1
     )
 
 

@@ -184,9 +184,15 @@ def _arguments(subject: Subject, step: Step, past: Any) -> dict[str, Any]:
         arguments["attention_mask"] = step.mask.to(subject.device)
     if past is None:
         return {**arguments, "use_cache": False} if subject.kind != ENCODER else arguments
-    place = torch.arange(step.start, step.start + step.ids.shape[1], device=subject.device)
-    positions = place[None] if step.positions is None else step.positions.to(subject.device)
-    return {**arguments, "position_ids": positions, "cache_position": place, "past_key_values": past, "use_cache": True}
+    cache_position = torch.arange(step.start, step.start + step.ids.shape[1], device=subject.device)
+    positions = cache_position[None] if step.positions is None else step.positions.to(subject.device)
+    return {
+        **arguments,
+        "position_ids": positions,
+        "cache_position": cache_position,
+        "past_key_values": past,
+        "use_cache": True,
+    }
 
 
 def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:

@@ -102,9 +102,9 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     fault = None
     if not worst <= bound:
         # The negated comparison is also true if the difference is NaN.
-        place = int((~(gaps <= bound)).nonzero()[0])
-        words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
-        fault = Fault(f"step {place}", words, float(gaps[place]), bound)
+        index = int((~(gaps <= bound)).nonzero()[0])
+        words = f"token {int(text[index])} instead of {int(exact[index].argmax())}"
+        fault = Fault(f"step {index}", words, float(gaps[index]), bound)
     return Check(*name, PASSED if fault is None else FAILED, worst, bound, numbers, note, fault)
 
 

@@ -56,7 +56,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
                 exact = wide.get(layer, {}).get(name)
                 if exact is not None and exact.shape == value.shape and value.shape[1] >= LEAST:
                     errors.setdefault((layer, name), []).append(_compared(value, exact, rerouted))
-    own = {place: allowed(own_errors, subject.dtype) for place, own_errors in errors.items()}
+    own = {point: allowed(own_errors, subject.dtype) for point, own_errors in errors.items()}
     usual: dict[str, list[Allowed]] = {}
     for (_, name), bound in own.items():
         usual.setdefault(name, []).append(bound)
@@ -76,7 +76,7 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
     run: a run in which every layer had the same input as in stock.
     """
-    order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
+    order = {layer: index for index, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}
     for exact, points in zip(reference.local.points, run.points, strict=True):
         for layer, names in exact.items():

@@ -37,19 +37,19 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
     step = torch.finfo(subject.dtype).eps
     loss, bound = abs(actual[0] - exact[0]), allowed_error(abs(eager[0] - exact[0]), subject.dtype, abs(exact[0]))
     numbers = {"loss": actual[0], "loss_reference": exact[0], "loss_error": loss, "loss_allowed": bound}
-    places = list(exact[1])
+    names = list(exact[1])
     errors, usual = _differences(actual[1], exact[1], step), _differences(eager[1], exact[1], step)
     median = statistics.median(error.typical for error in usual.values())
-    limit = {name: allowed_error(max(usual[name].typical, median), subject.dtype) for name in places}
-    wrong = [name for name in places if not errors[name].finite or errors[name].typical > limit[name]]
-    numbers["parameters"] = float(len(places))
+    limit = {name: allowed_error(max(usual[name].typical, median), subject.dtype) for name in names}
+    wrong = [name for name in names if not errors[name].finite or errors[name].typical > limit[name]]
+    numbers["parameters"] = float(len(names))
     fault = None
     if wrong:
         fault = _fault_of(subject, wrong, errors, limit)
     elif not loss <= bound:
         fault = Fault("loss", "the value", loss, bound)
-    worst = max(places, key=lambda name: errors[name].typical if errors[name].finite else math.inf)
-    note = f"loss {actual[0]:.6g}, reference {exact[0]:.6g}; {len(places)} gradients; {worst} has the largest error"
+    worst = max(names, key=lambda name: errors[name].typical if errors[name].finite else math.inf)
+    note = f"loss {actual[0]:.6g}, reference {exact[0]:.6g}; {len(names)} gradients; {worst} has the largest error"
     status = PASSED if fault is None else FAILED
     return Check(NAME, TITLE, status, errors[worst].typical, limit[worst], numbers, note, fault)
 

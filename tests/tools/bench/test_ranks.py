@@ -199,7 +199,9 @@ def test_the_number_of_equal_leading_tokens_is_reported():
     assert one._agreement_note(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"
     other.tokens = first.tokens.clone()
     other.tokens[1, 8] = 0
-    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)).startswith("the first 2 new tokens agree with those of")
+    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)).startswith(
+        "the first 2 new tokens agree with those of"
+    )
     assert one._agreement_note(first, other, Case("prefill", 2, 6)) is None
 
 

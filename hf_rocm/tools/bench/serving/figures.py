@@ -122,5 +122,5 @@ def _row(label: str, cells: Sequence[str], better: str = "") -> Row:
     return (label, *cells, better)
 
 
-def _ratio(more: float, less: float) -> str:
-    return f"{more / less:.2f}" if less else ""
+def _ratio(numerator: float, denominator: float) -> str:
+    return f"{numerator / denominator:.2f}" if denominator else ""

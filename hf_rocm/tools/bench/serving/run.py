@@ -156,11 +156,11 @@ class _Run:
     def drive(self, server: Server, load: Load, requests: Sequence[Request], stage: str) -> Traffic:
         """Send the requests. Raises `ServeError` as soon as the server has ended."""
 
-        def count(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             self.progress(f"{server.side}: {stage}, {done} of {total} answers")
 
         send = partial(send_request, server.port, self.model, timeout=self.settings.timeout)
-        traffic = asyncio.run(_watched(server, drive(load, list(requests), send, progress=count)))
+        traffic = asyncio.run(_watched(server, drive(load, list(requests), send, progress=report_progress)))
         if any(answer.error in LOST for answer in traffic.answers):
             server.check(_DURING, grace=_GRACE)
         return traffic

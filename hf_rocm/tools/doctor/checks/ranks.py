@@ -25,7 +25,9 @@ def ranks(facts: Facts) -> Iterator[Finding]:
     if not present:
         return
     missing = [name for name in NEEDED if name not in present]
-    strange = [f"{name}={facts.set(name)}" for name in NUMBERS if facts.set(name) and not facts.set(name).isdecimal()]
+    not_numbers = [
+        f"{name}={facts.set(name)}" for name in NUMBERS if facts.set(name) and not facts.set(name).isdecimal()
+    ]
     if missing:
         yield warning(
             "several",
@@ -33,14 +35,14 @@ def ranks(facts: Facts) -> Iterator[Finding]:
             means="torch.distributed treats this process as one of several, and fails or waits for the others",
             fix=f"start it with torchrun, which sets all of them; else unset {' '.join(present)}",
         )
-    elif strange:
-        yield _invalid(", ".join(strange) + ": not a number")
+    elif not_numbers:
+        yield _invalid(", ".join(not_numbers) + ": not a number")
     elif int(facts.set("RANK")) >= int(facts.set("WORLD_SIZE")):
         yield _invalid(f"RANK={facts.set('RANK')} with WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks are numbered from 0")
     else:
         yield ok("several", ", ".join(f"{name} {facts.set(name)}" for name in NEEDED[:3]))
         yield from _several_hosts(facts)
-    if not strange:
+    if not not_numbers:
         yield from _gpus(facts)
 
 

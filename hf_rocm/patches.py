@@ -104,10 +104,10 @@ class _User:
     def __init__(self, user: Any) -> None:
         self.number = id(user)
         self.changes: list[Change] = []
-        self.ref: ReferenceType[Any] = ref(user, self._is_gone)
+        self.ref: ReferenceType[Any] = ref(user, self._on_collected)
 
     # bound as a default argument, because globals may have been deleted at interpreter exit
-    def _is_gone(self, _: object, gone: deque[_User] = _gone) -> None:
+    def _on_collected(self, _: object, gone: deque[_User] = _gone) -> None:
         gone.append(self)
 
 
@@ -120,10 +120,11 @@ _undone: WeakSet[Change] = WeakSet()
 
 
 def apply(*changes: Change, user: Any) -> None:
-    """Apply these changes for a user, all or none. Changes that this user already has are skipped.
+    """Apply these changes for a user, all or none.
 
-    A change that was undone is written again only if the value below hf_rocm's replacements is its original.
-    Otherwise other code's wrapper may still call the replacement, so the change is only made live again.
+    A live change is written again only if other code has removed its replacement. A change that was undone is written
+    again only if the value below hf_rocm's replacements is its original. Otherwise other code's wrapper may still call
+    the replacement, so the change is only made live again.
     """
     with _operation():
         record = _users.get(id(user))

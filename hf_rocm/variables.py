@@ -20,20 +20,20 @@ def unknown(names: Iterable[str], known: Iterable[str]) -> dict[str, str | None]
     to the name of an option. Other programs also have variables that begin with USE_.
     """
     options = set(known)
-    strange = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))
-    if not strange:
+    candidates = sorted(name for name in set(names) - options if name.startswith((_PREFIX, *_SHARED)))
+    if not candidates:
         return {}
     # Imported here to keep check_version cheap.
     from difflib import get_close_matches
 
-    found: dict[str, str | None] = {}
-    for name in strange:
+    matches: dict[str, str | None] = {}
+    for name in candidates:
         prefix = next(prefix for prefix in (_PREFIX, *_SHARED) if name.startswith(prefix))
         own = [option.removeprefix(prefix) for option in options if option.startswith(prefix)]
         near = get_close_matches(name.removeprefix(prefix), own, 1, 0.6 if prefix == _PREFIX else 0.9)
         if near or prefix == _PREFIX:
-            found[name] = prefix + near[0] if near else None
-    return found
+            matches[name] = prefix + near[0] if near else None
+    return matches
 
 
 def warn_of_unknown(names: Iterable[str], known: Iterable[str]) -> None:

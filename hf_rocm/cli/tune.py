@@ -239,8 +239,9 @@ def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
     if shapes_only:
         return
     print(f"not tuned: {job.obstacle}")
-    for label, line in job.elsewhere.items():
-        print(f"{label}, on the machine with the GPU:\n  {shlex.join(line)}")
+    for label, line in job.commands.items():
+        print(f"{label}, on the machine with the GPU:
+  {shlex.join(line)}")
 
 
 def _print_checked(table: Checked) -> None:

@@ -23,7 +23,7 @@ from hf_rocm import patches
 from hf_rocm.architectures import KFD_NODES, gfx_of_node, system_file
 from hf_rocm.known_faults import MappedCopyFault, mapped_copy_fault
 from hf_rocm.patches import Change
-from hf_rocm.weights.mmap_pages import give_back
+from hf_rocm.weights.mmap_pages import release_pages
 
 _log = logging.getLogger("hf_rocm")
 _logged: set[str] = set()
@@ -89,7 +89,7 @@ class _Wrapper:
         # contiguous even for a slice, so that only the copied part is read, and large copies occupy whole pages
         copy = mapped.clone(memory_format=torch.contiguous_format)
         if mapped.is_contiguous():
-            give_back(mapped)
+            release_pages(mapped)
         return copy if self._device == "cpu" else copy.to(self._device)
 
 

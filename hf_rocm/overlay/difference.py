@@ -106,7 +106,7 @@ def _definitions(state: FileState) -> str:
 
 def _sentences(state: FileState) -> Iterator[str]:
     for difference in state.differences:
-        actual = f"digest {difference.found}" if difference.found else "not defined"
+        actual = f"digest {difference.digest}" if difference.digest else "not defined"
         yield f"{difference.name} in {difference.file}: {actual} in transformers {state.release}"
         for digest, releases in difference.expected.items():
             yield f"  expected digest {digest}, as in transformers {release_span(releases)}"

@@ -80,7 +80,7 @@ def _prospect(state: FileState, catalog: Catalog) -> Prospect:
     if state.differences:
         names = ", ".join(difference.name for difference in state.differences)
         digests = "; ".join(
-            f"{change.name} is {f'{change.found} here' if change.found else 'gone'}, {_seen(change.expected)}"
+            f"{change.name} is {f'{change.digest} here' if change.digest else 'gone'}, {_seen(change.expected)}"
             for change in state.differences
         )
         return Prospect(state.model, False, f"upstream changed {names}, which its overlay needs ({digests})")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hf_rocm.overlay.dependencies import OWN, Reference, is_mapping, is_registry, of_call, of_class, of_function
 from hf_rocm.patches import ABSENT
 
-Answer = TypeVar("Answer", bound=Callable[..., object])
+Function = TypeVar("Function", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
 
@@ -63,7 +63,7 @@ class Watch:
         self.unchanged = _compiled(self.references, expected)
 
 
-def constant_in_traces(function: Answer) -> Answer:
+def constant_in_traces(function: Function) -> Function:
     """Make torch.compile call a function while it traces and treat the result as a constant of the compiled code."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -101,7 +101,7 @@ def replacement_among(references: Iterable[Reference], known: frozenset[str] = O
 
 
 def origin(value: Any) -> str:
-    """The module that defines a function or a class.
+    """Return the name of the module that defines a function or a class, or of the module of another value's class.
 
     For functions, `__module__` is not used, because functools.wraps copies it from the wrapped function.
     """
@@ -136,23 +136,28 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
         # This is a flag, such as `Cache.is_compileable` in 4.x.
         return False
     if package not in OWN:
-        written = isinstance(value, (FunctionType, BuiltinFunctionType, type))
+        is_definition = isinstance(value, (FunctionType, BuiltinFunctionType, type))
         # The standard library, for example functools.partial, is not a stranger.
-        return not (written and package in sys.stdlib_module_names)
+        return not (is_definition and package in sys.stdlib_module_names)
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False
     # a function of another model, unless the file imports it
-    here = str(holder.get("__name__", home))
+    module = str(holder.get("__name__", home))
     models = "transformers.models."
-    return home.startswith(models) and here.startswith(models) and home != here and not _imports(here, reference.name)
+    return (
+        home.startswith(models)
+        and module.startswith(models)
+        and home != module
+        and not _imports(module, reference.name)
+    )
 
 
 def _is_foreign_classes_own(cls: type, name: str, value: Any) -> bool:
     """Whether a method is defined by a class of another package, and is therefore not a replacement."""
     if cls.__module__.partition(".")[0] in OWN:
         return False
-    written = getattr(value, "__qualname__", None)
-    return any(written == f"{parent.__qualname__}.{name}" for parent in cls.__mro__ if name in vars(parent))
+    qualified = getattr(value, "__qualname__", None)
+    return any(qualified == f"{parent.__qualname__}.{name}" for parent in cls.__mro__ if name in vars(parent))
 
 
 def _imports(module: str, name: str) -> bool:

@@ -158,12 +158,12 @@ def no_overlay(installation: Installation, catalog: Catalog, model: str | None =
 
 
 def _no_model(installation: Installation, catalog: Catalog, model: str) -> OverlayError:
-    seen = catalog.releases(model)
+    releases = catalog.releases(model)
     return OverlayError(
         f"transformers {installation.version} has no model {model}",
         facts={
             "file": _file(installation, model),
-            "expected": f"a release that has it: {release_span(seen)}" if seen else "a release that has it",
+            "expected": f"a release that has it: {release_span(releases)}" if releases else "a release that has it",
             "found": installation.version,
         },
         hint="install one of those releases, or omit the name",

@@ -51,16 +51,16 @@ LISTED = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """One definition whose digest the overlay does not expect. found: its digest, or None if it does not exist."""
+    """One definition whose digest the overlay does not expect. digest: the actual one; None if it does not exist."""
 
     name: str
     file: Path
-    found: str | None
+    digest: str | None
     expected: Seen
 
     def to_dict(self) -> dict[str, object]:
         expected = {digest: list(releases) for digest, releases in self.expected.items()}
-        return {"name": self.name, "file": str(self.file), "found": self.found, "expected": expected}
+        return {"name": self.name, "file": str(self.file), "found": self.digest, "expected": expected}
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class FileState:
             facts={
                 "file": first.file,
                 "expected": f"{first.name}{rest} as in transformers {describe(first.expected)}",
-                "found": f"digest {first.found} ({cause})" if first.found else f"no such definition ({cause})",
+                "found": f"digest {first.digest} ({cause})" if first.digest else f"no such definition ({cause})",
             },
             hint=f"{self._matching()}, or run `hf-rocm status --diff {self.model}`",
         )
@@ -193,8 +193,8 @@ class LeftOut:
     def sentences(self, release: str) -> list[str]:
         """Return one line about the absent models, and one line per reason. Omits details if there are many reasons."""
         count = len(self.absent)
-        what = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
-        absent = [f"{what} not in transformers {release}"] if count else []
+        subject = "1 model with an overlay is" if count == 1 else f"{count} models with an overlay are"
+        absent = [f"{subject} not in transformers {release}"] if count else []
         by_reason: dict[str, list[str]] = {}
         brief = len(set(self.stock.values())) > LISTED
         for model, reason in self.stock.items():

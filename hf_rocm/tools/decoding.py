@@ -20,8 +20,8 @@ class Served(Protocol):
 def by_tier(served: Iterable[Served]) -> str:
     """Return the operations, each once, grouped by tier: `linear, rope by triton; finish_step by torch`."""
     tiers: dict[str, dict[str, None]] = {}
-    for one in served:
-        tiers.setdefault(one.tier, {})[one.operation] = None
+    for route in served:
+        tiers.setdefault(route.tier, {})[route.operation] = None
     return "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in tiers.items())
 
 
@@ -65,8 +65,8 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
             lines.append(f"recorded because graphs are required, though {suspects.reason(fault)}")
         if state.plain_assistants:
             lines.append(f"uncaptured × {state.plain_assistants}: drafts of an assistant model that is not prepared")
-        lines += [f"uncaptured × {count}: {why}" for why, count in state.turned_away.most_common()]
-    left = noted(model) or refuses_inputs(model)
-    if left is not None:
-        lines.append(f"the steps' inputs are prepared by transformers: {left}")
+        lines += [f"uncaptured × {count}: {cause}" for cause, count in state.turned_away.most_common()]
+    refusal = noted(model) or refuses_inputs(model)
+    if refusal is not None:
+        lines.append(f"the steps' inputs are prepared by transformers: {refusal}")
     return (*lines, *of_batches)

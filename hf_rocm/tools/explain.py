@@ -33,7 +33,7 @@ from hf_rocm.tools.explain_text import Explanation
 from hf_rocm.tools.explanation import Kernel, Part, Stock
 from hf_rocm.tools.forwards import forwards
 from hf_rocm.tools.linears import linears
-from hf_rocm.tools.specifications import specifications, where
+from hf_rocm.tools.specifications import device_of, specifications
 from hf_rocm.tools.tuning.coverage import tuning_of
 from hf_rocm.weights import kinds
 from hf_rocm.weights.prefused import joined_already
@@ -183,10 +183,10 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
     assert binding is not None
     active = [module for module in modules if bind.mode_of(module) != bind.OFF]
     # the weights of covered modules belong to their experts' group
-    weighty = [module for module in active if id(module) not in covered]
+    uncovered = [module for module in active if id(module) not in covered]
     with torch.no_grad():
-        reasons = _why_not_joined(binding, weighty)
-    now = _why_not_joined(binding, weighty)
+        reasons = _why_not_joined(binding, uncovered)
+    current = _why_not_joined(binding, uncovered)
     in_memory = "__hf_rocm_activation__" in binding.home
     return Part(
         cls=cls.__name__,
@@ -198,7 +198,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
         fused=sum(reason is None for reason in reasons),
         not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
         joined=tuple(dict.fromkeys(name for module in active for name in joined_already(module))),
-        gradients=now != reasons,
+        gradients=current != reasons,
         stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
         stock_because=bind.refused(cls) or next(filter(None, map(implementation_replaced, active)), None),
         theirs=sum(_has_its_own_forward(module) for module in active),
@@ -259,7 +259,7 @@ def _machine(model: nn.Module) -> dict[str, str]:
     facts["ROCm"] = torch.version.hip or "none"
     owner, first = next(_parameters(model), (model, None))
     if first is not None:
-        place = where(owner, first)
+        place = device_of(owner, first)
         device = describe(place)
         facts["device"] = f"{place} ({device.arch})" if device.arch else str(place)
         facts["dtype"] = str(first.dtype).removeprefix("torch.")

@@ -111,13 +111,13 @@ def _served(parts: tuple[Part, ...], step: _Step) -> Iterator[str]:
 def _stock(stock: tuple[Stock, ...], width: int, step: _Step) -> Iterator[str]:
     """Yield the stock classes by reason."""
     reasons: dict[str, list[Stock]] = {}
-    for one in stock:
-        reasons.setdefault(one.reason, []).append(one)
+    for entry in stock:
+        reasons.setdefault(entry.reason, []).append(entry)
     if step >= _Step.COMPACT and reasons:
-        yield f"  stock: {sum(one.instances for one in stock)} modules, listed in the details"
+        yield f"  stock: {sum(entry.instances for entry in stock)} modules, listed in the details"
         return
     if step >= _Step.COUNTED_STOCK and reasons:
-        counts = {reason: sum(one.instances for one in classes) for reason, classes in reasons.items()}
+        counts = {reason: sum(entry.instances for entry in classes) for reason, classes in reasons.items()}
         yield f"  stock: {'; '.join(f'{reason} × {count}' for reason, count in counts.items())}"
         return
     for reason, classes in reasons.items():
@@ -127,7 +127,7 @@ def _stock(stock: tuple[Stock, ...], width: int, step: _Step) -> Iterator[str]:
 
 
 def _counted(classes: list[Stock], most: int) -> str:
-    named = [f"{one.cls} × {one.instances}" for one in classes[:most]]
+    named = [f"{entry.cls} × {entry.instances}" for entry in classes[:most]]
     rest = len(classes) - len(named)
     return ", ".join([*named, f"and {rest} more class{'es' * (rest > 1)}"] if rest > 0 else named)
 
@@ -171,7 +171,7 @@ def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
         lines.append(f"quantised: {explanation.quantized}")
     if explanation.replaced:
         lines.append(f"replaced later by other code: {', '.join(explanation.replaced)}")
-    listed = {one.reason for one in explanation.stock}
+    listed = {entry.reason for entry in explanation.stock}
     lines += [
         f"{name}: {reason}"
         for name, reason in explanation.without_overlay.items()
@@ -182,8 +182,8 @@ def _notes(explanation: Facts, width: int, step: _Step) -> Iterator[str]:
 
 
 def _gradients(explanation: Facts) -> str:
-    where, generates = ("in direct calls ", "; generate does this itself") if explanation.decoding else ("", "")
-    return f"not fused {where}while gradients are enabled: use torch.inference_mode(){generates}"
+    scope, note = ("in direct calls ", "; generate does this itself") if explanation.decoding else ("", "")
+    return f"not fused {scope}while gradients are enabled: use torch.inference_mode(){note}"
 
 
 def _distinct(lines: Iterable[str]) -> Iterator[str]:
@@ -223,13 +223,13 @@ def _kernels(kernels: tuple[Kernel, ...], most: int) -> Iterator[str]:
         for name, reason in kernel.refused:
             tier = name.partition("/")[0]
             if tier != kernel.tier:
-                elsewhere = f" for {kernel.situation}" if tier in tiers[kernel.operation] else ""
-                refused.setdefault((tier, reason), {})[f"{kernel.operation}{elsewhere}"] = None
+                situation = f" for {kernel.situation}" if tier in tiers[kernel.operation] else ""
+                refused.setdefault((tier, reason), {})[f"{kernel.operation}{situation}"] = None
     yield f"kernels: {by_tier(kernels)}"
     everything = {kernel.operation for kernel in kernels}
     for (tier, reason), operations in list(refused.items())[:most]:
-        where = "" if everything == operations.keys() else f" ({', '.join(operations)})"
-        yield f"  not {tier}{where}: {reason}"
+        scope = "" if everything == operations.keys() else f" ({', '.join(operations)})"
+        yield f"  not {tier}{scope}: {reason}"
     if len(refused) > most:
         yield f"  and {len(refused) - most} more reason{'s' * (len(refused) > most + 1)}, in the details"
 

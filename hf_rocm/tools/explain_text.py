@@ -98,10 +98,10 @@ def _all_kernels(kernels: tuple[Kernel, ...]) -> Iterator[str]:
     shared = {reason: labels for reason, labels in reasons.items() if len(labels) > 1}
     for reason, labels in shared.items():
         yield f"  refused in several operations: {reason}"
-        where: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for label, names in labels.items():
-            where.setdefault(_SEPARATOR.join(names), []).append(label)
-        yield from (f"    {_SEPARATOR.join(those)}: not {names}" for names, those in where.items())
+            groups.setdefault(_SEPARATOR.join(names), []).append(label)
+        yield from (f"    {_SEPARATOR.join(group)}: not {names}" for names, group in groups.items())
     for kernel in rows:
         yield f"  {_label(kernel)}: {kernel.tier}, {kernel.kernel}"
         for reason, labels in reasons.items():

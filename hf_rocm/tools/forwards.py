@@ -12,23 +12,25 @@ from hf_rocm.tools.decoding import by_tier
 
 def forwards(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     """Return sentences about the models in `model` that don't generate; none if `model` isn't prepared."""
-    off: dict[str, str | None] = report.get("forwards") or {}
+    reasons: dict[str, str | None] = report.get("forwards") or {}
     modules = dict(model.named_modules())
-    encoders = [(name, modules[name], reason) for name, reason in off.items() if name in modules]
+    encoders = [(name, modules[name], reason) for name, reason in reasons.items() if name in modules]
     return tuple(
-        f"{name}: {line}" if name else line for name, encoder, reason in encoders for line in _of(encoder, reason)
+        f"{name}: {line}" if name else line
+        for name, encoder, reason in encoders
+        for line in _encoder_lines(encoder, reason)
     )
 
 
-def _of(model: Any, off: str | None) -> Iterator[str]:
+def _encoder_lines(model: Any, disabled: str | None) -> Iterator[str]:
     from hf_rocm import features
     from hf_rocm.forwards.decide import refuses_model, refuses_state
     from hf_rocm.forwards.state import SETTINGS, known
     from hf_rocm.generation import suspects
     from hf_rocm.options import Switch
 
-    if off is not None or SETTINGS not in model.__dict__:
-        yield f"forwards run uncaptured: {off or 'the model was restored'}"
+    if disabled is not None or SETTINGS not in model.__dict__:
+        yield f"forwards run uncaptured: {disabled or 'the model was restored'}"
         return
     state = known(model)
     required = bool(model.__dict__[SETTINGS]["required"])
@@ -61,5 +63,5 @@ def _of(model: Any, off: str | None) -> Iterator[str]:
     fault = suspects.fault_of(model.device) if required else None
     if fault is not None:
         yield f"recorded because graphs are required, though {suspects.reason(fault)}"
-    for why, count in state.turned_away.most_common():
-        yield f"uncaptured × {count}: {why}"
+    for reason, count in state.turned_away.most_common():
+        yield f"uncaptured × {count}: {reason}"

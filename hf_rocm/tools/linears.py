@@ -21,15 +21,15 @@ def linears(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     """Return sentences about the current state of the model. report: the report of `prepare`."""
     lines = []
     preshuffle: dict[str, Any] = report.get("preshuffle") or {}
-    now = in_force(model)
+    shuffled = in_force(model)
     if preshuffle.get("shuffled"):
         rows = preshuffle["threshold"]
         if rows:
-            words = f"shuffled: {now} as copies, {preshuffle['bytes']} bytes of a budget of {preshuffle['budget']}"
+            words = f"shuffled: {shuffled} as copies, {preshuffle['bytes']} bytes of a budget of {preshuffle['budget']}"
             lines.append(f"{words}, for GEMMs of at least {rows} rows")
         else:
-            lines.append(f"shuffled in place: {now}")
-        lost = len(preshuffle["shuffled"]) - now
+            lines.append(f"shuffled in place: {shuffled}")
+        lost = len(preshuffle["shuffled"]) - shuffled
         if lost > 0:
             lines.append(
                 f"no longer shuffled × {lost}: other code has read, written or moved the weights; "

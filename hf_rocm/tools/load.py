@@ -31,7 +31,7 @@ def load(model: str, *, device: str | None = None, force: bool = False, stock: b
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Within the block, convert transformers' ValueError for an unknown config or model to `LoadError`."""
+    """Within the block, convert a ValueError, which transformers raises for an unknown model, to `LoadError`."""
     try:
         with _without_repeated_warnings():
             yield

@@ -114,8 +114,8 @@ def measure(
         if reference is None or expected is None:
             expected = logits_of(loaded, pieces)
             dtype = str(next(loaded.parameters()).dtype).removeprefix("torch.")
-            where, size = str(loaded.device), quantizing.nbytes(loaded)
-            reference = Unquantized(type(loaded).__name__, dtype, where, size, decoding_time(loaded, pieces[0]))
+            place, size = str(loaded.device), quantizing.nbytes(loaded)
+            reference = Unquantized(type(loaded).__name__, dtype, place, size, decoding_time(loaded, pieces[0]))
         quantizing.quantize(loaded, kind, force=force or None, head=head, progress=progress)
         loss = compare(logits_of(loaded, pieces), expected, pieces, predicts=predicts(loaded))
         results.append(Quantized(loaded.__dict__[quantizing.REPORT], loss, decoding_time(loaded, pieces[0])))
@@ -163,9 +163,9 @@ def quantization_loss(
     """
     require_module(model, "quantization_loss")
     if isinstance(reference, (str, PathLike)):
-        where = next(model.parameters())
+        parameter = next(model.parameters())
         tokenizer = tokenizer or (tokenizer_of(reference) if ids is None else None)
-        reference = type(model).from_pretrained(reference).to(where.device, where.dtype)  # type: ignore[attr-defined]
+        reference = type(model).from_pretrained(reference).to(parameter.device, parameter.dtype)  # type: ignore[attr-defined]
     if not isinstance(reference, nn.Module):
         raise OptionError(
             "reference must be a model, or the folder or name to load it from",
@@ -191,19 +191,19 @@ def compare(
     predicted = 0
     for actual, reference, ids in zip(logits, expected, pieces, strict=True):
         actual, reference = actual.float(), reference.float()
-        off = (actual - reference).abs()
-        largest = max(largest, off.max().item()) if not off.isnan().any() else math.nan
-        total += off.double().sum().item()
+        error = (actual - reference).abs()
+        largest = max(largest, error.max().item()) if not error.isnan().any() else math.nan
+        total += error.double().sum().item()
         square += reference.double().square().sum().item()
         mean += reference.double().sum().item()
-        count += off.numel()
+        count += error.numel()
         same += int((actual.argmax(-1) == reference.argmax(-1)).sum())
         divergence += _divergence(actual, reference)
         positions += ids.numel()
         if predicts and ids.shape[1] > 1:
             predicted += ids.numel() - 1
-            for which, scores in enumerate((actual, reference)):
-                losses[which] += F.cross_entropy(scores[0, :-1], ids[0, 1:].to(scores.device), reduction="sum").item()
+            for index, scores in enumerate((actual, reference)):
+                losses[index] += F.cross_entropy(scores[0, :-1], ids[0, 1:].to(scores.device), reduction="sum").item()
     return QuantizationLoss(
         tokens=positions,
         largest=largest,
@@ -217,9 +217,9 @@ def compare(
 
 def _divergence(logits: Tensor, expected: Tensor) -> float:
     """Return Σ p (log p - log q) over all positions, with p from the expected logits and q from the other logits."""
-    wanted = expected.log_softmax(-1)
-    shares = wanted.exp()
-    terms = torch.where(shares == 0, 0, shares * (wanted - logits.log_softmax(-1)))
+    log_p = expected.log_softmax(-1)
+    p = log_p.exp()
+    terms = torch.where(p == 0, 0, p * (log_p - logits.log_softmax(-1)))
     return terms.double().sum().item()
 
 
@@ -242,16 +242,16 @@ def logits_of(model: nn.Module, pieces: Sequence[Tensor]) -> list[Tensor]:
 
 def predicts(model: nn.Module) -> bool:
     """Return whether the model predicts the next token, so that a perplexity can be computed."""
-    can = getattr(model, "can_generate", None)
+    can_generate = getattr(model, "can_generate", None)
     config = getattr(model, "config", None)
-    return can is not None and bool(can()) and not getattr(config, "is_encoder_decoder", False)
+    return can_generate is not None and bool(can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
 def chunks(ids: Tensor) -> Iterator[Tensor]:
     """Split [S] or [B, S] tokens into pieces, [1, ≤ 512]."""
     if not isinstance(ids, Tensor) or ids.is_floating_point():
-        found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__qualname__
-        raise OptionError("ids must be a tensor of integer tokens", facts={"found": found})
+        kind = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__qualname__
+        raise OptionError("ids must be a tensor of integer tokens", facts={"found": kind})
     if ids.numel() == 0:
         raise OptionError("there are no tokens to read", hint="pass a longer text")
     for row in ids.reshape(-1, ids.shape[-1]):

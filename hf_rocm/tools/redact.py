@@ -90,8 +90,8 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
     text = NAMED.sub(r"\g<name>***", OPTION.sub(r"\g<name>***", text))
 
     def shortened(path: str) -> str:
-        below = len(home) > 1 and (path == home or path.startswith(f"{home.rstrip('/')}/"))
-        return _shortened("~" + path[len(home.rstrip("/")) :] if below else path)
+        in_home = len(home) > 1 and (path == home or path.startswith(f"{home.rstrip('/')}/"))
+        return _shortened("~" + path[len(home.rstrip("/")) :] if in_home else path)
 
     for path in sorted(set(paths), key=len, reverse=True):
         if path.startswith("/") and "/" in path[1:]:
@@ -101,9 +101,9 @@ def clean(text: str, *, home: str = "", user: str = "", host: str = "", paths: I
     text = FILE.sub(lambda match: f"//{_shortened(match['path'])}", text)
     text = QUOTED.sub(lambda match: f"{match['quote']}{_shortened(match['path'])}{match['quote']}", text)
     text = PATH.sub(lambda match: f"{match['flag'] or ''}{_shortened(match['path'])}", text)
-    for name, instead in ((user, "<user>"), (host, "<host>")):
+    for name, substitute in ((user, "<user>"), (host, "<host>")):
         if len(name) >= SHORT and name not in ("root", "localhost"):
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", substitute, text)
     return text
 
 

@@ -50,7 +50,7 @@ def _of_module(module: nn.Module, path: str, dims: dict[str, set[int]]) -> Itera
     if parameter is None and eight_bit is None:
         return
     dtype = parameter.dtype if eight_bit is None else eight_bit.dtype
-    device = where(module, parameter) if eight_bit is None else eight_bit.quantized.scale.device
+    device = device_of(module, parameter) if eight_bit is None else eight_bit.quantized.scale.device
     with torch.no_grad():
         weights = live(module)
         group = quantized.group_of(module)
@@ -97,11 +97,11 @@ def _norm_after_sum(module: nn.Module) -> nn.Module | None:
 def _of_norm(norm: nn.Module, weight: Any) -> tuple[str, tuple[Any, ...]]:
     """Return the (situation, specification) of a norm, which are the same with and without a sum before it."""
     one_plus = not hasattr(norm, "variance_epsilon")
-    spec = NormSpec(weight.dtype, weight.dtype, where(norm, weight), weight.shape[-1], one_plus, False)
+    spec = NormSpec(weight.dtype, weight.dtype, device_of(norm, weight), weight.shape[-1], one_plus, False)
     return f"{'1 + w' if one_plus else 'w'}, {weight.shape[-1]}", tuple(spec)
 
 
-def where(module: nn.Module, parameter: nn.Parameter) -> torch.device:
+def device_of(module: nn.Module, parameter: nn.Parameter) -> torch.device:
     """Return the device on which a parameter is used. accelerate's hook moves offloaded parameters to it."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device

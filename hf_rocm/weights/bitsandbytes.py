@@ -175,9 +175,9 @@ class Bitsandbytes(FourBitFormat):
         for block in range(0, len(absmax), step):
             part = absmax[block : block + step].to(wide)
             levels = _unpacked(data[:, block * size // 2 : (block + step) * size // 2])[0]
-            place = out[block * size : (block + step) * size]
-            values = numbers.index_select(0, levels[: len(place)])
-            place.copy_(values * part.repeat_interleave(size)[: len(place)])
+            target = out[block * size : (block + step) * size]
+            values = numbers.index_select(0, levels[: len(target)])
+            target.copy_(values * part.repeat_interleave(size)[: len(target)])
         return out.view(n, k)
 
 

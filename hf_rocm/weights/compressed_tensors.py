@@ -165,7 +165,7 @@ class PlainOrder(EightBitFormat):
 @stored_format(_METHOD)
 def parse(config: Mapping[str, Any]) -> StoredFormat:
     """Return the format of the quantised layers. Raises `Unsupported` for anything that is not known to be correct."""
-    _nothing_else(config)
+    _refuse_unsupported(config)
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise Unsupported(f"its layers have {len(groups)} schemes, but only one is supported")
@@ -210,7 +210,7 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     return PlainOrder(_METHOD, INT8 if number == "int" else FP8, scale_for, not rounded)
 
 
-def _nothing_else(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuse features that change the model's result and are not implemented."""
     for group in (config.get("config_groups") or {}).values():
         only_known(group, _OF_GROUP, "layers")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.weight_group import WeightGroup, lock
-from hf_rocm.weights.instance_forward import is_class_forward, is_ours
+from hf_rocm.weights.instance_forward import is_class_forward, is_declared
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,7 +76,7 @@ def accept_forward(group: WeightGroup, linear: nn.Module, name: str) -> bool:
 
 def is_stock(forward: object, module: nn.Module) -> bool:
     """Return whether `forward` is the class's or hf_rocm's, bound to this instance. Both compute the same result."""
-    return is_class_forward(forward, module) or is_ours(forward, module)
+    return is_class_forward(forward, module) or is_declared(forward, module)
 
 
 def _same_device(wanted: object, device: torch.device) -> bool:
@@ -142,14 +142,14 @@ def group_refusal(names: Sequence[str], linears: Sequence[Any]) -> str | None:
     if biased and len(biased) != len(names):
         return f"only {', '.join(biased)} {'has' if len(biased) == 1 else 'have'} a bias"
     for name, linear in zip(names, linears, strict=True):
-        for what, one, other in (
+        for field, one, other in (
             ("input features", linear.weight.shape[1], first.weight.shape[1]),
             ("dtype", linear.weight.dtype, first.weight.dtype),
             ("device", linear.weight.device, first.weight.device),
             ("inference mode", linear.weight.is_inference(), first.weight.is_inference()),
         ):
             if one != other:
-                return f"{name} and {names[0]} differ in {what}: {one} and {other}"
+                return f"{name} and {names[0]} differ in {field}: {one} and {other}"
         bias, weight = linear.bias, linear.weight
         if bias is not None:
             if len(bias) != len(weight):

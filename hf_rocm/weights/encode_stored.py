@@ -73,10 +73,10 @@ def _plan(model: nn.Module) -> tuple[list[Group], dict[str, str]]:
         if not eligible:
             continue
         binding = bind.binding_of(module)
-        together = tuple(binding.fuses) if binding is not None else ()
-        if len(together) > 1 and set(together) <= set(eligible) and _alike(module, together):
-            groups.append(Group(module, path, together))
-            eligible = [name for name in eligible if name not in together]
+        fused = tuple(binding.fuses) if binding is not None else ()
+        if len(fused) > 1 and set(fused) <= set(eligible) and _alike(module, fused):
+            groups.append(Group(module, path, fused))
+            eligible = [name for name in eligible if name not in fused]
         groups += [Group(module, path, (name,)) for name in eligible]
     return groups, left
 

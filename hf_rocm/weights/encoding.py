@@ -146,11 +146,11 @@ _encodings: dict[str, type[QuantizedWeight]] = {}
 def encoding(*names: str) -> Callable[[type[EncodingT]], type[EncodingT]]:
     """Register an encoding under the names of its kinds."""
 
-    def register_it(cls: type[EncodingT]) -> type[EncodingT]:
+    def register(cls: type[EncodingT]) -> type[EncodingT]:
         _encodings.update(dict.fromkeys(names, cls))
         return cls
 
-    return register_it
+    return register
 
 
 def encodings() -> dict[str, type[QuantizedWeight]]:

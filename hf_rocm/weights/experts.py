@@ -50,14 +50,14 @@ class Stacked(BlockGroup):
         self.parts = tuple(_part(expert, name) for expert in self.experts for name in (gate, up, down))
         # The expected state of the modules that contain the layers, in flat lists that are fast to check.
         self._children = [(expert._modules, name) for expert in self.experts for name in names]
-        self._were: list[Any] = [children[name] for children, name in self._children]
-        self.activation: Any = self._were[len(names) - 1]
+        self._expected: list[Any] = [children[name] for children, name in self._children]
+        self.activation: Any = self._expected[len(names) - 1]
         activations: list[Any] = [expert._modules[activation] for expert in self.experts]
-        around: list[Any] = [*self.experts, *activations]
-        self._around = around
-        self._own = [module.__dict__ for module in around]
+        containers: list[Any] = [*self.experts, *activations]
+        self._containers = containers
+        self._own = [module.__dict__ for module in containers]
         self._hooks = [own[kind] for own in self._own for kind in ("_forward_hooks", "_forward_pre_hooks")]
-        self._classes = [type(module) for module in around]
+        self._classes = [type(module) for module in containers]
         self._forward = type(self.experts[0]).forward
 
     @classmethod
@@ -131,11 +131,13 @@ class Stacked(BlockGroup):
             self.forget(module)
             return False
         # a child may be replaced temporarily, for example by an adapter around it, so the group is kept
-        if not all(map(is_, [children.get(name) for children, name in self._children], self._were)):
+        if not all(map(is_, [children.get(name) for children, name in self._children], self._expected)):
             return False
         if any(self._hooks) or type(experts[0]).forward is not self._forward:
             return False
-        return not any("forward" in own for own in self._own) and all(map(is_, map(type, self._around), self._classes))
+        return not any("forward" in own for own in self._own) and all(
+            map(is_, map(type, self._containers), self._classes)
+        )
 
     def leave(self, module: Module, *, shared: bool = False) -> None:
         """Do nothing: the experts remain in the blocks, because copying all of them would double their memory."""

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from hf_rocm.layers.grouped_linear import lies_in
 from hf_rocm.layers.weight_group import WeightGroup
-from hf_rocm.weights.mmap_pages import give_back, release_freed
+from hf_rocm.weights.mmap_pages import release_freed, release_pages
 
 # Live blocks by the address of their first weight, because an op in a compiled graph gets weights, not modules.
 _blocks: WeakValueDictionary[int, WeightGroup] = WeakValueDictionary()
@@ -100,15 +100,15 @@ def join_parameters(parameters: Sequence[Any], neighbours: Sequence[Any] = ()) -
         row = 0
         for parameter in parameters:
             rows, old = len(parameter), parameter.data
-            parameter.data = _apart(block[row : row + rows])
-            give_back(old)
+            parameter.data = _with_own_storage(block[row : row + rows])
+            release_pages(old)
             row += rows
         for other in others:
             own_memory(other)
     return block
 
 
-def _apart(part: Tensor) -> Tensor:
+def _with_own_storage(part: Tensor) -> Tensor:
     """Return a tensor over the same memory with its own storage. PyTorch exports only from the current device."""
     with torch.cuda.device_of(part):
         return from_dlpack(part)
@@ -138,7 +138,7 @@ def _make_room(parameters: Sequence[Any], neighbours: Sequence[Any]) -> list[Any
             return []
     copy = torch.cat([parameter.data.reshape(-1) for parameter in run])
     for parameter, part in zip(run, copy.split([parameter.numel() for parameter in run]), strict=True):
-        parameter.data = _apart(part).view(parameter.shape)
+        parameter.data = _with_own_storage(part).view(parameter.shape)
     torch.cuda.empty_cache()
     return others
 

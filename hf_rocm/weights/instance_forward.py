@@ -47,7 +47,7 @@ def detach(module: nn.Module) -> None:
     had_stock = own.pop(_HAD_STOCK, False)
     for slot in _SLOTS:
         forward = own.get(slot)
-        if is_ours(forward, module) or (slot == "forward" and is_class_forward(forward, module)):
+        if is_declared(forward, module) or (slot == "forward" and is_class_forward(forward, module)):
             # accelerate's hook calls `_old_forward`.
             needed = had_stock or slot != "forward"
             stock = MethodType(_stock_forward(module), module) if needed else ABSENT
@@ -56,10 +56,10 @@ def detach(module: nn.Module) -> None:
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a call of this layer runs the declared forward."""
-    return any(is_ours(module.__dict__.get(slot), module) for slot in _SLOTS)
+    return any(is_declared(module.__dict__.get(slot), module) for slot in _SLOTS)
 
 
-def is_ours(method: Any, module: nn.Module) -> bool:
+def is_declared(method: Any, module: nn.Module) -> bool:
     """Whether `method` is a declared forward, bound to this instance."""
     return getattr(method, "__func__", None) in _forwards.values() and method.__self__ is module
 

@@ -172,8 +172,8 @@ def routed_linear(*, linear_backend: str = "auto", force: bool | None = None) ->
     """Route every plain `nn.Linear` of the process within the block, as `route_linear` does for a model.
 
     linear_backend, force: as in `route_linear`. The forward of the class `nn.Linear` is replaced, and restored at the
-    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement is kept and the
-    `hf_rocm` logger warns. The replacement may call hf_rocm's forward, which then only calls the original.
+    end. Blocks may be nested. If other code has replaced this forward in the meantime, that replacement is kept, and a
+    warning is logged. The replacement may call hf_rocm's forward, which then only calls the original.
     """
     if not _wanted(linear_backend, force, "nn.Linear"):
         yield
@@ -197,7 +197,7 @@ def _forward(backend: str, change: Change) -> Callable[..., Tensor]:
     return forward
 
 
-def _wanted(backend: str, force: bool | None, what: str) -> bool:
+def _wanted(backend: str, force: bool | None, subject: str) -> bool:
     """Whether to route on this machine. Raises `OptionError` if an argument is invalid or the backend unavailable."""
     backend_of(backend)
     require_switches(force=force)
@@ -212,7 +212,7 @@ def _wanted(backend: str, force: bool | None, what: str) -> bool:
                 facts={"reason": "this PyTorch is not a ROCm build"},
                 hint="use linear_backend='auto', which leaves the model stock here",
             )
-        _log.warning("%s stays stock: this PyTorch is not a ROCm build, so no GEMM is routed", what)
+        _log.warning("%s stays stock: this PyTorch is not a ROCm build, so no GEMM is routed", subject)
         return False
     return True
 

@@ -33,7 +33,7 @@ def is_mapped(tensor: Tensor) -> bool:
     return words is not None and _clean(words)
 
 
-def give_back(tensor: Tensor) -> None:
+def release_pages(tensor: Tensor) -> None:
     """Remove the file's pages that are entirely within this tensor from the process's memory.
 
     The values stay the same, because they are read from the file again if needed. Does nothing if a page was written to
@@ -55,11 +55,11 @@ def release_freed(nbytes: int) -> None:
     nothing for less than 1 MiB, or if the C library is not glibc.
     """
     trim = _trim()
-    if nbytes >= _WORTH and trim is not None:
+    if nbytes >= _MIN_BYTES and trim is not None:
         trim(0)
 
 
-_WORTH = 2**20
+_MIN_BYTES = 2**20
 
 
 @functools.cache

@@ -59,5 +59,5 @@ def _suspend(module: Module) -> tuple[type[WeightGroup], tuple[str, ...]] | None
     group = module.__dict__.get(SLOT)
     if kind is None:
         return None
-    resumes = is_idle(group, PENDING) if isinstance(group, tuple) else group.suspend(module)  # type: ignore[union-attr]
-    return (kind, names) if resumes else None
+    suspended = is_idle(group, PENDING) if isinstance(group, tuple) else group.suspend(module)  # type: ignore[union-attr]
+    return (kind, names) if suspended else None

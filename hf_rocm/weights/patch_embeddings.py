@@ -88,9 +88,9 @@ def attach(model: nn.Module, mode: str) -> tuple[list[str], dict[str, str]]:
         bind.set_mode(module, mode)
         instance_forward.attach(module)
         parent, _, child = name.rpartition(".")
-        around: Any = type(model.get_submodule(parent))
-        if _flattens(around, child) is not None:
-            module.__dict__[_FLATTENED_BY] = around
+        parent_class: Any = type(model.get_submodule(parent))
+        if _flattens(parent_class, child) is not None:
+            module.__dict__[_FLATTENED_BY] = parent_class
         served.append(name)
     return served, skipped
 
@@ -163,11 +163,11 @@ def _class_is_pytorchs(cls: Any) -> bool:
 @constant_in_traces
 def _flattened(convolution: Any) -> bool:
     """Whether the module around this convolution still flattens its output."""
-    around = convolution.__dict__.get(_FLATTENED_BY)
-    return around is not None and _flattened_by.get(around) is around.forward
+    parent_class = convolution.__dict__.get(_FLATTENED_BY)
+    return parent_class is not None and _flattened_by.get(parent_class) is parent_class.forward
 
 
-# maps a class to its forward, which flattens the outputs of its convolutions
+# Class → its forward, which flattens the outputs of its convolutions
 _flattened_by: dict[Any, Callable[..., Any]] = {}
 
 

@@ -59,7 +59,7 @@ def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
 def _linear_group(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     group = block_of(weights, biases)
     if group is not None:
-        joined: Tensor = group.product(x, weights)
+        joined: Tensor = group.gemm(x, weights)
         return joined
     outputs = [ops.linear(x, weight, biases[index] if biases else None) for index, weight in enumerate(weights)]
     return torch.cat(outputs, dim=-1)

@@ -10,7 +10,7 @@ import pytest
 
 from hf_rocm.cli import main
 from hf_rocm.tools.doctor import examine
-from hf_rocm.tools.doctor.machine import Ran, ThisMachine, read_answer
+from hf_rocm.tools.doctor.machine import CommandResult, ThisMachine, read_result
 from hf_rocm.tools.doctor.report import Level
 from tests.tools import recorded
 from tests.tools.recorded import Recorded
@@ -100,23 +100,25 @@ def test_a_check_that_fails_is_a_warning_and_hides_nothing(monkeypatch: pytest.M
 
 def test_the_facts_of_a_crashed_child_are_kept_with_the_cause() -> None:
     text = json.dumps({"facts": {"version": "2.9"}, "stage": "devices", "error": None})
-    assert read_answer(text, Ran(0)).error is None
-    crashed = read_answer(text, Ran(-11))
+    assert read_result(text, CommandResult(0)).error is None
+    crashed = read_result(text, CommandResult(-11))
     assert (crashed.error, crashed.stage, crashed.facts) == (
         "it was killed by signal 11",
         "devices",
         {"version": "2.9"},
     )
-    assert read_answer(text, Ran(None)).error == "it timed out"
-    assert read_answer('{"facts": {"ver', Ran(-9)).stage == "start"
-    assert read_answer(None, Ran(1, err="Traceback\nImportError: no torch\n")).error == "ImportError: no torch"
+    assert read_result(text, CommandResult(None)).error == "it timed out"
+    assert read_result('{"facts": {"ver', CommandResult(-9)).stage == "start"
+    assert (
+        read_result(None, CommandResult(1, err="Traceback\nImportError: no torch\n")).error == "ImportError: no torch"
+    )
 
 
 def test_the_child_names_the_stage_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "aiter.py").write_text("raise RuntimeError('ROCm version file not found')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    answer = ThisMachine().run_task("aiter", timeout=60)
-    assert (answer.stage, answer.error) == ("import", "RuntimeError: ROCm version file not found")
+    result = ThisMachine().run_task("aiter", timeout=60)
+    assert (result.stage, result.error) == ("import", "RuntimeError: ROCm version file not found")
 
 
 def test_the_child_lists_the_functions_that_aiter_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +127,8 @@ def test_the_child_lists_the_functions_that_aiter_lacks(tmp_path: Path, monkeypa
     (package / "__init__.py").write_text("print('aiter is noisy')\ndef rms_norm(): ...\ndef silu_and_mul(): ...\n")
     (package / "tuned_gemm.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    answer = ThisMachine().run_task("aiter", timeout=60)
-    assert answer.error is None and answer.facts["missing"] == ["flash_attn_func", "flash_attn_varlen_func"]
+    result = ThisMachine().run_task("aiter", timeout=60)
+    assert result.error is None and result.facts["missing"] == ["flash_attn_func", "flash_attn_varlen_func"]
 
 
 def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
@@ -146,10 +148,10 @@ def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
 def test_the_real_torch_child_returns_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    answer = ThisMachine().run_task("torch", timeout=240)
-    assert answer.error is None and answer.facts["version"] == torch.__version__
-    assert answer.facts["available"] == torch.cuda.is_available()
-    assert answer.facts["flags"]["backends.cudnn.benchmark"] is False
+    result = ThisMachine().run_task("torch", timeout=240)
+    assert result.error is None and result.facts["version"] == torch.__version__
+    assert result.facts["available"] == torch.cuda.is_available()
+    assert result.facts["flags"]["backends.cudnn.benchmark"] is False
 
 
 def test_it_reports_whether_a_model_fits(

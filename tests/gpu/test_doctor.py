@@ -14,7 +14,7 @@ def test_every_gpu_is_tested() -> None:
     answer = ThisMachine().run_task("torch", timeout=240)
     assert answer.error is None
     devices = answer.facts["devices"]
-    assert len(devices) == torch.cuda.device_count() and all(device["product"] is None for device in devices)
+    assert len(devices) == torch.cuda.device_count() and all(device["gemm"] is None for device in devices)
     assert all("flash" in device and device["free"] <= device["total"] for device in devices)
     allocator = answer.facts["allocator"]
     assert allocator["error"] is None and allocator["reserved_after_8"] <= allocator["reserved_after_2"] + 512 * 2**20

@@ -68,7 +68,7 @@ def test_the_message_names_the_definition_its_digests_and_the_releases(
     assert isinstance(error, DigestMismatch)
     assert error.facts["expected"].startswith(f"{EDITS[model][0]} as in transformers ")
     assert all(digest in error.facts["expected"] for digest in difference.expected)
-    assert str(difference.found) in error.facts["found"]
+    assert str(difference.digest) in error.facts["found"]
     assert main(["install-overlays", model, "--transformers-path", str(newer.path)]) == 1
     assert str(error) in capsys.readouterr().err
 

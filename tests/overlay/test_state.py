@@ -94,12 +94,12 @@ def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Cat
     assert result.match is Match.CHANGED
     (difference,) = result.differences
     assert difference.name == "LlamaMLP"
-    assert difference.found not in difference.expected
+    assert difference.digest not in difference.expected
     error = result.mismatch()
     assert isinstance(error, DigestMismatch)
     assert error.facts["file"] == str(site.model("llama"))
     assert error.facts["expected"].startswith("LlamaMLP as in transformers")
-    assert str(difference.found) in error.facts["found"]
+    assert str(difference.digest) in error.facts["found"]
     assert "status --diff llama" in (error.hint or "")
 
 

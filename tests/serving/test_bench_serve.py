@@ -66,4 +66,4 @@ def test_a_model_that_does_not_load_is_an_error_with_the_servers_last_lines(chat
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert main(["bench", "serve", str(tmp_path), *ARGUMENTS]) == 1
     err = capfd.readouterr().err
-    assert "the stock server ended with exit code 1 while it loaded the model" in err and "safetensors" in err
+    assert "the stock server ended with exit code 1 while it was loading the model" in err and "safetensors" in err

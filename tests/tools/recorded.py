@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_rocm.generation.ledger import Event
 from hf_rocm.overlay.facts import AiterFacts, TorchFacts
-from hf_rocm.tools.doctor.machine import Answer, Node, Ran, System
+from hf_rocm.tools.doctor.machine import CommandResult, Node, System, TaskResult
 from hf_rocm.tools.doctor.transformers import TransformersFacts
 
 if sys.version_info >= (3, 11):
@@ -64,9 +64,13 @@ class Recorded:
     def resolves(self) -> bool | None:
         return self.data.get("resolves")
 
-    def run(self, *command: str, timeout: float) -> Ran | None:
+    def run(self, *command: str, timeout: float) -> CommandResult | None:
         results = self.data.get("commands", {}).get(command[0])
-        return None if results is None else Ran(results.get("code", 0), results.get("out", ""), results.get("err", ""))
+        return (
+            None
+            if results is None
+            else CommandResult(results.get("code", 0), results.get("out", ""), results.get("err", ""))
+        )
 
     def packages(self) -> Mapping[str, str]:
         return self.data.get("packages", {})
@@ -86,8 +90,8 @@ class Recorded:
     def ledger(self) -> str | None:
         return "/home/alice/.cache/hf_rocm/graph_events.jsonl"
 
-    def run_task(self, task: str, *, timeout: float) -> Answer:
-        return Answer(**self.data.get("child", {}).get(task, {}))
+    def run_task(self, task: str, *, timeout: float) -> TaskResult:
+        return TaskResult(**self.data.get("child", {}).get(task, {}))
 
     @property
     def expected(self) -> dict[str, Any]:

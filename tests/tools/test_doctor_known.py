@@ -17,7 +17,7 @@ from hf_rocm.tools.doctor.checks.torch import install
 from hf_rocm.tools.doctor.checks.transformers import transformers
 from hf_rocm.tools.doctor.collect import collect
 from hf_rocm.tools.doctor.facts import Facts
-from hf_rocm.tools.doctor.machine import Answer, System
+from hf_rocm.tools.doctor.machine import System, TaskResult
 from hf_rocm.tools.doctor.model import ModelFacts, model_facts
 from hf_rocm.tools.doctor.report import Finding
 from hf_rocm.tools.doctor.transformers import hub_facts
@@ -129,31 +129,31 @@ def test_kernels_that_stall_in_copies_from_mapped_files_are_reported(
 
 def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     facts = replace(good, packages={**good.packages, "bitsandbytes": "0.49.0"}, files={"bitsandbytes_rocm": True})
-    right = replace(facts, bitsandbytes=Answer({"gemms": {"0": None, "1": None}}))
+    right = replace(facts, bitsandbytes=TaskResult({"gemms": {"0": None, "1": None}}))
     assert [finding.level.value for finding in applied(right)] == ["ok"]
     # with correct results, bitsandbytes' version is not reported
     assert [finding.what for finding in packages(right)] == ["none that are made only for NVIDIA GPUs"]
-    wrong = replace(facts, bitsandbytes=Answer({"gemms": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
+    wrong = replace(facts, bitsandbytes=TaskResult({"gemms": {"0": None, "1": "a GEMM of 8 rows is off by 1"}}))
     (finding,) = applied(wrong)
     assert (finding.level.value, finding.check) == ("problem", "bitsandbytes")
     assert "GPU 1 (gfx942): a GEMM of 8 rows" in finding.what and "BNB_ROCM_ARCH=gfx942" in finding.fix
-    crashed = replace(facts, bitsandbytes=Answer({}, "it was killed by signal 11", "a 4-bit GEMM on GPU 0"))
+    crashed = replace(facts, bitsandbytes=TaskResult({}, "it was killed by signal 11", "a 4-bit GEMM on GPU 0"))
     assert "signal 11" in applied(crashed)[0].what
     # Without results, the version is checked.
     assert any("older than 0.50" in finding.what for finding in packages(facts))
 
 
 @pytest.mark.parametrize(
-    ("answer", "level"),
+    ("result", "level"),
     [
-        (Answer({}, "it was killed by signal 11", "a Conv3d on GPU 0"), "problem"),
-        (Answer({"seconds": {"0": [3.5, 0.002]}}), "warning"),
-        (Answer({"seconds": {"0": [0.003, 0.002]}}), "ok"),
+        (TaskResult({}, "it was killed by signal 11", "a Conv3d on GPU 0"), "problem"),
+        (TaskResult({"seconds": {"0": [3.5, 0.002]}}), "warning"),
+        (TaskResult({"seconds": {"0": [0.003, 0.002]}}), "ok"),
     ],
 )
-def test_a_slow_or_crashing_conv3d_is_reported(good: Facts, answer: Answer, level: str) -> None:
+def test_a_slow_or_crashing_conv3d_is_reported(good: Facts, result: TaskResult, level: str) -> None:
     named = ModelFacts("org/qwen-vl", conv3d=True)
-    facts = replace(good, model=named, patch_embedding=answer)
+    facts = replace(good, model=named, patch_embedding=result)
     (finding,) = applied(facts)
     assert (finding.level.value, finding.check) == (level, "patch-embedding")
     if level != "ok":
@@ -172,7 +172,7 @@ def test_a_model_with_a_conv3d_is_recognised_and_its_conv3d_is_run(tmp_path: Pat
     requests = []
 
     class Recording(Recorded):
-        def run_task(self, task: str, *, timeout: float) -> Answer:
+        def run_task(self, task: str, *, timeout: float) -> TaskResult:
             requests.append(task)
             return super().run_task(task, timeout=timeout)
 

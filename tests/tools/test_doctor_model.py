@@ -85,8 +85,8 @@ def test_a_gpu_without_dedicated_memory_can_use_the_available_host_memory(
 ) -> None:
     facts = collect(Recorded("strix-halo"))
     device = {**facts.devices[0], "free": free * GIB, "total": total * GIB}
-    answer = replace(facts.torch_answer, facts={**facts.torch_answer.facts, "devices": [device]})
+    result = replace(facts.torch_result, facts={**facts.torch_result.facts, "devices": [device]})
     named = ModelFacts("org/big", "/cache/big", 32 * GIB, "bfloat16", memory=available * GIB)
     driver = replace(facts.driver, carved_out=int(carved_out * GIB))
-    actual = model(replace(facts, torch_answer=answer, model=named, driver=driver))
+    actual = model(replace(facts, torch_result=result, model=named, driver=driver))
     assert {finding.check: finding.level.value for finding in actual}["model-memory"] == expected

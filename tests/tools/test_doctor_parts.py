@@ -23,7 +23,7 @@ from hf_rocm.tools.doctor.checks.transformers import transformers
 from hf_rocm.tools.doctor.checks.triton import triton
 from hf_rocm.tools.doctor.collect import collect
 from hf_rocm.tools.doctor.facts import Facts
-from hf_rocm.tools.doctor.machine import Answer, Node, Ran, ThisMachine
+from hf_rocm.tools.doctor.machine import CommandResult, Node, TaskResult, ThisMachine
 from hf_rocm.tools.doctor.transformers import TransformersFacts, required, transformers_facts
 from tests.tools.recorded import Recorded
 
@@ -58,7 +58,7 @@ def test_rocminfo_is_parsed_with_trailing_blanks_and_without_agents() -> None:
 
 
 def test_a_hanging_rocminfo_and_a_rocm_outside_opt_are_reported(good: Facts) -> None:
-    hanging = replace(good, rocm=replace(good.rocm, rocminfo=Ran(None), agents=()))
+    hanging = replace(good, rocm=replace(good.rocm, rocminfo=CommandResult(None), agents=()))
     assert any("timed out" in finding.what for finding in rocm(hanging))
     none = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
     assert "torch includes the libraries of ROCm 7.1" in next(rocm(none)).what
@@ -123,9 +123,9 @@ def test_a_torch_that_is_missing_old_or_computes_wrong_results_is_reported(good:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
-    device = {**good.devices[0], "product": "a 64 × 64 GEMM is wrong by up to 3"}
-    wrong = replace(good.torch_answer, facts={**good.torch_answer.facts, "devices": [device]})
-    result = {finding.check: finding for finding in torch(replace(good, torch_answer=wrong))}
+    device = {**good.devices[0], "gemm": "a 64 × 64 GEMM is wrong by up to 3"}
+    wrong = replace(good.torch_result, facts={**good.torch_result.facts, "devices": [device]})
+    result = {finding.check: finding for finding in torch(replace(good, torch_result=wrong))}
     assert result["torch-gpu"].level.value == "problem" and "wrong by up to 3" in result["torch-gpu"].what
 
 
@@ -145,14 +145,14 @@ def test_a_generic_build_supports_the_architectures_that_llvm_lists(
     good: Facts, arch: str, built: str, runs: bool
 ) -> None:
     devices = [{**good.devices[0], "arch": arch}]
-    facts = {**good.torch_answer.facts, "built_for": [built], "devices": devices}
-    text = str(list(torch(replace(good, torch_answer=replace(good.torch_answer, facts=facts)))))
+    facts = {**good.torch_result.facts, "built_for": [built], "devices": devices}
+    text = str(list(torch(replace(good, torch_result=replace(good.torch_result, facts=facts)))))
     assert ("torch was not built" not in text) is runs
 
 
 def test_missing_flags_and_nvidia_variables_are_reported(good: Facts) -> None:
-    facts = {**good.torch_answer.facts, "flags": {"backends.cuda.matmul.allow_tf32": "AttributeError: no"}}
-    findings = list(torch_settings(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    facts = {**good.torch_result.facts, "flags": {"backends.cuda.matmul.allow_tf32": "AttributeError: no"}}
+    findings = list(torch_settings(replace(good, torch_result=replace(good.torch_result, facts=facts))))
     assert findings[0].level.value == "warning" and "setup_environment" in findings[0].fix
     changed = [row.what for row in torch_settings(with_environment(good, NVIDIA_TF32_OVERRIDE="1"))]
     assert any("NVIDIA_TF32_OVERRIDE=1: without effect" in line for line in changed)
@@ -166,8 +166,8 @@ def with_packages(facts: Facts, **versions: str) -> Facts:
 
 
 def with_answer(facts: Facts, **info: object) -> Facts:
-    answer = facts.torch_answer
-    return replace(facts, torch_answer=replace(answer, facts={**answer.facts, **info}))
+    result = facts.torch_result
+    return replace(facts, torch_result=replace(result, facts={**result.facts, **info}))
 
 
 def radeon(facts: Facts, *gpus: str) -> Facts:
@@ -195,7 +195,7 @@ def test_unsupported_releases_and_cards_of_aiter_are_reported(good: Facts) -> No
     ],
 )
 def test_every_failed_import_of_aiter_has_its_own_fix(good: Facts, error: str, fix: str) -> None:
-    failed = replace(good, aiter=replace(good.aiter, answer=Answer({}, error, "import")))
+    failed = replace(good, aiter=replace(good.aiter, result=TaskResult({}, error, "import")))
     (match,) = (row for row in aiter(failed) if row.check == "aiter-import")
     assert match.level.value == "problem" and match.fix.startswith(fix)
 
@@ -326,7 +326,7 @@ def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
         None,
     )
     assert here.run("hf-rocm-has-no-such-tool", timeout=1) is None
-    assert here.run("sleep", "5", timeout=0.1) == Ran(None)
+    assert here.run("sleep", "5", timeout=0.1) == CommandResult(None)
     file = tmp_path / "library.so"
     file.write_bytes(b"ELF\0libcudart.so.12\0")
     assert here.mentions(str(file), b"libcudart.so") and not here.mentions(str(file), b"libamdhip64")

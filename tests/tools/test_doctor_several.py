@@ -118,14 +118,14 @@ def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
     assert levels(several(with_environment(good, NCCL_SHM_DISABLE="0", NCCL_DEBUG="WARN"))) == ["ok"]
     shown = with_environment(good, NCCL_MIN_NCHANNELS="32", HSA_NO_SCRATCH_RECLAIM="1")
     assert "NCCL_MIN_NCHANNELS=32; HSA_NO_SCRATCH_RECLAIM=1" in next(several(shown)).what
-    one = replace(good.torch_answer, facts={**good.torch_answer.facts, "peers": None})
-    assert list(several(with_host(replace(good, torch_answer=one), numa_balancing=True))) == []
+    one = replace(good.torch_result, facts={**good.torch_result.facts, "peers": None})
+    assert list(several(with_host(replace(good, torch_result=one), numa_balancing=True))) == []
 
 
 @pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
 def test_rccl_of_another_rocm_release_is_reported(good: Facts, loaded: str, fine: bool) -> None:
-    facts = {**good.torch_answer.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
-    result = levels(several(replace(good, torch_answer=replace(good.torch_answer, facts=facts))))
+    facts = {**good.torch_result.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
+    result = levels(several(replace(good, torch_result=replace(good.torch_result, facts=facts))))
     assert result == (["ok"] if fine else ["ok", "warning"])
 
 
@@ -150,9 +150,9 @@ def test_facts_of_the_host_are_read_from_files() -> None:
 
 
 def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
-    facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
+    facts = {**good.torch_result.facts, "peers": [[True, False], [False, True]], "collectives": None}
     apart = replace(
-        good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
+        good, torch_result=replace(good.torch_result, facts=facts), container="docker", shared_memory=64 * 2**20
     )
     findings = list(several(apart))
     assert levels(findings) == ["warning"] * 3

@@ -46,14 +46,14 @@ def test_a_file_is_mapped_until_it_is_written_to(weight):
 def test_ordinary_memory_is_not_mapped(tensor):
     assert not mmap_pages.is_mapped(tensor)
     kept = tensor.clone()
-    mmap_pages.give_back(tensor)
+    mmap_pages.release_pages(tensor)
     assert tensor.is_meta or torch.equal(tensor, kept)
 
 
 def test_read_pages_are_released_and_can_be_read_again(weight):
     expected = weight.clone()
     before = resident()
-    mmap_pages.give_back(weight)
+    mmap_pages.release_pages(weight)
     assert before - resident() > SIZE * 0.9
     assert torch.equal(weight, expected)
 
@@ -62,12 +62,12 @@ def test_written_pages_are_kept(weight):
     expected = weight.clone()
     for row in (0, SIZE // 8, SIZE // 4 - 1):
         weight[row] = expected[row] = -5.0
-        mmap_pages.give_back(weight)
+        mmap_pages.release_pages(weight)
         assert torch.equal(weight, expected)
 
 
 def test_a_tensor_within_one_page_is_kept(weight):
-    mmap_pages.give_back(weight[:7])
+    mmap_pages.release_pages(weight[:7])
     assert weight[:7].tolist() == list(range(7))
 
 
@@ -77,7 +77,7 @@ def test_without_a_page_map_nothing_counts_as_mapped(weight, monkeypatch, tmp_pa
         (tmp_path / "pagemap").write_text(text)
     monkeypatch.setattr(mmap_pages, "_PAGEMAP", str(tmp_path / "pagemap"))
     assert not mmap_pages.is_mapped(weight)
-    mmap_pages.give_back(weight)
+    mmap_pages.release_pages(weight)
     assert weight[-1] == SIZE // 4 - 1
 
 
@@ -87,7 +87,7 @@ def test_without_madvise_nothing_is_released(weight, monkeypatch):
     try:
         weight.sum()
         before = resident()
-        mmap_pages.give_back(weight)
+        mmap_pages.release_pages(weight)
         assert before - resident() < SIZE / 2
     finally:
         mmap_pages._madvise.cache_clear()

@@ -158,7 +158,7 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
         if high - low >= 1:
             middle = top + BAR / 2
             parts.append(Line(low, middle, high, middle, INK))
-            parts.extend(Line(place, middle - 4, place, middle + 4, INK) for place in (low, high))
+            parts.extend(Line(x, middle - 4, x, middle + 4, INK) for x in (low, high))
         if panel.floor is not None:
             line = MARGIN + panel.floor * scale
             parts.append(Line(line, top - 2, line, top + BAR + 2, FLOOR, dashed=True))
@@ -213,14 +213,14 @@ def _notes(segments: Sequence[Segment]) -> list[str]:
     versions = [f"{name} {machine[name]}" for name in ("torch", "ROCm", "transformers", "triton") if name in machine]
     commits = sorted({segment.commit for segment in segments if segment.commit})
     forced = [] if "ROCm" in machine else ["hf_rocm forced: not an AMD GPU"]
-    where = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
+    setup = [machine["device"], *versions, *([f"commit {', '.join(commits)}"] if commits else []), *forced]
     faster = "×: how many times as fast as stock."
     rates = [segment.rates for segment in segments if segment.rates is not None]
     if rates:
         copy, matmul = (_both_ends([getattr(rate, name) for rate in rates]) for name in ("copy", "matmul"))
         floor = f"Floor: the time for a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
         faster = f"{floor}and {matmul}FLOP/s (matmul). {faster}"
-    return [", ".join(where), faster]
+    return [", ".join(setup), faster]
 
 
 def _both_ends(rates: Sequence[float]) -> str:

@@ -57,9 +57,9 @@ def starts(subject: Subject, case: Case, sides: Sequence[str], *, segment: str, 
 
 def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, Any]:
     """Measure one start, in a process whose on-disk caches are in `folder`. Raises `StartError` if it fails."""
-    answer = folder / "answer.json"
-    answer.unlink(missing_ok=True)
-    question = {
+    output = folder / "output.json"
+    output.unlink(missing_ok=True)
+    task = {
         "model": subject.model,
         "shape": subject.shape,
         "device": str(subject.device),
@@ -67,16 +67,16 @@ def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, An
         "layers": subject.layers,
         "case": list(case),
         "side": side,
-        "answer": str(answer),
+        "output": str(output),
     }
     environment = {**options.environment(), **{name: str(folder / name.lower()) for name in CACHES}}
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from hf_rocm.tools.bench.cold_start import child; child(sys.argv[1])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(question)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, json.dumps(task)], env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode or not answer.exists():
+    if done.returncode or not output.exists():
         lines = done.stderr.strip().splitlines() or ["nothing"]
         raise StartError(
             f"a fresh process with {side} failed",
@@ -87,18 +87,18 @@ def start(subject: Subject, case: Case, side: str, folder: Path) -> dict[str, An
             },
             hint="`hf-rocm bench` with --sides shows whether that side runs",
         )
-    result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return result
 
 
 def child(text: str) -> None:
     """Measure one start and write the result. This is the entry point of the fresh process."""
-    question = json.loads(text)
-    dtype = None if question["dtype"] is None else getattr(torch, question["dtype"])
-    device = torch.device(question["device"])
-    subject = Subject(question["model"], question["shape"], device, dtype, question["layers"])
-    case = Case(*question["case"])
-    files.write(Path(question["answer"]), json.dumps(_measure(subject, case, question["side"])))
+    task = json.loads(text)
+    dtype = None if task["dtype"] is None else getattr(torch, task["dtype"])
+    device = torch.device(task["device"])
+    subject = Subject(task["model"], task["shape"], device, dtype, task["layers"])
+    case = Case(*task["case"])
+    files.write(Path(task["output"]), json.dumps(_measure(subject, case, task["side"])))
 
 
 def _measure(subject: Subject, case: Case, name: str) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def fill(model: Any, folder: Path, *, rank: int) -> None:
         for path, parameter in model.named_parameters():
             if path in whole:
                 part: Tensor = local(parameter)
-                shared = tuple(part.shape) != whole[path]
-                _randomize(part, f"{path} {rank if shared else 'all'}", whole[path])
+                sharded = tuple(part.shape) != whole[path]
+                _randomize(part, f"{path} {rank if sharded else 'all'}", whole[path])
 
 
 def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:

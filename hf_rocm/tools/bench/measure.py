@@ -87,13 +87,13 @@ def measure(run: Measurement, case: Case) -> Result:
             left_out[side.name] = reason
     timings = []
     running = [side for side in run.sides if side.name not in left_out]
-    together = _all_fit(run.model, case, len(running))
-    for group in [running] if together else [[side] for side in running]:
+    interleaved = _all_fit(run.model, case, len(running))
+    for group in [running] if interleaved else [[side] for side in running]:
         _rounds(run, case, group, samples, left_out)
         timed = [side for side in group if side.name not in left_out]
         for side in timed:
             samples[side.name].replay = side.replay_alone() if case.kind != "prefill" else None
-        timings += [samples[side.name].timing(side, together=together) for side in timed]
+        timings += [samples[side.name].timing(side, interleaved=interleaved) for side in timed]
         for side in group:
             _release(side, forget=True)
     return Result(case, floor(run.model, case, run.rates), tuple(timings), left_out)
@@ -124,14 +124,14 @@ class _Samples:
         self.parity: Parity | None = None
         self.replay: float | None = None
 
-    def timing(self, side: Side, *, together: bool) -> Timing:
+    def timing(self, side: Side, *, interleaved: bool) -> Timing:
         assert self.cold is not None
-        apart = (
+        not_interleaved = (
             None
-            if together
+            if interleaved
             else "its rounds were not interleaved, because the caches of all sides do not fit in memory together"
         )
-        notes = "; ".join(note for note in (side.note(), apart) if note is not None)
+        notes = "; ".join(note for note in (side.note(), not_interleaved) if note is not None)
         warmup = max(0.0, self.cold - spread(self.whole).median / 1000)
         first = spread(self.first) if self.first else None
         rounds = tuple(round(1000 * unit, 5) for unit in self.unit)
@@ -144,15 +144,15 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
     """Check a side on its first run, whose time is measured too. Returns the reason to leave it out, or None."""
     if run.reference is None:
         return None
-    tried, reason = _first_run(side, samples, lambda: trial(side, case))
-    if tried is None:
+    attempt, reason = _first_run(side, samples, lambda: trial(side, case))
+    if attempt is None:
         _release(side, forget=True)
         return reason
     # The run had other inputs, so it did not warm up the case itself.
-    if not tried.same:
+    if not attempt.same:
         samples.cold = samples.peak = None
         _release(side, forget=True)
-    parity, reason = _guarded(side, lambda: run.reference.judge(tried))  # type: ignore[union-attr]
+    parity, reason = _guarded(side, lambda: run.reference.judge(attempt))  # type: ignore[union-attr]
     if parity is None:
         return reason
     samples.parity = parity
@@ -183,8 +183,8 @@ def _turn(side: Side, case: Case, samples: _Samples, *, warm: bool) -> str | Non
             arguments = inputs.forward_inputs(side.model, case)
             for _ in range(WARM_FORWARDS - 1 if warm and case.kind == "encode" else 0):
                 side(**arguments)
-            taken = timed(lambda: side(**arguments), device)
-            return Generated(None, taken, taken)
+            seconds = timed(lambda: side(**arguments), device)
+            return Generated(None, seconds, seconds)
 
     if samples.cold is None:
         outcome, reason = _first_run(side, samples, run)

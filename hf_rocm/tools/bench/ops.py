@@ -112,7 +112,7 @@ def _key(operation: Operation[Any], case: OpCase, inputs: tuple[Tensor, ...]) ->
 def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]] | None:
     """Return the outputs of the eager tier in the inputs' dtype and in fp64, or None if they don't fit into memory."""
     try:
-        wide = tuple(tensors.double() if tensors.is_floating_point() else tensors for tensors in inputs)
+        wide = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
         with options.override(tier="eager"):
             return _outputs(case.call(*inputs)), _outputs(case.call(*wide))
     except torch.OutOfMemoryError:
@@ -120,8 +120,8 @@ def _oracle(case: OpCase, inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], lis
 
 
 def _wrong(actual: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> str | None:
-    for one, its_eager, its_exact in zip(actual, eager, exact, strict=True):
-        reason = compare(one, its_eager, its_exact).refusal
+    for output, eager_output, exact_output in zip(actual, eager, exact, strict=True):
+        reason = compare(output, eager_output, exact_output).refusal
         if reason is not None:
             return reason
     return None

@@ -37,8 +37,8 @@ ROUTING = "routing"
 class OpCase:
     """One call.
 
-    inputs: creates a set of tensors with a generator; the first has the case's dtype. call: takes the tensors of such a
-    set. bytes, flops: estimates for one call.
+    inputs: creates a set of tensors with a generator; the first has the requested dtype. call: takes the tensors of
+    such a set. bytes, flops: estimates for one call.
     """
 
     operation: str
@@ -92,7 +92,7 @@ class _Dims:
 
 def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     width = dims.heads * dims.head_dim
-    products = {
+    gemms = {
         "qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden),
         "o": (dims.hidden, width),
         "gate/up": (2 * dims.intermediate, dims.hidden),
@@ -100,7 +100,7 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
         "head": (dims.vocabulary, dims.hidden),
     }
     for rows in sizes.rows:
-        for name, (n, k) in products.items():
+        for name, (n, k) in gemms.items():
             if name == "head" and rows > 64:
                 # For a prompt, the head runs only on the last position.
                 continue
@@ -108,21 +108,21 @@ def _linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
             def inputs(generator: torch.Generator, m: int = rows, n: int = n, k: int = k) -> tuple[Tensor, ...]:
                 return sizes.draw(generator, m, k), sizes.draw(generator, n, k, scale=k**-0.5)
 
-            read = sizes.item * (n * k + rows * (n + k))
-            yield OpCase("linear", f"{name}, M {rows}, N {n}, K {k}", inputs, ops.linear, read, 2.0 * rows * n * k)
+            moved = sizes.item * (n * k + rows * (n + k))
+            yield OpCase("linear", f"{name}, M {rows}, N {n}, K {k}", inputs, ops.linear, moved, 2.0 * rows * n * k)
 
 
 def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
     """Yield a layer's four GEMMs with fused prologues and epilogues, for at most FEW rows."""
     width = dims.heads * dims.head_dim
-    products = {
+    gemms = {
         "norm, qkv": (width + 2 * dims.kv_heads * dims.head_dim, dims.hidden, True, False),
         "o, + residual": (dims.hidden, width, False, False),
         "norm, gate/up, gate": (2 * dims.intermediate, dims.hidden, True, True),
         "down, + residual": (dims.hidden, dims.intermediate, False, False),
     }
     for rows in (row for row in sizes.rows if row <= FEW):
-        for name, (n, k, normed, gated) in products.items():
+        for name, (n, k, normed, gated) in gemms.items():
 
             def inputs(
                 generator: torch.Generator, m: int = rows, n: int = n, k: int = k, normed: bool = normed
@@ -137,8 +137,8 @@ def _fused_linear(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
                 return ops.fused_linear(x, weight, norm=ops.Norm(further, 1e-5), activation=activation)
 
             columns, further_numbers = (n // 2 if gated else n), (k if normed else rows * n)
-            read = sizes.item * (n * k + rows * (k + columns) + further_numbers)
-            yield OpCase("fused_linear", f"{name}, M {rows}, N {n}, K {k}", inputs, call, read, 2.0 * rows * n * k)
+            moved = sizes.item * (n * k + rows * (k + columns) + further_numbers)
+            yield OpCase("fused_linear", f"{name}, M {rows}, N {n}, K {k}", inputs, call, moved, 2.0 * rows * n * k)
 
 
 def _attention(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -153,8 +153,8 @@ def _attention(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
             query = sizes.draw(generator, b, s, h, d).transpose(1, 2)
             return query, sizes.draw(generator, b, hkv, s, d), sizes.draw(generator, b, hkv, s, d)
 
-        read = sizes.item * b * s * d * (2 * h + 2 * hkv)
-        yield OpCase("attention", f"causal, batch {b}, {s} tokens", inputs, call, read, 2.0 * b * h * d * s * (s + 1))
+        moved = sizes.item * b * s * d * (2 * h + 2 * hkv)
+        yield OpCase("attention", f"causal, batch {b}, {s} tokens", inputs, call, moved, 2.0 * b * h * d * s * (s + 1))
 
 
 def _decode(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -171,9 +171,9 @@ def _decode(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
                 lengths = torch.full((b,), keys, dtype=torch.int32, device=sizes.device)
                 return query, sizes.draw(generator, b, hkv, keys, d), sizes.draw(generator, b, hkv, keys, d), lengths
 
-            read = sizes.item * b * d * (2 * hkv * keys + 2 * h)
+            moved = sizes.item * b * d * (2 * hkv * keys + 2 * h)
             flops = 4.0 * b * h * d * keys
-            yield OpCase("decode_attention", f"batch {b}, {keys} keys", inputs, call, read, flops)
+            yield OpCase("decode_attention", f"batch {b}, {keys} keys", inputs, call, moved, flops)
 
 
 def _rms_norm(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -237,8 +237,8 @@ def _rope(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
             key = sizes.draw(generator, 1, m, hkv, d).transpose(1, 2)
             return query, key, angles.cos().to(sizes.dtype), angles.sin().to(sizes.dtype)
 
-        read = sizes.item * m * d * (2 * h + 2 * hkv + 2)
-        yield OpCase("rope", f"{m} tokens, {h} + {hkv} heads of {d}", inputs, ops.rope, read)
+        moved = sizes.item * m * d * (2 * h + 2 * hkv + 2)
+        yield OpCase("rope", f"{m} tokens, {h} + {hkv} heads of {d}", inputs, ops.rope, moved)
 
 
 def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
@@ -263,10 +263,12 @@ def _experts(dims: _Dims, sizes: Sizes) -> Iterator[OpCase]:
                 torch.rand(tokens, k, generator=generator, device=sizes.device),
             )
 
-        met = len(chosen.unique())
-        title = f"{tokens} {'token' if tokens == 1 else 'tokens'}, {k} of {e} experts each, {met} in all, {h} × {i}"
-        read = sizes.item * (3 * met * h * i + 2 * tokens * h)
-        yield OpCase("experts", title, inputs, call, read, 6.0 * tokens * k * h * i)
+        distinct = len(chosen.unique())
+        title = (
+            f"{tokens} {'token' if tokens == 1 else 'tokens'}, {k} of {e} experts each, {distinct} in all, {h} × {i}"
+        )
+        moved = sizes.item * (3 * distinct * h * i + 2 * tokens * h)
+        yield OpCase("experts", title, inputs, call, moved, 6.0 * tokens * k * h * i)
 
 
 # A size at which only memory bandwidth limits a kernel.

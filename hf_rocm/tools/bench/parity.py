@@ -79,8 +79,8 @@ class Reference:
     """The eager and the exact model, which are copies of the measured model that share its weights."""
 
     def __init__(self, model: Any) -> None:
-        self._eager = _plainly(twin(model))
-        self._exact = _plainly(twin(model))
+        self._eager = _with_eager(twin(model))
+        self._exact = _with_eager(twin(model))
         self._last: tuple[Any, tuple[Tensor, Tensor, float]] | None = None
 
     def judge(self, trial: Trial) -> Parity:
@@ -90,22 +90,26 @@ class Reference:
 
     def _run(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
         """Return the eager and the exact output, and eager's error. Sides with equal inputs share them."""
-        fed = next(iter(arguments.values()))
-        if self._last is None or self._last[0].shape != fed.shape or not torch.equal(self._last[0], fed):
+        first_input = next(iter(arguments.values()))
+        if (
+            self._last is None
+            or self._last[0].shape != first_input.shape
+            or not torch.equal(self._last[0], first_input)
+        ):
             eager, exact = self._outputs(arguments)
             error = _largest(eager, exact)
             # the error of a few numbers, such as two logits of a classifier, can be small by chance
             for shift in range(1, _FEW // exact.numel() + 1):
                 shifted = {name: _shifted(value, shift) for name, value in arguments.items()}
                 error = max(error, _largest(*self._outputs(shifted)))
-            self._last = (fed, (eager, exact, error))
+            self._last = (first_input, (eager, exact, error))
         return self._last[1]
 
     def _outputs(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             eager = inputs.output(self._eager(**arguments)).clone()
             with widened(self._exact) as wide:
-                return eager, inputs.output(self._exact(**_in(arguments, wide))).clone()
+                return eager, inputs.output(self._exact(**_cast(arguments, wide))).clone()
 
 
 class ReferenceInPlace(Reference):
@@ -117,7 +121,7 @@ class ReferenceInPlace(Reference):
 
     def _run(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
         before = [(config, name, getattr(config, name)) for config, name in _implementations(self._eager)]
-        _plainly(self._eager)
+        _with_eager(self._eager)
         try:
             return super()._run(arguments)
         finally:
@@ -155,7 +159,7 @@ def widened(model: nn.Module) -> Iterator[torch.dtype]:
                 if parameter is not None and parameter.is_floating_point():
                     owner._parameters[name] = nn.Parameter(parameter.to(wide), requires_grad=False)
         # the caller may have cast these arguments to the weight's dtype, which was still the narrow one
-        return tuple(_in(dict(enumerate(arguments)), wide).values())
+        return tuple(_cast(dict(enumerate(arguments)), wide).values())
 
     def narrow(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
         for owner in _owners(module):
@@ -183,12 +187,12 @@ def _length(model: Any, case: Case) -> int:
         return 0
     most = 2**24
     if model.device.type == "cuda":
-        most = free_memory(model.device) // (3 * _BYTES_A_PAIR * getattr(model.config, "num_attention_heads", 32))
+        most = free_memory(model.device) // (3 * _BYTES_PER_PAIR * getattr(model.config, "num_attention_heads", 32))
     return max(1, min(case.prompt, TOKENS // case.batch, int((most / case.batch) ** 0.5)))
 
 
 # Bytes per pair of query and key in the reference: the scores, their softmax and its narrower copies.
-_BYTES_A_PAIR = 16
+_BYTES_PER_PAIR = 16
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
@@ -196,14 +200,14 @@ def _owners(module: nn.Module) -> list[nn.Module]:
     return list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
 
 
-def _in(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+def _cast(arguments: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
     }
 
 
-def _plainly(model: Any) -> Any:
+def _with_eager(model: Any) -> Any:
     """Select eager attention and experts in all configs of the model. No other model may share these configs."""
     for config, name in _implementations(model):
         setattr(config, name, "eager")

@@ -29,21 +29,21 @@ class Peers:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest.item())
 
-    def unlike(self, tokens: Tensor) -> list[int]:
+    def differing(self, tokens: Tensor) -> list[int]:
         """Return the ranks whose tokens differ from those of rank 0."""
-        everyone = [torch.empty_like(tokens) for _ in range(self.world)]
-        dist.all_gather(everyone, tokens.contiguous())
-        return [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+        gathered = [torch.empty_like(tokens) for _ in range(self.world)]
+        dist.all_gather(gathered, tokens.contiguous())
+        return [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
 
     def sum_seconds(self, message: Tensor, *, calls: int = 10, tries: int = 5) -> float:
         """Return the seconds per all-reduce in a sequence of `calls`: the best of `tries`, on the slowest rank."""
 
-        def several() -> None:
+        def repeat() -> None:
             for _ in range(calls):
                 dist.all_reduce(message)
 
-        several()
-        return min(self.slowest(timed(several, self.device)) for _ in range(tries)) / calls
+        repeat()
+        return min(self.slowest(timed(repeat, self.device)) for _ in range(tries)) / calls
 
     def wire(self) -> float:
         """Return the bytes per second that each rank sends in a large all-reduce."""
@@ -68,9 +68,9 @@ class Peers:
         if self.device.type != "cuda":
             return {"backend": "gloo"}
         pairs = [(one, other) for other in range(self.world) for one in range(other)]
-        apart = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
+        unreachable = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        return {"backend": f"{'RCCL' if torch.version.hip else 'NCCL'} {version}", "apart": apart}
+        return {"backend": f"{'RCCL' if torch.version.hip else 'NCCL'} {version}", "apart": unreachable}
 
 
 def exchanged(model: Any, case: Case, ranks: int) -> Exchange:

@@ -80,9 +80,9 @@ def profile(subject: Subject, case: Case, trace: Path, *, progress: Progress, si
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.no_grad(), chosen.turn():
         for _ in range(2):
-            _once(chosen, case, _Nothing())
+            _run_case(chosen, case, _NoRecorder())
         recorder = torch.profiler.profile(activities=activities)
-        _once(chosen, case, recorder)
+        _run_case(chosen, case, recorder)
     trace.parent.mkdir(parents=True, exist_ok=True)
     recorder.export_chrome_trace(str(trace))
     title = f"{subject.name}, {side}: {case.title}"
@@ -106,7 +106,7 @@ def summarise(title: str, work: Sequence[Work], steps: int) -> Profile:
     return Profile(title, steps, kernels, busy / steps, span / steps, tuple(longest))
 
 
-class _Nothing:
+class _NoRecorder:
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
@@ -124,21 +124,21 @@ class _ProfilingStreamer:
     def put(self, value: Tensor) -> None:
         # The first value is the prompt.
         self.received += 1
-        if self.received in (_FROM, _FROM + STEPS):
+        if self.received in (_START, _START + STEPS):
             synchronize(self.device)
-            (self.recorder.start if self.received == _FROM else self.recorder.stop)()
+            (self.recorder.start if self.received == _START else self.recorder.stop)()
 
     def end(self) -> None: ...
 
 
-_FROM = 4
+_START = 4
 
 
-def _once(side: Side, case: Case, recorder: Any) -> None:
+def _run_case(side: Side, case: Case, recorder: Any) -> None:
     device = side.model.device
     if case.kind == "decode":
         ids = inputs.tokens(side.model, case.batch, case.prompt)
-        call(side, ids, _FROM + STEPS + 1, streamer=_ProfilingStreamer(recorder, device))
+        call(side, ids, _START + STEPS + 1, streamer=_ProfilingStreamer(recorder, device))
         return
     arguments = inputs.forward_inputs(side.model, case)
     recorder.start()

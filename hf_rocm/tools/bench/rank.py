@@ -42,7 +42,7 @@ LIMIT = timedelta(minutes=30)
 JUDGED_PROMPT = 1024
 
 
-class Question(NamedTuple):
+class Task(NamedTuple):
     """The task of all ranks. folder: the checkpoint. blank: whether its matrices must be filled with random values."""
 
     folder: str
@@ -61,17 +61,17 @@ def main(folder: str, rank: int) -> int:
 
     After a failure the process must end at once (`os._exit`), since an orderly exit would wait for blocked ranks.
     """
-    place = Path(folder)
+    directory = Path(folder)
     try:
-        data = json.loads((place / "question.json").read_text(encoding="utf-8"))
-        question = Question(**{**data, "cases": [Case(*case) for case in data["cases"]]})
-        answer = _Rank(question, rank, place).run()
+        data = json.loads((directory / "task.json").read_text(encoding="utf-8"))
+        task = Task(**{**data, "cases": [Case(*case) for case in data["cases"]]})
+        result = _Rank(task, rank, directory).run()
         if rank == 0:
-            files.write(place / "answer.json", json.dumps(answer.to_dict()))
+            files.write(directory / "result.json", json.dumps(result.to_dict()))
         dist.barrier()
     except BaseException as error:  # noqa: BLE001 - the command that started this process reports any error
         traceback.print_exc()
-        files.write(place / f"failed-{rank}.json", json.dumps({"at": time.time(), **_words(error)}))
+        files.write(directory / f"failed-{rank}.json", json.dumps({"at": time.time(), **_words(error)}))
         return 1
     dist.destroy_process_group()
     return 0
@@ -85,38 +85,38 @@ def _words(error: BaseException) -> dict[str, Any]:
 
 
 class _Rank:
-    def __init__(self, question: Question, rank: int, place: Path) -> None:
-        self.question, self.rank, self.place = question, rank, place
-        gpu = question.subject["device"] == "cuda"
+    def __init__(self, task: Task, rank: int, directory: Path) -> None:
+        self.task, self.rank, self.directory = task, rank, directory
+        gpu = task.subject["device"] == "cuda"
         self.device = torch.device("cuda", rank) if gpu else torch.device("cpu")
         if gpu:
             torch.cuda.set_device(self.device)
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", question.port, question.world, is_master=False, timeout=LIMIT
+            "127.0.0.1", task.port, task.world, is_master=False, timeout=LIMIT
         )
         dist.init_process_group(
             "nccl" if gpu else "gloo",
             store=store,
             rank=rank,
-            world_size=question.world,
+            world_size=task.world,
             timeout=LIMIT,
             device_id=self.device if gpu else None,
         )
-        self.peers = Peers(question.world, self.device)
-        dtype = getattr(torch, question.subject["dtype"])
-        self.subject = Subject(**{**question.subject, "device": self.device, "dtype": dtype})
+        self.peers = Peers(task.world, self.device)
+        dtype = getattr(torch, task.subject["dtype"])
+        self.subject = Subject(**{**task.subject, "device": self.device, "dtype": dtype})
 
     def progress(self, text: str) -> None:
         if self.rank == 0:
-            files.write(self.place / "progress", text)
+            files.write(self.directory / "progress", text)
 
     def run(self) -> Segment:
-        requested = self.question
+        requested = self.task
         self.progress(f"{self.subject.name}: loading each rank's part")
         stock = restore(self._load())
         if requested.blank:
             fill(stock, Path(requested.folder), rank=self.rank)
-        made = self._sides(stock)
+        sides = self._sides(stock)
         self.progress(f"{self.subject.name}: measuring the rates of copies, GEMMs and all-reduces")
         rates = machine_rates.measure(self.device, _dtype(stock))
         wire = self.peers.wire()
@@ -126,7 +126,7 @@ class _Rank:
             for case in requested.cases:
                 exchange = exchanged(stock, case, requested.world)
                 least = floor(stock, case, rates, ranks=requested.world, exchange=exchange.sent / wire)
-                results.append(Result(case, least, tuple(self._measure(case, made, reference)), {}))
+                results.append(Result(case, least, tuple(self._measure(case, sides, reference)), {}))
                 exchanges.append({"case": case.title, **self.peers.facts(exchange, case)})
         return Segment(
             requested.segment,
@@ -141,7 +141,7 @@ class _Rank:
         )
 
     def _load(self) -> Any:
-        model = from_pretrained(self.question.folder, force=False, dtype=self.subject.dtype, tp_plan="auto").eval()
+        model = from_pretrained(self.task.folder, force=False, dtype=self.subject.dtype, tp_plan="auto").eval()
         silence(model)
         return model
 
@@ -150,47 +150,49 @@ class _Rank:
 
         It is not a copy of the stock model, because a copy would call the stock model's sharded layers.
         """
-        wanted = self.question.sides
-        made = {STOCK: Side(STOCK, stock)}
+        wanted = self.task.sides
+        sides = {STOCK: Side(STOCK, stock)}
         if {PREPARED, UNCAPTURED} & set(wanted):
             prepared = self._load()
             for module, other in zip(prepared.modules(), stock.modules(), strict=True):
                 assert module._parameters.keys() == other._parameters.keys()
                 module._parameters.update(other._parameters)
             prepare(prepared, force=True)
-            made[PREPARED] = Side(PREPARED, prepared)
-            made[UNCAPTURED] = Side(UNCAPTURED, prepared, {"disable_compile": True})
-        return [made[name] for name in wanted]
+            sides[PREPARED] = Side(PREPARED, prepared)
+            sides[UNCAPTURED] = Side(UNCAPTURED, prepared, {"disable_compile": True})
+        return [sides[name] for name in wanted]
 
     def _measure(self, case: Case, sides: list[Side], reference: ReferenceInPlace) -> list[Timing]:
         """Check the parity of every side, and then time all sides in interleaved rounds."""
-        taken = {side.name: _Taken() for side in sides}
+        samples = {side.name: _Samples() for side in sides}
         for side in sides:
             self.progress(f"{case.title}: checking the results of {side.name}")
             before = self._start_of_peak()
             began = now(self.device)
-            tried = trial(side, case, most=JUDGED_PROMPT)
-            taken[side.name].cold = self.peers.slowest(now(self.device) - began)
-            taken[side.name].peak = self._peak(before, side.model)
-            taken[side.name].tokens = tried.tokens
-            self._same_everywhere(side, case, tried.tokens)
-            parity = reference.judge(tried)
-            taken[side.name].parity = parity
+            attempt = trial(side, case, most=JUDGED_PROMPT)
+            samples[side.name].cold = self.peers.slowest(now(self.device) - began)
+            samples[side.name].peak = self._peak(before, side.model)
+            samples[side.name].tokens = attempt.tokens
+            self._same_everywhere(side, case, attempt.tokens)
+            parity = reference.judge(attempt)
+            samples[side.name].parity = parity
             if parity.refusal is not None:
                 raise Mismatch(
-                    f"{side.name} returns wrong results over {self.question.world} ranks, so nothing is timed",
+                    f"{side.name} returns wrong results over {self.task.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
-                    hint="`hf-rocm bench` without --tp shows whether one device has the fault too; please report this",
+                    hint="`hf-rocm bench` without --tp shows whether one device fails too; please report this",
                 )
-        for number in range(WARM_ROUNDS + self.question.rounds):
+        for number in range(WARM_ROUNDS + self.task.rounds):
             for side in sides:
-                self.progress(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.question.rounds}, {side.name}")
+                self.progress(f"{case.title}: round {number + 1} of {WARM_ROUNDS + self.task.rounds}, {side.name}")
                 run = self._turn(side, case)
                 if number >= WARM_ROUNDS:
-                    taken[side.name].runs.append(run)
-        first = taken[sides[0].name]
+                    samples[side.name].runs.append(run)
+        first = samples[sides[0].name]
         timings = [
-            taken[side.name].timing(side, None if side is sides[0] else self._against(first, taken[side.name], case))
+            samples[side.name].timing(
+                side, None if side is sides[0] else self._agreement_note(first, samples[side.name], case)
+            )
             for side in sides
         ]
         for side in sides:
@@ -214,15 +216,15 @@ class _Rank:
 
     def _same_everywhere(self, side: Side, case: Case, tokens: Tensor) -> None:
         """Raise `Mismatch` on every rank unless all chose the same tokens."""
-        apart = self.peers.unlike(tokens)
-        if apart:
+        differing = self.peers.differing(tokens)
+        if differing:
             raise Mismatch(
                 f"{side.name}: the ranks chose different tokens, so nothing is timed",
-                facts={"case": case.title, "unlike rank 0": ", ".join(map(str, apart))},
+                facts={"case": case.title, "unlike rank 0": ", ".join(map(str, differing))},
                 hint="please report this with `hf-rocm env`",
             )
 
-    def _against(self, first: _Taken, other: _Taken, case: Case) -> str | None:
+    def _agreement_note(self, first: _Samples, other: _Samples, case: Case) -> str | None:
         """Return a note on the tokens that agree with the first side's; None for cases other than decode.
 
         Tokens after a difference can't be compared.
@@ -233,9 +235,9 @@ class _Rank:
         new = min(case.new, first.tokens.shape[1])
         differ = (first.tokens != other.tokens)[:, -new:].any(dim=0)
         if not bool(differ.any()):
-            return f"all {new} new tokens agree with those of {self.question.sides[0]}"
+            return f"all {new} new tokens agree with those of {self.task.sides[0]}"
         same = int(differ.nonzero()[0].item())
-        agree = f"the first {same} new tokens agree with those of {self.question.sides[0]}"
+        agree = f"the first {same} new tokens agree with those of {self.task.sides[0]}"
         return f"{agree}; the next ones differ, which rounding can cause"
 
     def _start_of_peak(self) -> int:
@@ -254,7 +256,7 @@ class _Rank:
         return int(self.peers.slowest(torch.cuda.max_memory_allocated(self.device) - before + weights))
 
 
-class _Taken:
+class _Samples:
     """The measurements of one side. Times are those of the slowest rank."""
 
     def __init__(self) -> None:

@@ -61,18 +61,18 @@ def bench_ranks(
     """
     check(subject, names, ranks)
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
-        place = Path(name)
+        directory = Path(name)
         folder = subject.model
         dtype = subject.dtype or (torch.bfloat16 if subject.device.type == "cuda" else torch.float32)
         if subject.shape is not None:
             progress(f"{subject.name}: writing a dummy checkpoint")
-            folder = str(place / "checkpoint")
+            folder = str(directory / "checkpoint")
             dummy_checkpoint.write(Path(folder), subject.shape, dtype=dtype, layers=subject.layers)
         # the store is in this process, so that it outlives every rank and chooses a free port itself
         store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False
         )
-        question = {
+        task = {
             "folder": folder,
             "blank": subject.shape is not None,
             "subject": {
@@ -89,10 +89,10 @@ def bench_ranks(
             "world": ranks,
             "port": store.port,
         }
-        (place / "question.json").write_text(json.dumps(question), encoding="utf-8")
-        _follow(place, subject, ranks, progress)
-        answer: dict[str, Any] = json.loads((place / "answer.json").read_text(encoding="utf-8"))
-    return Segment.from_dict(answer)
+        (directory / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        _follow(directory, subject, ranks, progress)
+        result: dict[str, Any] = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    return Segment.from_dict(result)
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
@@ -110,18 +110,18 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
             hint="select others with --sides",
         )
     if subject.device.type == "cuda":
-        there = torch.cuda.device_count()
+        available = torch.cuda.device_count()
         if subject.device.index:
             raise OptionError(
                 "--tp uses the first GPUs of this machine",
                 facts={"--device": subject.device},
                 hint="omit --device, and select GPUs with HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES on NVIDIA)",
             )
-        if there < ranks:
+        if available < ranks:
             raise OptionError(
                 f"--tp {ranks} needs {ranks} GPUs",
-                facts={"found": there},
-                hint=f"--tp {there}, or --device cpu to test the command" if there > 1 else "omit --tp",
+                facts={"found": available},
+                hint=f"--tp {available}, or --device cpu to test the command" if available > 1 else "omit --tp",
             )
     heads.check(_config(subject), ranks, {"tp_plan": "auto"})
 
@@ -139,15 +139,15 @@ def _config(subject: Subject) -> Any:
         return None
 
 
-def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> None:
+def _follow(directory: Path, subject: Subject, ranks: int, progress: Progress) -> None:
     """Start the ranks and wait until they end. Raises as soon as one has failed."""
     message = ""
-    with _started(place, subject, ranks) as processes:
+    with _started(directory, subject, ranks) as processes:
         deadline = None
         while True:
             codes = [process.poll() for process in processes]
             if any(codes):
-                raise _cause(place, codes)
+                raise _cause(directory, codes)
             if all(code == 0 for code in codes):
                 return
             if deadline is None and 0 in codes:
@@ -156,7 +156,7 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
                 stuck = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
                 raise RankError(f"rank {stuck} did not end with the others", hint="please report it")
             with contextlib.suppress(OSError):
-                words = (place / "progress").read_text(encoding="utf-8")
+                words = (directory / "progress").read_text(encoding="utf-8")
                 if words != message:
                     message = words
                     progress(words)
@@ -164,7 +164,7 @@ def _follow(place: Path, subject: Subject, ranks: int, progress: Progress) -> No
 
 
 @contextmanager
-def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(directory: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the ranks' processes. Those that still run at the end of the block are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
@@ -174,10 +174,10 @@ def _started(place: Path, subject: Subject, ranks: int) -> Iterator[list[subproc
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            with (place / f"log-{rank}").open("wb") as log:
+            with (directory / f"log-{rank}").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        children.command(_CHILD, str(place), str(rank)),
+                        children.command(_CHILD, str(directory), str(rank)),
                         env=environment | _numbers(rank, ranks),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -197,30 +197,30 @@ def _numbers(rank: int, ranks: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _cause(place: Path, codes: Sequence[int | None]) -> HfRocmError:
+def _cause(directory: Path, codes: Sequence[int | None]) -> HfRocmError:
     """Return the error of the rank that failed first: a rank killed by a signal, else the one with the first error."""
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
             return RankError(
                 f"rank {rank} was killed by {children.signal_name(-code)}",
-                facts={"last lines": children.tail(place / f"log-{rank}")},
+                facts={"last lines": children.tail(directory / f"log-{rank}")},
                 hint="the kernel kills processes that need too much memory (sudo dmesg | tail); "
                 "a crash in a library leaves a message in the log",
             )
     errors = {}
     for rank in range(len(codes)):
         with contextlib.suppress(OSError, ValueError):
-            errors[rank] = json.loads((place / f"failed-{rank}.json").read_text(encoding="utf-8"))
+            errors[rank] = json.loads((directory / f"failed-{rank}.json").read_text(encoding="utf-8"))
     if not errors:
         rank, code = next((rank, code) for rank, code in enumerate(codes) if code)
         return RankError(
-            f"rank {rank} ended with exit code {code}", facts={"last lines": children.tail(place / f"log-{rank}")}
+            f"rank {rank} ended with exit code {code}", facts={"last lines": children.tail(directory / f"log-{rank}")}
         )
     first = min(errors, key=lambda rank: errors[rank]["at"])
     first_error = errors[first]
     alike = first_error.get("error") in _ALIKE
     return RankError(
         first_error["message"] if alike else f"rank {first} failed: {first_error['message']}",
-        facts=first_error["facts"] or {"last lines": children.tail(place / f"log-{first}")},
+        facts=first_error["facts"] or {"last lines": children.tail(directory / f"log-{first}")},
         hint=first_error["hint"] or "the same command without --tp shows whether it also fails on one device",
     )

@@ -42,11 +42,15 @@ def parallel(segment: Segment) -> list[str]:
     setup = segment.parallel
     if setup is None:
         return []
-    apart = setup.get("apart")
-    cut = f"; no peer access between GPUs {', '.join(apart)}" if apart else "; all GPUs have peer access to each other"
-    ways = "" if apart is None else cut
+    unreachable = setup.get("apart")
+    access = (
+        f"; no peer access between GPUs {', '.join(unreachable)}"
+        if unreachable
+        else "; all GPUs have peer access to each other"
+    )
+    suffix = "" if unreachable is None else access
     return [
-        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{ways}; in large all-reduces each rank sends "
+        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{suffix}; in large all-reduces each rank sends "
         f"{large(setup['wire'])}B/s. Matrices, floor and peak are those of one rank"
     ]
 
@@ -97,12 +101,12 @@ def notes(result: Result) -> list[str]:
     return [
         f"{LABELS.get(timing.side, timing.side)}: {note}"
         for timing in result.timings
-        for note in (timing.note, _alone(result, timing))
+        for note in (timing.note, _replay_note(result, timing))
         if note is not None
     ]
 
 
-def _alone(result: Result, timing: Timing) -> str | None:
+def _replay_note(result: Result, timing: Timing) -> str | None:
     if timing.replay is None:
         return None
     ratio = timing.replay / result.floor.milliseconds
@@ -171,10 +175,10 @@ def kernels_by_case(segment: Segment) -> dict[tuple[str, str], list[dict[str, An
 
 def kernel_row(line: dict[str, Any]) -> Row:
     """Return the row of one timed implementation."""
-    taken, floor = line["microseconds"], line["floor"]
+    time, floor = line["microseconds"], line["floor"]
     if not floor:
-        return (line["implementation"], f"{taken:.2f}", "", "")
-    return (line["implementation"], f"{taken:.1f}", f"{taken / floor:.2f}", f"{100 * line['share']:.0f} %")
+        return (line["implementation"], f"{time:.2f}", "", "")
+    return (line["implementation"], f"{time:.1f}", f"{time / floor:.2f}", f"{100 * line['share']:.0f} %")
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

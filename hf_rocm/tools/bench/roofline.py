@@ -18,8 +18,8 @@ from hf_rocm.tools.bench.rates import Rates
 class Floor(NamedTuple):
     """The lower bound of one timed unit: its time in milliseconds, bytes and FLOPs.
 
-    by: what limits it, `memory` or `products`. exchange: the time in milliseconds to send a rank's messages, computed
-    from their size and the measured bandwidth.
+    by: what limits it, `memory` or `products` (the GEMM rate). exchange: the time in milliseconds to send a rank's
+    messages, computed from their size and the measured bandwidth.
     """
 
     milliseconds: float
@@ -36,18 +36,18 @@ def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: flo
     takes to send its messages.
     """
     read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
-    memory, products = read / rates.copy, flops / rates.matmul
-    by = "memory" if memory >= products else "products"
-    return Floor(1000 * (max(memory, products) + exchange), read, flops, by, 1000 * exchange)
+    memory, compute = read / rates.copy, flops / rates.matmul
+    by = "memory" if memory >= compute else "products"
+    return Floor(1000 * (max(memory, compute) + exchange), read, flops, by, 1000 * exchange)
 
 
 def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
     """Return the bytes and FLOPs of one decode step on one rank, halfway through the new tokens."""
     context = case.prompt + case.new // 2
-    cached = sum(_seen(context, window) for window in windows(model)) * _key_bytes(model) / ranks
+    cached = sum(_attended(context, window) for window in windows(model)) * _key_bytes(model) / ranks
     weights = Weights.of(model)
     read = weights.bytes(tokens=case.batch) + case.batch * cached
-    attention = 4 * _query_width(model) * sum(_seen(context, window) for window in windows(model)) / ranks
+    attention = 4 * _query_width(model) * sum(_attended(context, window) for window in windows(model)) / ranks
     return read, case.batch * (weights.flops() + attention)
 
 
@@ -60,8 +60,8 @@ def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
     causal = case.kind == "prefill"
     weights = Weights.of(model)
     pairs = sum(_pairs(length, window, causal=causal) for window in windows(model))
-    products = weights.flops() * length - (2 * weights.head * (length - 1) if causal else 0)
-    flops = case.batch * (products + 4 * _query_width(model) * pairs / ranks)
+    gemms = weights.flops() * length - (2 * weights.head * (length - 1) if causal else 0)
+    flops = case.batch * (gemms + 4 * _query_width(model) * pairs / ranks)
     return weights.bytes(tokens=case.batch * length), flops
 
 
@@ -124,10 +124,10 @@ def windows(model: Any) -> list[int | None]:
 def cache_bytes(model: Any, case: Case) -> int:
     """Return the bytes of a static cache for the keys and values of a whole decode case."""
     length = case.prompt + case.new
-    return int(case.batch * sum(_seen(length, window) for window in windows(model)) * _key_bytes(model))
+    return int(case.batch * sum(_attended(length, window) for window in windows(model)) * _key_bytes(model))
 
 
-def _seen(context: int, window: int | None) -> int:
+def _attended(context: int, window: int | None) -> int:
     return context if window is None else min(context, window)
 
 
@@ -135,7 +135,7 @@ def _pairs(length: int, window: int | None, *, causal: bool) -> float:
     """Return the number of pairs of a query and a key that it attends to. The window applies only if causal."""
     if not causal:
         return length * length
-    width = _seen(length, window)
+    width = _attended(length, window)
     return width * (width + 1) / 2 + (length - width) * width
 
 

@@ -102,11 +102,11 @@ def bench(
     progress(f"{subject.name}: building the model")
     model = subject.load()
     reference = Reference(model) if parity else None
-    made, missing = sides_of(model, subject, names)
+    available, missing = sides_of(model, subject, names)
     progress(f"{subject.name}: measuring the rates of copies and GEMMs")
     dtype = next(model.parameters()).dtype
     rates = machine_rates.measure(subject.device, dtype)
-    run = Measurement(model, made, reference, rates, rounds, progress)
+    run = Measurement(model, available, reference, rates, rounds, progress)
     # Recorded graphs must be kept until the next round.
     with options.override(graphs_memory="50%"):
         results = tuple(measure(run, case) for case in cases)
@@ -116,11 +116,14 @@ def bench(
 
 
 def sides_of(model: Any, subject: Subject, names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
-    """Return the sides of a loaded model, and the reason why each other side is not available here."""
-    made, missing = sides(model, list(names), encoder=subject.encoder)
-    if not made:
+    """Return the sides of a loaded model, and the reasons why others are not available here.
+
+    Raises `OptionError` if none of them is available.
+    """
+    available, missing = sides(model, list(names), encoder=subject.encoder)
+    if not available:
         raise OptionError("none of these sides is available here", facts=missing, hint="select others with --sides")
-    return made, missing
+    return available, missing
 
 
 def describe(subject: Subject, model: Any) -> dict[str, Any]:

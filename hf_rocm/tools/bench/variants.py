@@ -24,6 +24,8 @@ from hf_rocm.overlay import bind
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
 PREPARED, UNCAPTURED = "hf_rocm", "no-graphs"
 
+# The sides with torch.compile use a static cache, as transformers does for a compiled decode step. Their mode is
+# `default` unless the label names another one.
 LABELS = {
     STOCK: "stock",
     COMPILE: "stock + torch.compile",
@@ -32,8 +34,6 @@ LABELS = {
     UNCAPTURED: "hf_rocm without graphs",
     PREPARED: "hf_rocm",
 }
-# The sides with torch.compile use a static cache, as transformers does for a compiled decode step. Their mode is
-# `default` unless the label names another one.
 DEFAULT = (STOCK, COMPILE, PREPARED)
 
 # Sides that run a prefill in the same way as another side: neither transformers nor hf_rocm compiles or records a
@@ -114,8 +114,8 @@ def _forwards_note(model: Any) -> str | None:
     return _replayed(known.replayed, "forward") + (f"; uncaptured: {turned_away}" if turned_away else "")
 
 
-def _replayed(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)} replayed"
+def _replayed(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)} replayed"
 
 
 # Consecutive replays that are timed together, so that the device never waits for the host.
@@ -145,19 +145,19 @@ def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> t
     unknown = [name for name in names if name not in LABELS]
     if unknown:
         raise OptionError(f"there is no side {unknown[0]!r}", facts={"known": ", ".join(LABELS)})
-    made, missing = [], {}
+    available, missing = [], {}
     silence(model)
     for name in names:
         reason = _missing(name, encoder=encoder)
         if reason is None:
-            made.append(_MAKERS[name](name, model, encoder))
+            available.append(_MAKERS[name](name, model, encoder))
         else:
             missing[name] = reason
-    if any(side.name in (PREPARED, UNCAPTURED) for side in made):
+    if any(side.name in (PREPARED, UNCAPTURED) for side in available):
         from hf_rocm.loading.prepare import prepare
 
         prepare(model, force=True)
-    return made, missing
+    return available, missing
 
 
 def twin(model: Any) -> Any:
@@ -220,11 +220,11 @@ def _liger(name: str, model: Any, encoder: bool) -> Side:
     patched = {key: value for key, value in vars(module).items() if before.get(key) is not value}
     for key, value in patched.items():
         patches.exchange(module, key, value, before.get(key, patches.ABSENT))
-    changes = [patches.Change(module, key, partial(_ignoring_the_change, value)) for key, value in patched.items()]
+    changes = [patches.Change(module, key, partial(_replacement, value)) for key, value in patched.items()]
     return Side(name, copied, turn=lambda: patches.applied(*changes))
 
 
-def _ignoring_the_change(value: Any, _: patches.Change) -> Any:
+def _replacement(value: Any, _: patches.Change) -> Any:
     return value
 
 

@@ -25,14 +25,14 @@ def collect(machine: Machine) -> Aiter:
     built = any(name.startswith(CORE) for name in cache.modules)
     # aiter is imported only if its core module is already compiled: a build that is killed at the time-out would leave
     # locks behind.
-    answer = machine.run_task("aiter", timeout=IMPORT_SECONDS) if built else None
+    result = machine.run_task("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(
         package,
         cache=cache,
         installed=_modified(machine, f"{package.path}/__init__.py"),
         torch_installed=_modified(machine, f"{machine.torch().path}/version.py"),
         rows=_rows(machine, package.path),
-        answer=answer,
+        result=result,
     )
 
 
@@ -43,8 +43,8 @@ def _cache(machine: Machine, package: str) -> JitCache:
     home = f"{environment.get('HOME', '')}/.aiter/jit"
     node = machine.look(own)
     folder = named or (own if node is not None and node.writable else home)
-    here = machine.look(folder)
-    writable = here.writable if here else _creatable(machine, folder)
+    node = machine.look(folder)
+    writable = node.writable if node else _creatable(machine, folder)
     return JitCache(
         folder,
         writable,

@@ -31,7 +31,7 @@ FLAGS = (
 )
 
 
-class Diary:
+class Journal:
     """A file with the facts that have been collected so far."""
 
     def __init__(self, file: Path) -> None:
@@ -58,29 +58,29 @@ class Diary:
         self._file.write_text(json.dumps({"facts": self.facts, "stage": self._stage, "error": self._error}))
 
 
-def examine_torch(diary: Diary) -> None:
-    with diary.stage("import"):
+def examine_torch(journal: Journal) -> None:
+    with journal.stage("import"):
         import torch
-    with diary.stage("the check of its build") as facts:
+    with journal.stage("the check of its build") as facts:
         facts |= {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
         flags = getattr(torch._C, "_cuda_getArchFlags", None)
         facts["built_for"] = (flags() or "").split() if flags else []
-    with diary.stage("the check of its flags") as facts:
+    with journal.stage("the check of its flags") as facts:
         facts["flags"] = {name: _flag(torch, name) for name in FLAGS}
-    with diary.stage("the detection of devices") as facts:
+    with journal.stage("the detection of devices") as facts:
         facts["available"] = torch.cuda.is_available()
         if not facts["available"]:
             facts["why_not"] = _error_of(torch.cuda.init)
             return
         facts["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
     for index, device in enumerate(facts["devices"]):
-        with diary.stage(f"a GEMM on GPU {index} ({device['arch']})"):
-            device["product"] = _error_of(partial(_product, torch, index))
-        with diary.stage(f"flash attention on GPU {index} ({device['arch']})"):
+        with journal.stage(f"a GEMM on GPU {index} ({device['arch']})"):
+            device["gemm"] = _error_of(partial(_gemm, torch, index))
+        with journal.stage(f"flash attention on GPU {index} ({device['arch']})"):
             device["flash"] = _flash(torch, index)
-    with diary.stage("the test of the allocator with these settings") as facts:
+    with journal.stage("the test of the allocator with these settings") as facts:
         facts["allocator"] = _allocate(torch)
-    with diary.stage("the check of peer access") as facts:
+    with journal.stage("the check of peer access") as facts:
         count = len(facts["devices"])
         if count > 1:
             facts["peers"] = [
@@ -89,38 +89,38 @@ def examine_torch(diary: Diary) -> None:
             ]
             nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
             facts["collectives"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
-    with diary.stage("the detection of the collectives library") as facts:
+    with journal.stage("the detection of the collectives library") as facts:
         facts["collectives_loaded"] = _loaded_collectives(Path("/proc/self/maps"))
 
 
-def examine_aiter(diary: Diary) -> None:
-    with diary.stage("import"):
+def examine_aiter(journal: Journal) -> None:
+    with journal.stage("import"):
         import aiter
-    with diary.stage("import of aiter.tuned_gemm"):
+    with journal.stage("import of aiter.tuned_gemm"):
         import aiter.tuned_gemm
-    with diary.stage("the check of its functions") as facts:
+    with journal.stage("the check of its functions") as facts:
         facts["missing"] = [name for name in AITER_NAMES if not callable(getattr(aiter, name, None))]
 
 
-def examine_bitsandbytes(diary: Diary) -> None:
-    with diary.stage("import"):
+def examine_bitsandbytes(journal: Journal) -> None:
+    with journal.stage("import"):
         import bitsandbytes
         import torch
     for index in range(torch.cuda.device_count()):
-        with diary.stage(f"a 4-bit GEMM on GPU {index}") as facts:
-            why = kernels.four_bit_gemm(torch, bitsandbytes, f"cuda:{index}")
-            facts.setdefault("gemms", {})[str(index)] = why
+        with journal.stage(f"a 4-bit GEMM on GPU {index}") as facts:
+            error = kernels.four_bit_gemm(torch, bitsandbytes, f"cuda:{index}")
+            facts.setdefault("gemms", {})[str(index)] = error
 
 
-def examine_patch_embedding(diary: Diary) -> None:
-    with diary.stage("import"):
+def examine_patch_embedding(journal: Journal) -> None:
+    with journal.stage("import"):
         import torch
     for index in range(torch.cuda.device_count()):
-        with diary.stage(f"a Conv3d on GPU {index}") as facts:
+        with journal.stage(f"a Conv3d on GPU {index}") as facts:
             facts.setdefault("seconds", {})[str(index)] = kernels.patch_embedding(torch, f"cuda:{index}")
 
 
-TASKS: dict[str, Callable[[Diary], None]] = {
+TASKS: dict[str, Callable[[Journal], None]] = {
     "torch": examine_torch,
     "aiter": examine_aiter,
     "bitsandbytes": examine_bitsandbytes,
@@ -157,7 +157,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
     }
 
 
-def _product(torch: Any, index: int) -> None:
+def _gemm(torch: Any, index: int) -> None:
     left = torch.arange(64 * 64, dtype=torch.float32, device=f"cuda:{index}").reshape(64, 64) % 7
     right = left.t().contiguous()
     # with fp32 accumulation, a GEMM of small integers is exact until it is rounded, so the results must be equal
@@ -238,4 +238,4 @@ def _error_of(call: Callable[[], object]) -> str | None:
 
 
 if __name__ == "__main__":
-    TASKS[sys.argv[1]](Diary(Path(sys.argv[2])))
+    TASKS[sys.argv[1]](Journal(Path(sys.argv[2])))

@@ -11,7 +11,7 @@ from pathlib import Path
 from hf_rocm.architectures import KFD_NODES, driver_version, gfx_of_node, least_of_cards
 from hf_rocm.tools.doctor import aiter, rocminfo
 from hf_rocm.tools.doctor.facts import Driver, Facts, Host, Rocm
-from hf_rocm.tools.doctor.machine import Answer, Machine
+from hf_rocm.tools.doctor.machine import Machine, TaskResult
 from hf_rocm.tools.doctor.model import ModelFacts, model_facts
 
 PCI = "/sys/bus/pci/devices"
@@ -35,10 +35,10 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
     named = _model(machine, environment, model) if model else None
     with ThreadPoolExecutor(max_workers=3) as pool:
         torch = pool.submit(machine.run_task, "torch", timeout=TORCH_SECONDS) if machine.torch().hip else None
-        found_aiter = pool.submit(aiter.collect, machine)
+        aiter_task = pool.submit(aiter.collect, machine)
         rocm = pool.submit(_rocm, machine, environment)
-        answer = torch.result() if torch else Answer()
-        usable = bool(machine.torch().hip and answer.facts.get("devices") and not answer.error)
+        result = torch.result() if torch else TaskResult()
+        usable = bool(machine.torch().hip and result.facts.get("devices") and not result.error)
         return Facts(
             system=system,
             groups=machine.groups,
@@ -55,16 +55,16 @@ def collect(machine: Machine, *, model: str | None = None, progress: Progress | 
             now=time.time(),
             model=named,
             rocm=rocm.result(),
-            torch_answer=answer,
-            aiter=found_aiter.result(),
+            torch_result=result,
+            aiter=aiter_task.result(),
             graph_events=machine.graph_events(),
             ledger=machine.ledger(),
-            bitsandbytes=_tried(machine, "bitsandbytes", usable and "bitsandbytes" in machine.packages()),
-            patch_embedding=_tried(machine, "patch-embedding", usable and named is not None and named.conv3d),
+            bitsandbytes=_run_if(usable and "bitsandbytes" in machine.packages(), machine, "bitsandbytes"),
+            patch_embedding=_run_if(usable and named is not None and named.conv3d, machine, "patch-embedding"),
         )
 
 
-def _tried(machine: Machine, task: str, wanted: bool) -> Answer | None:
+def _run_if(wanted: bool, machine: Machine, task: str) -> TaskResult | None:
     return machine.run_task(task, timeout=KERNEL_SECONDS) if wanted else None
 
 

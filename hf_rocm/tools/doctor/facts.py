@@ -11,7 +11,7 @@ from hf_rocm.architectures import KNOWN
 from hf_rocm.generation.ledger import Event
 from hf_rocm.known_faults import rocm_release
 from hf_rocm.overlay.facts import AiterFacts, TorchFacts
-from hf_rocm.tools.doctor.machine import Answer, Node, Ran, System
+from hf_rocm.tools.doctor.machine import CommandResult, Node, System, TaskResult
 from hf_rocm.tools.doctor.model import ModelFacts
 from hf_rocm.tools.doctor.rocminfo import Agent
 from hf_rocm.tools.doctor.transformers import TransformersFacts
@@ -48,7 +48,7 @@ class Rocm:
     """
 
     version: str | None = None
-    rocminfo: Ran | None = None
+    rocminfo: CommandResult | None = None
     agents: tuple[Agent, ...] = ()
     tools: Mapping[str, bool] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class Aiter:
     """The aiter installation.
 
     installed, torch_installed: when the packages of aiter and torch were written, in seconds since the epoch. rows: the
-    number of tuned rows by architecture, such as `gfx942`. answer: the outcome of importing aiter in a child process,
+    number of tuned rows by architecture, such as `gfx942`. result: the outcome of importing aiter in a child process,
     None if that was not tried.
     """
 
@@ -77,7 +77,7 @@ class Aiter:
     installed: float = 0.0
     torch_installed: float = 0.0
     rows: Mapping[str, int] = field(default_factory=dict)
-    answer: Answer | None = None
+    result: TaskResult | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Facts:
     environment: Mapping[str, str]
     packages: Mapping[str, str]
     torch: TorchFacts
-    torch_answer: Answer
+    torch_result: TaskResult
     aiter: Aiter
     transformers: TransformersFacts
     files: Mapping[str, bool] = field(default_factory=dict)
@@ -122,13 +122,13 @@ class Facts:
     model: ModelFacts | None = None
     graph_events: tuple[Event, ...] = ()
     ledger: str | None = None
-    bitsandbytes: Answer | None = None
-    patch_embedding: Answer | None = None
+    bitsandbytes: TaskResult | None = None
+    patch_embedding: TaskResult | None = None
 
     @property
     def devices(self) -> list[Mapping[str, object]]:
         """The GPUs that torch opened."""
-        return list(self.torch_answer.facts.get("devices", ()))
+        return list(self.torch_result.facts.get("devices", ()))
 
     @property
     def shares_memory(self) -> Mapping[str, object] | None:
@@ -143,8 +143,8 @@ class Facts:
     def gpus(self) -> tuple[str, ...]:
         """The architectures of the AMD GPUs, from the driver, else from rocminfo, else from torch."""
         rocm = self.torch.hip is not None
-        seen = self.driver.gpus or tuple(agent.name for agent in self.rocm.agents)
-        return seen or tuple(str(device["arch"]) for device in self.devices if rocm)
+        architectures = self.driver.gpus or tuple(agent.name for agent in self.rocm.agents)
+        return architectures or tuple(str(device["arch"]) for device in self.devices if rocm)
 
     @property
     def rocm_release(self) -> str | None:

@@ -20,7 +20,7 @@ def four_bit_gemm(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     kernels, are compared with fp64 GEMMs of the unpacked weights. The allowed error is twice that of PyTorch's
     bf16 GEMM, plus a rounding step.
     """
-    # This module imports torch; the child reports a failure of that import in another stage.
+    # `tolerance` imports torch. The child imports torch in an earlier stage, which reports a failure.
     from hf_rocm.tolerance import allowed_error
 
     generator = torch.Generator().manual_seed(0)
@@ -28,9 +28,9 @@ def four_bit_gemm(torch: Any, bitsandbytes: Any, device: str) -> str | None:
     packed, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
     unpacked = bitsandbytes.functional.dequantize_4bit(packed, state)
     blocks = weight.double().cpu().reshape(-1, BLOCK)
-    off = (unpacked.double().cpu().reshape(-1, BLOCK) - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
-    if not bool((off <= WIDEST).all()):
-        return f"unpacked weights are off by up to {off.max().item():.2g} times their block's maximum"
+    deviation = (unpacked.double().cpu().reshape(-1, BLOCK) - blocks).abs() / blocks.abs().amax(-1, keepdim=True)
+    if not bool((deviation <= WIDEST).all()):
+        return f"unpacked weights are off by up to {deviation.max().item():.2g} times their block's maximum"
     for rows in (1, 8):
         x = torch.randn(rows, 512, generator=generator).bfloat16().to(device)
         exact = x.double().cpu() @ unpacked.double().cpu().t()

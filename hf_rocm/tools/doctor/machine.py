@@ -59,7 +59,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """The outcome of a command. code: the exit code, None after a timeout."""
 
     code: int | None
@@ -72,7 +72,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """The result of a child process. facts: those that it collected before it ended. stage: the stage in which it
     failed, if any."""
 
@@ -96,14 +96,14 @@ class Machine(Protocol):
     def look(self, path: str) -> Node | None: ...
     def free_bytes(self, path: str) -> int | None: ...
     def resolves(self) -> bool | None: ...
-    def run(self, *command: str, timeout: float) -> Ran | None: ...
+    def run(self, *command: str, timeout: float) -> CommandResult | None: ...
     def packages(self) -> Mapping[str, str]: ...
     def torch(self) -> TorchFacts: ...
     def aiter(self) -> AiterFacts: ...
     def transformers(self) -> TransformersFacts: ...
     def graph_events(self) -> tuple[Event, ...]: ...
     def ledger(self) -> str | None: ...
-    def run_task(self, task: str, *, timeout: float) -> Answer: ...
+    def run_task(self, task: str, *, timeout: float) -> TaskResult: ...
 
 
 class ThisMachine:
@@ -169,7 +169,7 @@ class ThisMachine:
             return False
         return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
-    def run(self, *command: str, timeout: float) -> Ran | None:
+    def run(self, *command: str, timeout: float) -> CommandResult | None:
         name, *rest = command
         executable = shutil.which(name) or shutil.which(name, path="/opt/rocm/bin")
         if executable is None:
@@ -206,23 +206,23 @@ class ThisMachine:
             # This user has no home folder.
             return None
 
-    def run_task(self, task: str, *, timeout: float) -> Answer:
+    def run_task(self, task: str, *, timeout: float) -> TaskResult:
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "answer.json"
+            file = Path(folder) / "result.json"
             command = [sys.executable, "-m", "hf_rocm.tools.doctor.child", task, str(file)]
             # files in the working directory must not be imported as modules, and the child needs this process's
             # import path
             path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
             ran = _run(command, timeout, environment={**self.environment, "PYTHONPATH": path}, folder=folder)
-            return read_answer(self.text(str(file)), ran)
+            return read_result(self.text(str(file)), ran)
 
 
-def read_answer(text: str | None, ran: Ran) -> Answer:
+def read_result(text: str | None, ran: CommandResult) -> TaskResult:
     """Return the facts that the child wrote before it ended, and its error."""
     try:
         written: dict[str, Any] = json.loads(text or "{}")
     except ValueError:
-        # The child was killed while it wrote.
+        # The child was killed while it was writing.
         written = {}
     facts, stage, error = written.get("facts", {}), str(written.get("stage", "start")), written.get("error")
     if ran.code is None:
@@ -231,12 +231,12 @@ def read_answer(text: str | None, ran: Ran) -> Answer:
         error = f"it was killed by signal {-ran.code}"
     elif ran.code and not error:
         error = (ran.err.strip().splitlines() or [f"exit code {ran.code}"])[-1]
-    return Answer(facts, error, stage if error else "")
+    return TaskResult(facts, error, stage if error else "")
 
 
 def _run(
     command: list[str], timeout: float, *, environment: Mapping[str, str] | None = None, folder: str | None = None
-) -> Ran:
+) -> CommandResult:
     try:
         done = subprocess.run(
             command,
@@ -250,10 +250,10 @@ def _run(
             cwd=folder,
         )
     except subprocess.TimeoutExpired:
-        return Ran(None)
+        return CommandResult(None)
     except OSError as error:
-        return Ran(127, err=str(error))
-    return Ran(done.returncode, done.stdout, done.stderr)
+        return CommandResult(127, err=str(error))
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def _can_bind(family: int, address: Any) -> bool:

@@ -66,10 +66,10 @@ def cached(name: str, cache: Path) -> Path | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return read if isinstance(read, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _weights(folder: Path) -> int:

@@ -52,7 +52,7 @@ class Report:
             "unread": self.unread,
             "rules": self.rules,
             "read": [{"kind": kind, "files": number} for kind, number in self.kinds.items()],
-            "left_out": [{"path": path, "why": why} for path, why in self.left_out.items()],
+            "left_out": [{"path": path, "why": reason} for path, reason in self.left_out.items()],
             "without_rules": [{"suffix": suffix, "files": number} for suffix, number in self.suffixes.items()],
         }
 
@@ -81,23 +81,23 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
     left_out, kinds = dict(sources.left_out), Counter[str]()
     silenced, translated = 0, False
     for number, (file, reader) in enumerate(sources.files.items(), 1):
-        shown = file.relative_to(top).as_posix() if file != top else file.name
+        relative = file.relative_to(top).as_posix() if file != top else file.name
         try:
             _check_inside(file, top)
             text = _text(file, reader.largest)
             places = list(reader.places(text))
-            partly = reader.partly(text) if reader.partly else ""
+            unread_parts = reader.unread_parts(text) if reader.unread_parts else ""
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            unread[shown] = _why(error)
+            unread[relative] = _reason_of(error)
         else:
             kinds[reader.kind] += 1
-            if partly:
-                left_out[shown] = partly
+            if unread_parts:
+                left_out[relative] = unread_parts
             translated = translated or native.defines_shuffles(text)
             silent = _Silenced(text)
             reported = [place for place in places if not silent.has(place)]
             silenced += len(places) - len(reported)
-            findings += [place.within(shown) for place in sorted(reported, key=lambda place: place.line)]
+            findings += [place.within(relative) for place in sorted(reported, key=lambda place: place.line)]
         if progress is not None:
             progress(number, len(sources.files))
     # The project defines its own warp shuffles for HIP.
@@ -149,7 +149,7 @@ class _Silenced:
         return None if comment[1] is None else frozenset(re.split(r"[,\s]+", comment[1]))
 
 
-def _why(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     if isinstance(error, SyntaxError):

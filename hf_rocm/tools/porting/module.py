@@ -19,7 +19,7 @@ from hf_rocm.tools.porting.libraries import LIBRARIES
 
 
 def words_of(package: str) -> set[str]:
-    """Return the words of a package's name that make a condition a guard; `torch.cuda.is_available()` is none."""
+    """Return the words of a package's name that make a condition a guard: all but `torch` and `cuda`."""
     return {*package.split(".")[0].split("_")} - {"torch", "cuda"}
 
 
@@ -35,9 +35,11 @@ VOCABULARY = PACKAGES | FLAGS | frozenset(PLATFORM)
 _ABSENCE = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NONE: frozenset[str] = frozenset()
-_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_SHOWS = frozenset(("print", "debug", "info", "warning", "warn", "error", "exception", "critical", "log", "write",
-                    "echo", "add_argument", "skip", "skipif", "format", "Option", "HTTPException"))  # fmt: skip
+_EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_OUTPUT_CALLS = frozenset((
+    "print", "debug", "info", "warning", "warn", "error", "exception", "critical", "log", "write", "echo",
+    "add_argument", "skip", "skipif", "format", "Option", "HTTPException",
+))  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -135,7 +137,7 @@ class Module:
                 return True
             if isinstance(parent, ast.Call) and parent.func is not node:
                 called = getattr(parent.func, "attr", getattr(parent.func, "id", ""))
-                if called in _SHOWS:
+                if called in _OUTPUT_CALLS:
                     return True
             if isinstance(parent, ast.stmt):
                 return isinstance(parent, ast.Assert) and parent.msg is node
@@ -222,7 +224,7 @@ class Module:
     def _block(self, statements: Iterable[ast.AST], context: Context) -> None:
         for statement in statements:
             self._enter(statement, context)
-            if (isinstance(statement, ast.If) and statement.body and isinstance(statement.body[-1], _LEAVES)) or (
+            if (isinstance(statement, ast.If) and statement.body and isinstance(statement.body[-1], _EXITS)) or (
                 isinstance(statement, ast.Assert)
             ):
                 context = _with(context, words=context.words | self._words_of(statement.test))

@@ -37,14 +37,14 @@ _VENDOR = re.compile(r"[-_.]?(?:rocm|amdgpu|amd|hip|cuda|nvidia|gpu|cu1\d\d?)(?!
 @dataclass(frozen=True)
 class Reader:
     """How to read a kind of file. kind: the name of the kind in a report. places: a function that returns the findings
-    in a text. largest: the size limit in bytes. partly: a function that describes the parts of a text that can't be
-    read, or returns ''.
+    in a text. largest: the size limit in bytes. unread_parts: a function that describes the parts of a text that can't
+    be read, or returns ''.
     """
 
     kind: str
     places: Callable[[str], Iterator[Place]]
     largest: int = LARGEST
-    partly: Callable[[str], str] | None = None
+    unread_parts: Callable[[str], str] | None = None
 
 
 @dataclass
@@ -67,26 +67,26 @@ def collect(top: Path) -> Sources:
             sources.files[top] = reader
         return sources
     for folder, inner, names in os.walk(top):
-        here = Path(folder)
+        parent = Path(folder)
         for name in sorted(inner):
-            if (reason := _foreign(here / name)) is not None:
-                sources.left_out[f"{_shown(here / name, top)}/"] = reason
+            if (reason := _foreign(parent / name)) is not None:
+                sources.left_out[f"{_shown(parent / name, top)}/"] = reason
                 inner.remove(name)
         counterparts = _counterparts(inner)
         for name in sorted(inner):
             if (other := counterparts.get(_VENDOR.sub("", name))) and other != name and _VENDOR.search(name):
-                sources.left_out[f"{_shown(here / name, top)}/"] = f"{other}/ {COUNTERPART}"
+                sources.left_out[f"{_shown(parent / name, top)}/"] = f"{other}/ {COUNTERPART}"
                 inner.remove(name)
         counterparts = _counterparts(names)
         for name in sorted(names):
-            reader = reader_of(here / name)
+            reader = reader_of(parent / name)
             if reader is None:
                 kind = Path(name).suffix or name
                 sources.suffixes[kind] = sources.suffixes.get(kind, 0) + 1
             elif (other := counterparts.get(_VENDOR.sub("", name))) and other != name and _OWN.search(name):
-                sources.left_out[_shown(here / name, top)] = f"{other} {COUNTERPART}"
+                sources.left_out[_shown(parent / name, top)] = f"{other} {COUNTERPART}"
             else:
-                sources.files[here / name] = reader
+                sources.files[parent / name] = reader
     sources.files = dict(sorted(sources.files.items()))
     return sources
 

@@ -43,7 +43,7 @@ class Tuning:
     todo: list[Gemm] = field(default_factory=list)
 
     @property
-    def elsewhere(self) -> dict[str, list[str]]:
+    def commands(self) -> dict[str, list[str]]:
         """The commands to tune the shapes on another machine, with hf-rocm or, for aiter, only with aiter's sources."""
         lines = {"with hf-rocm": ["hf-rocm", "tune", "--shapes", str(self.file)]}
         if self.engine == AITER:
@@ -64,7 +64,7 @@ class Tuning:
             "file": str(self.file),
             "todo": len(self.todo),
             "obstacle": self.obstacle,
-            "commands": self.elsewhere,
+            "commands": self.commands,
         }
 
 
@@ -109,38 +109,38 @@ def prepare(
     Only shapes that the engine supports are kept. Those of `model` are written to the cache, from which `explain` reads
     them. If `output` is given, the shapes of either source are also written there.
     """
-    meant, here = machine.release(release), machine.gpu(gpu)
-    chosen = _engine(engine, here)
-    print_of = None
+    target, target_gpu = machine.release(release), machine.gpu(gpu)
+    chosen = _engine(engine, target_gpu)
+    fingerprint = None
     if shapes is not None:
         recorded = shape_files.read(shapes)
     else:
         assert model is not None
-        recorded, print_of = _recorded(model, batches, prompts, dtype, load, progress)
+        recorded, fingerprint = _recorded(model, batches, prompts, dtype, load, progress)
     if shuffled:
         recorded = sorted({*recorded, *(shape._replace(shuffled=True) for shape in recorded if _shufflable(shape))})
-    kept = [shape for shape in recorded if chosen != AITER or engines.takes(shape)]
+    kept = [shape for shape in recorded if chosen != AITER or engines.supports(shape)]
     if not kept:
         raise TuningError(
             "aiter's tuned kernels support none of these GEMMs",
             facts={"supported": "bf16 and fp16, with K a multiple of 8", "found": _kinds(recorded)},
             hint="if you run the model in bf16, pass --dtype bfloat16",
         )
-    text = shape_files.write(kept, meant.layout)
+    text = shape_files.write(kept, target.layout)
     file = output or shapes
-    if print_of is not None:
-        store.write(store.shapes(print_of), text)
-        store.remember_name(print_of, str(model))
-        file = output or store.shapes(print_of)
+    if fingerprint is not None:
+        store.write(store.shapes(fingerprint), text)
+        store.remember_name(fingerprint, str(model))
+        file = output or store.shapes(fingerprint)
     assert file is not None
     if output is not None:
         store.write_output(output, text)
     left_out = [shape for shape in recorded if shape not in kept]
-    job = Tuning(model or str(shapes), chosen, meant, here, kept, left_out, file, None)
+    job = Tuning(model or str(shapes), chosen, target, target_gpu, kept, left_out, file, None)
     job.obstacle = _obstacle(job, named=release is not None or gpu is not None)
-    if chosen == AITER and here is not None:
-        known = engines.known(here, meant)
-        job.done = {shape for shape in kept if shape.key(here.gfx, here.units) in known}
+    if chosen == AITER and target_gpu is not None:
+        known = engines.known(target_gpu, target)
+        job.done = {shape for shape in kept if shape.key(target_gpu.gfx, target_gpu.units) in known}
     job.todo = kept if again else [shape for shape in kept if shape not in job.done]
     return job
 

@@ -56,7 +56,7 @@ class Outcome:
         }
 
 
-def takes(shape: Gemm) -> bool:
+def supports(shape: Gemm) -> bool:
     """Return whether hf_rocm may call aiter's `gemm_a16w16` for this GEMM."""
     return shape.dtype in ("torch.bfloat16", "torch.float16") and shape.k % 8 == 0
 
@@ -121,10 +121,10 @@ def _run(line: list[str], folder: Path, tuned: Path, log: Path, total: int, prog
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(timeout=0.5)
-                now = min(total, _rows(tuned))
+                rows = min(total, _rows(tuned))
                 attempts = log.read_bytes().count(_ATTEMPT_FAILED.encode())
-                if now > done:
-                    done, failures = now, attempts
+                if rows > done:
+                    done, failures = rows, attempts
                 if attempts - failures >= PATIENCE:
                     return _end(process)
                 if progress:

@@ -26,7 +26,7 @@ from hf_rocm.tools.tuning.shapes import Gemm, Recording, fusable
 Progress = Callable[[int, int], None]
 
 # The largest number of truth values that a model without weights may read; more indicate an endless loop.
-MAX_ANSWERS = 10_000
+MAX_READS = 10_000
 
 
 def record(
@@ -38,12 +38,16 @@ def record(
     `TuningError` if the model does not take tokens.
     """
     runs = [(batch, prompt) for batch in batches for prompt in prompts]
-    with Recording() as seen, torch.no_grad(), options.override(tiers={**options.current().tiers, "linear": "torch"}):
+    with (
+        Recording() as recording,
+        torch.no_grad(),
+        options.override(tiers={**options.current().tiers, "linear": "torch"}),
+    ):
         for number, (batch, prompt) in enumerate(runs):
             if progress:
                 progress(number, len(runs))
             _run(model, batch, prompt)
-    return seen.shapes(list(_groups(model)))
+    return recording.shapes(list(_groups(model)))
 
 
 @contextmanager
@@ -75,7 +79,7 @@ def without_weights(model: str, *, dtype: str | None = None) -> Iterator[nn.Modu
         )
     named = _named(dtype) if dtype else _dtype_of(config)
     cls = _class_for(model, config)
-    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+    with FakeTensorMode(allow_non_fake_inputs=True), _AllTrue():
         try:
             build = getattr(cls, "_from_config", None) or cls.from_config
             with _no_initial_values():
@@ -108,17 +112,17 @@ def _named(dtype: str) -> torch.dtype:
     return named
 
 
-class _Answers(TorchDispatchMode):
+class _AllTrue(TorchDispatchMode):
     """Return True for every bool that is read from a fake tensor. The masks are all ones, as when `generate` starts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = 0
+        self.reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            self.given += 1
-            if self.given > MAX_ANSWERS:
+            self.reads += 1
+            if self.reads > MAX_READS:
                 raise RuntimeError("a loop depends on a value that needs the weights")
             return True
         return func(*args, **(kwargs or {}))
@@ -133,21 +137,21 @@ def _run(model: Any, batch: int, prompt: int) -> None:
         )
     ids = torch.ones(batch, prompt, dtype=torch.long, device=next(model.parameters()).device)
     arguments: dict[str, Any] = {}
-    generates = model.can_generate() and hasattr(config, "use_cache")
-    if generates:
+    uses_cache = model.can_generate() and hasattr(config, "use_cache")
+    if uses_cache:
         arguments["use_cache"] = True
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             arguments["logits_to_keep"] = 1
-    one = ids[:, :1]
+    token = ids[:, :1]
     if config.is_encoder_decoder:
-        first = model(input_ids=ids, decoder_input_ids=one, **arguments)
+        first = model(input_ids=ids, decoder_input_ids=token, **arguments)
         arguments["encoder_outputs"] = (first.encoder_last_hidden_state,)
-        step = {"decoder_input_ids": one}
+        step = {"decoder_input_ids": token}
     else:
         first = model(input_ids=ids, **arguments)
-        step = {"input_ids": one}
+        step = {"input_ids": token}
     cache = getattr(first, "past_key_values", None)
-    if generates and cache is not None:
+    if uses_cache and cache is not None:
         model(**step, past_key_values=cache, **arguments)
 
 

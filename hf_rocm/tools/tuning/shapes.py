@@ -41,9 +41,9 @@ class Gemm(NamedTuple):
 class Recording(TorchFunctionMode):
     """A context manager that records every call of `F.linear`, including those in other modules and libraries.
 
-    with Recording() as seen, torch.inference_mode():
+    with Recording() as recording, torch.inference_mode():
         model.generate(...)
-    seen.shapes()
+    recording.shapes()
     """
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class Recording(TorchFunctionMode):
 
     def shapes(self, joined: Iterable[tuple[Linear, ...]] = ()) -> list[Gemm]:
         """Return every GEMM once, in ascending order. joined: groups of layers that are fused."""
-        left = dict(self._seen)
+        remaining = dict(self._seen)
         gemms: dict[Gemm, None] = {}
         for group in joined:
-            calls = [left.get(id(linear.weight)) for linear in group]
+            calls = [remaining.get(id(linear.weight)) for linear in group]
             if None in calls or len({tuple(call[1]) for call in calls if call}) != 1:
                 # The layers are not always called together.
                 continue
             n = sum(linear.weight.shape[0] for linear in group)
             gemms.update(dict.fromkeys(_gemm(m, n, group[0].weight, bias) for m, bias in calls[0][1]))  # type: ignore[index]
             for linear in group:
-                del left[id(linear.weight)]
-        for weight, calls_of in left.values():
+                del remaining[id(linear.weight)]
+        for weight, calls_of in remaining.values():
             gemms.update(dict.fromkeys(_gemm(m, weight.shape[0], weight, bias) for m, bias in calls_of))
         return sorted(gemms)
 
@@ -83,8 +83,8 @@ def fusable(group: tuple[Any, ...]) -> bool:
     """Return whether the loader can fuse these layers, given their types, shapes, dtypes and biases."""
     return (
         len(group) > 1
-        and all(type(shape) is Linear for shape in group)
-        and len({(shape.weight.shape[1], shape.weight.dtype, shape.bias is None) for shape in group}) == 1
+        and all(type(layer) is Linear for layer in group)
+        and len({(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in group}) == 1
     )
 
 
@@ -139,8 +139,8 @@ def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Ge
         raise _wrong(path, line, f"{len(fields)} fields, but the header has {len(header)}")
     numbers = [values[name] for name in ("M", "N", "K")]
     if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
-        given = ", ".join(ascii(number[:20]) for number in numbers)
-        raise _wrong(path, line, f"M, N and K must be positive integers of at most 10 digits, got {given}")
+        values_read = ", ".join(ascii(number[:20]) for number in numbers)
+        raise _wrong(path, line, f"M, N and K must be positive integers of at most 10 digits, got {values_read}")
     if values["dtype"] not in DTYPES or bias is None or shuffled is None:
         raise _wrong(path, line, "dtype must be a name such as torch.bfloat16, and bias and bpreshuffle True or False")
     m, n, k = map(int, numbers)

@@ -97,8 +97,8 @@ def check(files: Sequence[Path], *, release: str | None, gpu: str | None) -> tup
 
     Returns the results, the release and the GPU.
     """
-    meant, here = machine.release(release), machine.gpu(gpu)
-    return [_checked(path, meant, here) for path in files], meant, here
+    target, target_gpu = machine.release(release), machine.gpu(gpu)
+    return [_checked(path, target, target_gpu) for path in files], target, target_gpu
 
 
 def merge(
@@ -110,24 +110,24 @@ def merge(
     valid, and `TuningError` if the release is not supported, if there is nothing to merge, if output is None and no
     GPU is known, or if the output file is also an input, is inside the aiter package, or can't be written.
     """
-    meant, here = machine.release(release), machine.gpu(gpu)
+    target, target_gpu = machine.release(release), machine.gpu(gpu)
     named = options.tuned_files() if files is None else list(files)
-    if here is None and output is None:
+    if target_gpu is None and output is None:
         raise TuningError(
             "without an AMD GPU there is no default folder for the table",
             hint="specify the GPU (--gpu gfx942:304) or an output file (--output FILE)",
         )
-    merged = active.combined(here, meant, named, shipped=shipped)
+    merged = active.combined(target_gpu, target, named, shipped=shipped)
     if not merged.shares:
         raise TuningError("there is nothing to merge", hint="specify files, or tune a model first: hf-rocm tune MODEL")
     if output is None:
-        assert here is not None
-        path = store.merged(here, meant, merged.digest)
+        assert target_gpu is not None
+        path = store.merged(target_gpu, target, merged.digest)
     else:
         path = output
-        _keep_off(path, [share.path for share in merged.shares] + options.tuned_files(), meant)
+        _check_output(path, [share.path for share in merged.shares] + options.tuned_files(), target)
     store.write(path, merged.text) if output is None else store.write_output(path, merged.text)
-    holds_for = f"{here or 'any GPU'}, amd-aiter {meant.version}"
+    holds_for = f"{target_gpu or 'any GPU'}, amd-aiter {target.version}"
     return MergedFile(path, len(merged.rows), holds_for, merged.shares)
 
 
@@ -191,8 +191,8 @@ def _lines(lines: Sequence[int]) -> str:
     return f"{len(lines)} rows from line {lines[0]} to line {lines[-1]}"
 
 
-def _keep_off(path: Path, read_from: Sequence[Path], release: Release) -> None:
-    for source in read_from:
+def _check_output(path: Path, sources: Sequence[Path], release: Release) -> None:
+    for source in sources:
         try:
             same = path.exists() and path.samefile(source)
         except OSError:

@@ -49,7 +49,7 @@ def tune(shapes: Sequence[Gemm], file: Path, *, progress: Progress | None = None
             if progress:
                 progress(number, len(shapes))
             try:
-                _product(shape)
+                _gemm(shape)
             except torch.OutOfMemoryError:
                 missing.append(shape)
                 torch.cuda.empty_cache()
@@ -70,11 +70,11 @@ def scope(file: Path, *, tuning: bool) -> Iterator[Any]:
     import torch.cuda.tunable as settings
 
     before = (settings.is_enabled(), settings.tuning_is_enabled(), settings.get_filename())
-    with tempfile.TemporaryDirectory() as aside:
+    with tempfile.TemporaryDirectory() as folder:
         settings.enable(True)
         try:
             settings.tuning_enable(tuning)
-            settings.set_filename(str(Path(aside) / "results.csv"))
+            settings.set_filename(str(Path(folder) / "results.csv"))
             if file.is_file():
                 settings.read_file(str(file))
             yield settings
@@ -84,7 +84,7 @@ def scope(file: Path, *, tuning: bool) -> Iterator[Any]:
             settings.enable(before[0])
 
 
-def _product(shape: Gemm) -> None:
+def _gemm(shape: Gemm) -> None:
     dtype = getattr(torch, shape.dtype.removeprefix("torch."))
     x = torch.randn(shape.m, shape.k, device="cuda", dtype=dtype)
     weight = torch.randn(shape.n, shape.k, device="cuda", dtype=dtype)

@@ -56,19 +56,19 @@ class Case:
 
     @property
     def title(self) -> str:
-        alone = self.name == PADDED and len(self.steps) == 1
-        return "rows of different lengths" if alone else TITLES[self.name]
+        single_call = self.name == PADDED and len(self.steps) == 1
+        return "rows of different lengths" if single_call else TITLES[self.name]
 
     def run(
         self,
         subject: Subject,
         dtype: torch.dtype,
-        seen: Callable[[int, Any], None],
+        record: Callable[[int, Any], None],
         within: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Call the model for every step.
 
-        dtype: the dtype of the cache. seen: a function that is called with the number of each step and the model's
+        dtype: the dtype of the cache. record: a function that is called with the number of each step and the model's
         output. within: a function that returns a context manager for a step.
         """
         model: Any = subject.model
@@ -77,7 +77,7 @@ class Case:
             for number, step in enumerate(self.steps):
                 with within(number):
                     output = model(**_arguments(subject, step, past), **self._further(subject))
-                seen(number, output)
+                record(number, output)
 
     def final_keep(self, number: int) -> Tensor:
         """Return [B, S] bool: the positions to compare in a call's output, which are the decoder's if there is one."""
@@ -130,9 +130,9 @@ def _chunks(name: str, ids: Tensor, length: int, cache: str) -> Case:
     """Return a case: a prompt, then calls with 5, 1, 1, 3 and 1 tokens, or with 1, 2 and 1 if `length` is below 12."""
     steps, start = [], 0
     for size in (length - 11, 5, 1, 1, 3, 1) if length > 11 else (length - 4, 1, 2, 1):
-        here = ids[None, start : start + size]
+        chunk = ids[None, start : start + size]
         positions = torch.arange(start, start + size)[None]
-        steps.append(Step(here, torch.ones(1, start + size, dtype=torch.long), positions, start))
+        steps.append(Step(chunk, torch.ones(1, start + size, dtype=torch.long), positions, start))
         start += size
     return Case(name, tuple(steps), cache)
 
@@ -179,14 +179,20 @@ def _window(subject: Subject, window: int | None) -> Iterator[None]:
 
 
 def _arguments(subject: Subject, step: Step, past: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"input_ids": step.ids.to(subject.device)}
+    arguments: dict[str, Any] = {"input_ids": step.ids.to(subject.device)}
     if step.mask is not None:
-        given["attention_mask"] = step.mask.to(subject.device)
+        arguments["attention_mask"] = step.mask.to(subject.device)
     if past is None:
-        return {**given, "use_cache": False} if subject.kind != ENCODER else given
-    place = torch.arange(step.start, step.start + step.ids.shape[1], device=subject.device)
-    positions = place[None] if step.positions is None else step.positions.to(subject.device)
-    return {**given, "position_ids": positions, "cache_position": place, "past_key_values": past, "use_cache": True}
+        return {**arguments, "use_cache": False} if subject.kind != ENCODER else arguments
+    cache_position = torch.arange(step.start, step.start + step.ids.shape[1], device=subject.device)
+    positions = cache_position[None] if step.positions is None else step.positions.to(subject.device)
+    return {
+        **arguments,
+        "position_ids": positions,
+        "cache_position": cache_position,
+        "past_key_values": past,
+        "use_cache": True,
+    }
 
 
 def _cache(subject: Subject, case: Case, dtype: torch.dtype) -> Any:

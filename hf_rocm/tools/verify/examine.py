@@ -50,18 +50,18 @@ def examine(
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()
     reference, free = recorded, None
-    groups = list(_groups(subject, case)) if recorded is None else [_looked_into(recorded)]
+    groups = list(_groups(subject, case)) if recorded is None else [_inspected(recorded)]
     for inside in groups:
         exact = recorded or reference_of(subject, case, inside)
         # this runs after the reference, which raises an error if stock can't run the case
         free = free or run(subject, case, subject.dtype, within=within)
         local = run(subject, case, subject.dtype, inside=inside, forced=exact.eager.inputs, within=within)
         bounds = bounds_of(subject, exact)
-        off = faults_of(subject, exact, local, bounds)
+        group_faults = faults_of(subject, exact, local, bounds)
         # the operation at fault is known only from the run that recorded the layer's intermediate activations
-        faults |= {layer: fault for layer, fault in off.items() if layer in inside or layer not in faults}
+        faults |= {layer: fault for layer, fault in group_faults.items() if layer in inside or layer not in faults}
         layers = layers or layer_errors(subject, exact, free, local, bounds)
-        reference = exact if keep and len(groups) == 1 else _outputs_alone(exact)
+        reference = exact if keep and len(groups) == 1 else _only_outputs(exact)
     assert reference is not None and free is not None
     order = [*subject.outside, *subject.blocks]
     order = [name for points in reference.local.points[:1] for name in points] or order
@@ -84,11 +84,11 @@ def _groups(subject: Subject, case: Case) -> Iterator[set[str]]:
         yield set(names[start : start + size])
 
 
-def _looked_into(reference: Reference) -> set[str]:
+def _inspected(reference: Reference) -> set[str]:
     return {layer for call in reference.local.points for layer, points in call.items() if len(points) > 1}
 
 
-def _outputs_alone(reference: Reference) -> Reference:
+def _only_outputs(reference: Reference) -> Reference:
     for run_ in (reference.eager, reference.local):
         run_.points = [
             {layer: {OUTPUT: points[OUTPUT]} for layer, points in call.items() if OUTPUT in points}

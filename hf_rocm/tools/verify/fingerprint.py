@@ -26,15 +26,15 @@ def checksum(tensor: Tensor) -> str:
     words = words.view(_WORDS[words.element_size()]) if words.numel() else words.to(torch.int64)
     total = 0
     for number, piece in enumerate(words.split(_PIECE)):
-        places = torch.arange(len(piece), device=piece.device, dtype=torch.int64) * 2 + 1
+        factors = torch.arange(len(piece), device=piece.device, dtype=torch.int64) * 2 + 1
         # The product wraps around; an odd factor loses no bits.
-        mixed = (piece.long() + 1) * (places * -7046029254386353131)
+        mixed = (piece.long() + 1) * (factors * -7046029254386353131)
         total = (total * 31 + int((mixed ^ (mixed >> 29)).sum()) + number) % (1 << 64)
     head = f"{tensor.dtype} {tuple(tensor.shape)} {total}"
     return hashlib.sha256(head.encode()).hexdigest()[:16]
 
 
-def together(fingerprints: Mapping[str, str]) -> str:
+def combined(fingerprints: Mapping[str, str]) -> str:
     """Return one checksum for a set of checksums."""
     return hashlib.sha256("\n".join(f"{k} {v}" for k, v in sorted(fingerprints.items())).encode()).hexdigest()[:16]
 

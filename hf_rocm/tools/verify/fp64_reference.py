@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_rocm.tools.verify.intercept import Around, hidden_of, intercepted, with_hidden
+from hf_rocm.tools.verify.intercept import Interceptor, hidden_of, intercepted, with_hidden
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -31,13 +31,13 @@ def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) 
     All weights of a block in `blocks` are widened while that block is called.
     """
     inside = {id(module) for block in blocks.values() for module in block.modules()}
-    arounds: dict[int, Around] = {}
+    interceptors: dict[int, Interceptor] = {}
     for module in model.modules():
         if id(module) not in inside and module._parameters:
-            arounds[id(module)] = _around([module], dtype)
+            interceptors[id(module)] = _interceptor([module], dtype)
     for block in blocks.values():
-        arounds[id(block)] = _around(list(block.modules()), dtype)
-    with intercepted(arounds), computing_in(dtype):
+        interceptors[id(block)] = _interceptor(list(block.modules()), dtype)
+    with intercepted(interceptors), computing_in(dtype):
         yield
 
 
@@ -71,8 +71,8 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _around(modules: list[nn.Module], dtype: torch.dtype) -> Around:
-    def around(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+def _interceptor(modules: list[nn.Module], dtype: torch.dtype) -> Interceptor:
+    def intercept(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         hidden = hidden_of(args, kwargs)
         if hidden is not None and hidden.is_floating_point():
             args, kwargs = with_hidden(args, kwargs, hidden.to(dtype))
@@ -84,7 +84,7 @@ def _around(modules: list[nn.Module], dtype: torch.dtype) -> Around:
                 inner._parameters.update(parameters)
                 inner._buffers.update(buffers)
 
-    return around
+    return intercept
 
 
 def _widen(module: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:

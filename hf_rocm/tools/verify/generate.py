@@ -42,7 +42,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
         return Check(*GRAPHS, NOT_RUN, note="the model generates no text")
     prompt, new = _prompt(subject, ids, new)
     before = _replayed(subject)
-    first, again = generate(subject, prompt, new), generate(subject, prompt, new)
+    first, second = generate(subject, prompt, new), generate(subject, prompt, new)
     steps = _replayed(subject) - before
     reason = _wrong_replay(subject)
     # The tokens are correct, because the call was repeated without recordings.
@@ -51,10 +51,10 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     if not steps:
         return Check(*GRAPHS, NOT_RUN, note=_why_not(subject))
     plain = generate(subject, prompt, new, recorded=False)
-    check = _judged(subject, GRAPHS, again, plain, prompt.shape[1], "those of uncaptured steps")
+    check = _judged(subject, GRAPHS, second, plain, prompt.shape[1], "those of uncaptured steps")
     numbers = {**check.numbers, "replayed": float(steps)}
     note = f"{steps} steps replayed; {check.note}"
-    if not torch.equal(first, again):
+    if not torch.equal(first, second):
         note = "two calls over the same recordings gave different tokens"
         return Check(*GRAPHS, FAILED, check.error, check.allowed, numbers, note, check.fault)
     return Check(*GRAPHS, check.status, check.error, check.allowed, numbers, note, check.fault)
@@ -74,36 +74,37 @@ def generate(subject: Subject, prompt: Tensor, new: int, *, recorded: bool = Tru
     return tokens
 
 
-def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, whose: str) -> Check:
+def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: Tensor, start: int, owner: str) -> Check:
     """Check the tokens from position `start` on. actual, expected: [1, S] tokens that agree before `start`."""
     with subject.stock():
         eager = _logits(subject, actual, start)
     with subject.reference():
         exact = _logits(subject, actual, start)
     text = actual[0, start:].cpu()
-    behind = exact.amax(-1) - exact.gather(-1, text[:, None])[:, 0]
+    gaps = exact.amax(-1) - exact.gather(-1, text[:, None])[:, 0]
     eager_error = (eager - exact).abs().max().item()
     bound = 2 * allowed_error(eager_error, subject.dtype, exact.abs().max().item())
     differs = (actual[0] != expected[0])[start:].cpu().nonzero()
     numbers = {"steps": float(len(text)), "same": float(len(text))}
-    note = f"all {len(text)} tokens are equal to {whose}"
+    note = f"all {len(text)} tokens are equal to {owner}"
     if len(differs):
         first = int(differs[0])
         best = exact[first].topk(2).values
-        numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(behind[first])}
+        numbers |= {"same": float(first), "margin": float(best[0] - best[1]), "behind": float(gaps[first])}
         note = (
-            f"the first {first} of {len(text)} tokens are equal to {whose}; after them, the reference's two largest "
-            f"logits are {numbers['margin']:.2e} apart, and that of hf_rocm's token is {numbers['behind']:.2e} smaller"
+            f"the first {first} of {len(text)} tokens are equal to {owner}; after them, the reference's two largest "
+            f"logits are {numbers['margin']:.2e} apart, and the logit of hf_rocm's token is {numbers['behind']:.2e} "
+            "below the largest"
         )
     # with routed experts, two almost equal router scores can change a token's logits by any amount, so the median
     # is compared
-    worst = (behind.median() if is_moe(subject) else behind.max()).item()
+    worst = (gaps.median() if is_moe(subject) else gaps.max()).item()
     fault = None
     if not worst <= bound:
         # The negated comparison is also true if the difference is NaN.
-        place = int((~(behind <= bound)).nonzero()[0])
-        words = f"token {int(text[place])} instead of {int(exact[place].argmax())}"
-        fault = Fault(f"step {place}", words, float(behind[place]), bound)
+        index = int((~(gaps <= bound)).nonzero()[0])
+        words = f"token {int(text[index])} instead of {int(exact[index].argmax())}"
+        fault = Fault(f"step {index}", words, float(gaps[index]), bound)
     return Check(*name, PASSED if fault is None else FAILED, worst, bound, numbers, note, fault)
 
 
@@ -153,8 +154,10 @@ def _why_not(subject: Subject) -> str:
     from hf_rocm.generation.state import known
 
     state = known(subject.generator)
-    off = (subject.model.__dict__[REPORT].get("graphs") or {}).get("off")
+    disabled = (subject.model.__dict__[REPORT].get("graphs") or {}).get("off")
     reason = (
-        off or (state and (state.disabled or next(iter(state.turned_away), None))) or refuses_device(subject.generator)
+        disabled
+        or (state and (state.disabled or next(iter(state.turned_away), None)))
+        or refuses_device(subject.generator)
     )
     return reason or "no step was replayed"

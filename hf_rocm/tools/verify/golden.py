@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_rocm import __version__, files
 from hf_rocm.errors import GoldenError
 from hf_rocm.tools.verify.cases import Case, Step
-from hf_rocm.tools.verify.fingerprint import differing, fingerprint, of_config, together
+from hf_rocm.tools.verify.fingerprint import combined, differing, fingerprint, of_config
 from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.points import OUTPUT
 from hf_rocm.tools.verify.reference import Reference, Run, reference_of
@@ -113,8 +113,12 @@ def load(file: Path, subject: Subject) -> Golden:
 
 def difference_in_versions(header: dict[str, Any], subject: Subject) -> str:
     """Return, as part of a sentence, how the versions and the device in the file differ from those here."""
-    there, here = header["recorded with"], _versions(subject)
-    other = [f"{name} {there.get(name)} there and {here[name]} here" for name in here if there.get(name) != here[name]]
+    recorded, current = header["recorded with"], _versions(subject)
+    other = [
+        f"{name} {recorded.get(name)} there and {current[name]} here"
+        for name in current
+        if recorded.get(name) != current[name]
+    ]
     return "recorded with " + ("the same versions on the same kind of device" if not other else ", ".join(other))
 
 
@@ -125,7 +129,7 @@ def _identity(subject: Subject) -> dict[str, Any]:
         "name": Path(str(getattr(subject.config, "_name_or_path", ""))).name,
         "dtype": str(subject.dtype).removeprefix("torch."),
         "config": of_config(subject.config),
-        "weights": together(weights),
+        "weights": combined(weights),
         "tensors": weights,
     }
 
@@ -144,18 +148,18 @@ def _versions(subject: Subject) -> dict[str, str]:
 
 
 def _check_identity(file: Path, header: dict[str, Any], subject: Subject) -> None:
-    here = _identity(subject)
+    identity = _identity(subject)
     for key, hint in (
         ("model", "load the same class of model"),
         ("dtype", "load the model in the dtype that the file was recorded in"),
         ("config", "use the checkpoint that the file was recorded from"),
         ("weights", "use the checkpoint that the file was recorded from, at the same revision"),
     ):
-        if header.get(key) == here[key]:
+        if header.get(key) == identity[key]:
             continue
-        facts = {"file": header.get(key), "here": here[key]}
+        facts = {"file": header.get(key), "here": identity[key]}
         if key == "weights":
-            names = differing(header.get("tensors", {}), here["tensors"])
+            names = differing(header.get("tensors", {}), identity["tensors"])
             facts["first that differs"] = f"{names[0]} ({len(names)} in all)" if names else "the list itself"
         verb = "differ" if key == "weights" else "differs"
         raise GoldenError(f"{file} belongs to another model: its {key} {verb}", facts=facts, hint=hint)

@@ -17,19 +17,19 @@ from hf_rocm import patches
 from hf_rocm.patches import Change
 
 # (module, positional arguments, keyword arguments, original call) → the result
-Around = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
+Interceptor = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 
 
 @contextmanager
-def intercepted(arounds: Mapping[int, Around]) -> Iterator[None]:
+def intercepted(interceptors: Mapping[int, Interceptor]) -> Iterator[None]:
     """Within the block, pass every call of a module to the function for its `id()`, if any. Blocks can be nested."""
 
     def make(change: Change) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            around = arounds.get(id(self)) if change.live else None
-            if around is None:
+            intercept = interceptors.get(id(self)) if change.live else None
+            if intercept is None:
                 return change.original(self, *args, **kwargs)
-            return around(self, args, kwargs, partial(change.original, self))
+            return intercept(self, args, kwargs, partial(change.original, self))
 
         return call
 

@@ -56,7 +56,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
                 exact = wide.get(layer, {}).get(name)
                 if exact is not None and exact.shape == value.shape and value.shape[1] >= LEAST:
                     errors.setdefault((layer, name), []).append(_compared(value, exact, rerouted))
-    own = {place: allowed(own_errors, subject.dtype) for place, own_errors in errors.items()}
+    own = {point: allowed(own_errors, subject.dtype) for point, own_errors in errors.items()}
     usual: dict[str, list[Allowed]] = {}
     for (_, name), bound in own.items():
         usual.setdefault(name, []).append(bound)
@@ -76,7 +76,7 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
 
     run: a run in which every layer had the same input as in stock.
     """
-    order = {layer: place for place, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
+    order = {layer: index for index, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}
     for exact, points in zip(reference.local.points, run.points, strict=True):
         for layer, names in exact.items():
@@ -85,10 +85,10 @@ def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) 
                 bound, actual = bounds.get((layer, name)), same_point(points.get(layer, {}), name)
                 if layer in faults or bound is None or actual is None or actual.shape != expected.shape:
                     continue
-                off = _compared(actual, expected, rerouted)
-                if bound.exceeded(off):
-                    by_worst = off.worst > bound.worst or not off.finite
-                    sizes = (off.worst, bound.worst) if by_worst else (off.typical, bound.typical)
+                measured = _compared(actual, expected, rerouted)
+                if bound.exceeded(measured):
+                    by_worst = measured.worst > bound.worst or not measured.finite
+                    sizes = (measured.worst, bound.worst) if by_worst else (measured.typical, bound.typical)
                     faults[layer] = Fault(layer, label(layer, name, run.ran), *sizes)
     return dict(sorted(faults.items(), key=lambda item: order[item[0]]))
 
@@ -119,15 +119,16 @@ def _final(subject: Subject, reference: Reference, run: Run) -> Check:
     """Check the end result. run: hf_rocm's run end to end."""
     exact, eager, actual = finals(reference.wide, reference.eager, run)
     stock = difference(eager, exact)
-    off, bound = end_to_end(subject, difference(actual, exact), stock)
+    measured, bound = end_to_end(subject, difference(actual, exact), stock)
     logits, plain = predictions(actual, exact, eager), predictions(eager, exact, eager)
     numbers = {
-        "max": off.largest, "mean": off.mean, "typical": off.typical, "kl": logits.kl, "same_top1": logits.same,
-        "within_5e-2": logits.within_guides, "stock_error": stock.worst, "stock_max": stock.largest,
-        "stock_mean": stock.mean, "stock_typical": stock.typical, "stock_kl": plain.kl, "stock_same_top1": plain.same,
+        "max": measured.largest, "mean": measured.mean, "typical": measured.typical, "kl": logits.kl,
+        "same_top1": logits.same, "within_5e-2": logits.within_guides, "stock_error": stock.worst,
+        "stock_max": stock.largest, "stock_mean": stock.mean, "stock_typical": stock.typical, "stock_kl": plain.kl,
+        "stock_same_top1": plain.same,
     }  # fmt: skip
-    status = FAILED if bound.exceeded(off) else PASSED
-    return Check("final", "", status, off.worst, bound.worst, numbers)
+    status = FAILED if bound.exceeded(measured) else PASSED
+    return Check("final", "", status, measured.worst, bound.worst, numbers)
 
 
 def finals(*runs: Run) -> list[Tensor]:
@@ -135,15 +136,15 @@ def finals(*runs: Run) -> list[Tensor]:
     return [torch.cat([final.flatten(1) for final in run.finals]) for run in runs]
 
 
-def end_to_end(subject: Subject, off: Difference, stock: Difference) -> tuple[Difference, Allowed]:
-    """Return the difference of an end result that must not exceed its bound, and the bound.
+def end_to_end(subject: Subject, measured: Difference, stock: Difference) -> tuple[Difference, Allowed]:
+    """Return the difference of an end result, adjusted for routed experts, and its bound.
 
     With routed experts, a token that is routed to another expert has a large error, and so do the tokens that attend to
     it. For such models, the median over the positions is compared.
     """
     if not is_moe(subject):
-        return off, allowed([stock], subject.dtype)
-    return replace(off, worst=off.median), Allowed(allowed_error(stock.median, subject.dtype), math.inf)
+        return measured, allowed([stock], subject.dtype)
+    return replace(measured, worst=measured.median), Allowed(allowed_error(stock.median, subject.dtype), math.inf)
 
 
 def is_moe(subject: Subject) -> bool:

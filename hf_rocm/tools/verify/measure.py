@@ -50,16 +50,16 @@ class Allowed:
 def difference(actual: Tensor, expected: Tensor) -> Difference:
     """Compare two tensors in float64 on the CPU. actual, expected: [N, D]."""
     finite = bool(torch.isfinite(actual).all())
-    off = actual.double().cpu() - expected.double().cpu()
-    if not finite or not off.numel():
+    delta = actual.double().cpu() - expected.double().cpu()
+    if not finite or not delta.numel():
         empty = math.nan if not finite else 0.0
         return Difference(finite, empty, empty, empty, empty, empty)
     sizes = expected.double().cpu().norm(dim=-1)
-    relative = off.norm(dim=-1) / sizes.clamp(min=max(sizes.median().item(), torch.finfo(torch.float64).tiny))
+    relative = delta.norm(dim=-1) / sizes.clamp(min=max(sizes.median().item(), torch.finfo(torch.float64).tiny))
     return Difference(
         True,
-        off.abs().max().item(),
-        off.abs().mean().item(),
+        delta.abs().max().item(),
+        delta.abs().mean().item(),
         relative.max().item(),
         relative.mean().item(),
         relative.median().item(),

@@ -20,7 +20,7 @@ from hf_rocm.overlay import bind
 from hf_rocm.tools.verify.fp64_reference import wide_of, widened
 from hf_rocm.weights import quantize
 
-_OURS, _KEPT = "_hf_rocm_", (REPORT, bind.MODE)
+_PREFIX, _KEPT = "_hf_rocm_", (REPORT, bind.MODE)
 
 DECODER, ENCODER, PAIR = "decoder", "encoder", "encoder-decoder"
 
@@ -72,7 +72,7 @@ class Subject:
             bind.set_mode(module, bind.OFF)
         # These include the attributes that generate reads, such as recorded steps.
         own = self.generator.__dict__
-        marks = {name: own.pop(name) for name in list(own) if name.startswith(_OURS) and name not in _KEPT}
+        marks = {name: own.pop(name) for name in list(own) if name.startswith(_PREFIX) and name not in _KEPT}
         try:
             with _plain(self.model) if plain else nullcontext():
                 yield
@@ -152,8 +152,8 @@ def _kind(model: nn.Module) -> str:
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         return PAIR
-    can: Callable[[], bool] | None = getattr(model, "can_generate", None)
-    if can is not None and can():
+    can_generate: Callable[[], bool] | None = getattr(model, "can_generate", None)
+    if can_generate is not None and can_generate():
         return DECODER
     attentions = [module for module in model.modules() if "Attention" in type(module).__name__]
     return DECODER if any(getattr(attention, "is_causal", False) for attention in attentions) else ENCODER
@@ -182,8 +182,8 @@ def _plain(model: nn.Module) -> Iterator[None]:
 
 def is_causal_lm(subject: Subject) -> bool:
     """Return whether the model is a decoder that generates text."""
-    can: Any = getattr(subject.model, "can_generate", None)
-    return subject.kind == DECODER and can is not None and bool(can())
+    can_generate: Any = getattr(subject.model, "can_generate", None)
+    return subject.kind == DECODER and can_generate is not None and bool(can_generate())
 
 
 def device_name(device: torch.device) -> str:

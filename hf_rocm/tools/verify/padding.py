@@ -23,16 +23,18 @@ def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
     step, reference, free = batch.case.steps[0], batch.reference, batch.free
     assert step.mask is not None
     with subject.reference():
-        alone = [_alone(subject, ids, mask.bool()) for ids, mask in zip(step.ids, step.mask, strict=True)]
-    exact = torch.cat([rows[keep[mask.bool()]] for rows, mask, keep in zip(alone, step.mask, step.keep, strict=True)])
+        single_rows = [_single_row(subject, ids, mask.bool()) for ids, mask in zip(step.ids, step.mask, strict=True)]
+    exact = torch.cat(
+        [rows[keep[mask.bool()]] for rows, mask, keep in zip(single_rows, step.mask, step.keep, strict=True)]
+    )
     stock, actual = (difference(batched.finals[0].flatten(1), exact) for batched in (reference.eager, free))
-    off, bound = end_to_end(subject, actual, stock)
-    status = FAILED if bound.exceeded(off) else PASSED
+    measured, bound = end_to_end(subject, actual, stock)
+    status = FAILED if bound.exceeded(measured) else PASSED
     note = "" if status == PASSED else "a row's result in the batch differs from its result alone"
-    return Check(NAME, TITLE, status, off.worst, bound.worst, note=note)
+    return Check(NAME, TITLE, status, measured.worst, bound.worst, note=note)
 
 
-def _alone(subject: Subject, ids: Tensor, real: Tensor) -> Tensor:
+def _single_row(subject: Subject, ids: Tensor, real: Tensor) -> Tensor:
     """Return the final output for one row's real tokens, [S, V]."""
     row = ids[real][None]
     case = Case("alone", (Step(row),))

@@ -16,12 +16,12 @@ from torch.nn.modules.linear import Linear
 
 from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.registry import Route, watching
-from hf_rocm.tools.verify.intercept import Around, first_tensor, hidden_of, intercepted, with_hidden
+from hf_rocm.tools.verify.intercept import Interceptor, first_tensor, hidden_of, intercepted, with_hidden
 
 # The output of the whole layer.
 OUTPUT = "output"
 # The prefix for the input of a linear layer: the result of attention or of the activation.
-ENTERS = "in "
+INPUT = "in "
 ROTATED = ("rotated query", "rotated key")
 ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 
@@ -40,7 +40,7 @@ class Recorder:
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
         self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
-        self._given: list[Tensor | None] = []  # the layer's input and its modules' results, not recorded as inputs
+        self._values: list[Tensor | None] = []  # the layer's input and its modules' results, not recorded as inputs
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}
@@ -52,26 +52,28 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[Route]]:
-        arounds: dict[int, Around] = {}
+        interceptors: dict[int, Interceptor] = {}
         for layer, block in self._blocks.items():
             for path, module in block.named_modules() if layer in self._inside else [("", block)]:
-                arounds[id(module)] = self._around(layer, path)
+                interceptors[id(module)] = self._interceptor(layer, path)
         for path, module in self._outside.items():
-            arounds.setdefault(id(module), self._around(path, ""))
+            interceptors.setdefault(id(module), self._interceptor(path, ""))
         with ExitStack() as stack:
-            stack.enter_context(intercepted(arounds))
+            stack.enter_context(intercepted(interceptors))
             if self._rotary:
-                stack.enter_context(_rotations_shown(list(self._blocks.values()), self._rotation))
+                stack.enter_context(_rotations_recorded(list(self._blocks.values()), self._rotation))
             yield stack.enter_context(watching(self._operation))
 
-    def _around(self, layer: str, path: str) -> Around:
-        def around(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+    def _interceptor(self, layer: str, path: str) -> Interceptor:
+        def intercept(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+        ) -> Any:
             if not path:
                 args, kwargs = self._enter(layer, args, kwargs)
             elif isinstance(module, Linear):
                 hidden = hidden_of(args, kwargs)
-                if not any(hidden is given for given in self._given):
-                    self._put(layer, f"{ENTERS}{path}", hidden)
+                if not any(hidden is value for value in self._values):
+                    self._put(layer, f"{INPUT}{path}", hidden)
             self._stack.append((layer, path, module))
             try:
                 result = call(*args, **kwargs)
@@ -79,22 +81,22 @@ class Recorder:
                 self._stack.pop()
             value = first_tensor(result)
             self._put(layer, path or OUTPUT, value)
-            self._given.append(value)
+            self._values.append(value)
             return result
 
-        return around
+        return intercept
 
     def _enter(
         self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = hidden_of(args, kwargs)
-        self._given = [hidden]
+        self._values = [hidden]
         if hidden is None or not hidden.is_floating_point():
             return args, kwargs
-        given = self.forced.get(layer)
-        if given is not None and given.shape == hidden.shape:
-            hidden = given.to(hidden.device, hidden.dtype)
-            self._given = [hidden]
+        forced = self.forced.get(layer)
+        if forced is not None and forced.shape == hidden.shape:
+            hidden = forced.to(hidden.device, hidden.dtype)
+            self._values = [hidden]
             return with_hidden(args, kwargs, hidden)
         self.inputs[layer] = hidden.detach().cpu()
         return args, kwargs
@@ -118,7 +120,7 @@ class Recorder:
         layer, path, _ = self._stack[-1] if self._stack else ("", "", None)
         if layer in self._inside and query.dim() == 4 and key.dim() == 4:
             for name, value in zip(ROTATED, (query, key), strict=True):
-                self._put(layer, _below(path, name), value.transpose(1, 2))
+                self._put(layer, _join(path, name), value.transpose(1, 2))
 
     def _operation(self, name: str, result: Any) -> None:
         if not self._stack or self._stack[-1][0] not in self._inside:
@@ -129,24 +131,24 @@ class Recorder:
         if name == "rope" and isinstance(result, tuple):
             self._rotation(*result)
         elif name in ATTENTION:
-            self._put(layer, _below(path, "attention"), value)
+            self._put(layer, _join(path, "attention"), value)
         elif value is not None:
             group: Any = module.__dict__.get(SLOT)
             sizes = getattr(group, "sizes", ())
             if sizes and sum(sizes) == value.shape[-1]:
                 for part, rows in zip(group.names, value.split(sizes, dim=-1), strict=True):
-                    self._put(layer, _below(path, part), rows)
+                    self._put(layer, _join(path, part), rows)
 
 
 def label(layer: str, name: str, ran: dict[tuple[str, str], set[str]]) -> str:
     """Return the readable name of a point. A linear layer's input is named after the operation before it, if known."""
-    if not name.startswith(ENTERS):
+    if not name.startswith(INPUT):
         return name
-    path = name.removeprefix(ENTERS).rpartition(".")[0]
+    path = name.removeprefix(INPUT).rpartition(".")[0]
     operations = ran.get((layer, path), set())
     if operations & ATTENTION:
-        return _below(path, "attention")
-    return _below(path, "activation") if "act_and_mul" in operations else name.replace(ENTERS, "input of ")
+        return _join(path, "attention")
+    return _join(path, "activation") if "act_and_mul" in operations else name.replace(INPUT, "input of ")
 
 
 def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
@@ -155,26 +157,26 @@ def same_point(points: dict[str, Tensor], name: str) -> Tensor | None:
     If a linear layer's input was not recorded, return the result of attention in the same module.
     """
     point = points.get(name)
-    if point is None and name.startswith(ENTERS):
-        point = points.get(_below(name.removeprefix(ENTERS).rpartition(".")[0], "attention"))
+    if point is None and name.startswith(INPUT):
+        point = points.get(_join(name.removeprefix(INPUT).rpartition(".")[0], "attention"))
     return point
 
 
-def _below(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 @contextmanager
-def _rotations_shown(blocks: list[nn.Module], show: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Pass the results of the model files' rotary functions to `show` within the block."""
+def _rotations_recorded(blocks: list[nn.Module], record: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Pass the results of the model files' rotary functions to `record` within the block."""
     homes = {type(module).__module__ for block in blocks for module in block.modules()}
     originals: list[tuple[dict[str, Any], str, Any]] = []
 
-    def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         def rotate(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             if isinstance(result, tuple) and len(result) == 2:
-                show(*result)
+                record(*result)
             return result
 
         return rotate
@@ -183,7 +185,7 @@ def _rotations_shown(blocks: list[nn.Module], show: Callable[[Tensor, Tensor], N
         names = vars(sys.modules[home]) if home.startswith("transformers.models.") else {}
         for name in [name for name in names if name.startswith("apply_rotary_pos_emb")]:
             originals.append((names, name, names[name]))
-            names[name] = shown(names[name])
+            names[name] = recorded(names[name])
     try:
         yield
     finally:

@@ -89,7 +89,7 @@ def run(
             keeps = (case.steps[number].keep, case.final_keep(number))
             recorder.begin(keeps, forced[number] if forced else None)
 
-    def seen(number: int, output: Any) -> None:
+    def record(number: int, output: Any) -> None:
         keep = case.final_keep(number)
         final = subject.final(output)
         result.finals.append(final[keep.to(final.device)].cpu())
@@ -99,6 +99,6 @@ def run(
 
     begin(0)
     with recorder.recording() as routes:
-        case.run(subject, dtype, seen, within)
+        case.run(subject, dtype, record, within)
     result.ran, result.routes = recorder.ran, routes
     return result

@@ -76,8 +76,8 @@ def _text(result: Verification, width: int, *, everything: bool = False) -> str:
     if everything:
         lines += _final_lines(result, width)
         lines += ["", "what ran"] if result.tiers else []
-        for operation, where in result.tiers.items():
-            lines += wrapped(where, width, indent=f"  {operation:<18}", hanging="")
+        for operation, kernels in result.tiers.items():
+            lines += wrapped(kernels, width, indent=f"  {operation:<18}", hanging="")
     lines += ["", *wrapped(f"{result.model}: {_verdict(result)}", width)]
     lines += wrapped(f"next: {_next(result, everything=everything)}", width)
     return "\n".join(lines)

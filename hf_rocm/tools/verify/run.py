@@ -28,7 +28,7 @@ from hf_rocm.tools.verify.model_under_test import Subject, device_name, prepare_
 from hf_rocm.tools.verify.padding import padding_changes_nothing
 from hf_rocm.tools.verify.reference import Run
 from hf_rocm.tools.verify.report import Verification
-from hf_rocm.tools.verify.saving import comes_back, saves_the_same, weights_kept
+from hf_rocm.tools.verify.saving import restores_stock, saves_the_same, weights_kept
 from hf_rocm.tools.verify.session import GOLDEN, Progress, Session
 from hf_rocm.tools.verify.stock import stock_as_loaded
 from hf_rocm.tools.verify.tiers import each_tier
@@ -46,7 +46,7 @@ def verify(
     force: bool | None = None,
     golden: str | PathLike[str] | None = None,
     save_golden: str | PathLike[str] | None = None,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda stage: None,
 ) -> Verification:
     """Compare hf_rocm with stock on this model, on the model's device and in its dtype.
 
@@ -100,7 +100,7 @@ def verify(
         progress("restoring")
         with _evaluating(model):
             prompt = session.known[PROMPT]
-            session.add(comes_back(subject, prompt.case, prompt.reference, before))
+            session.add(restores_stock(subject, prompt.case, prompt.reference, before))
     return Verification(
         model=type(model).__name__,
         machine=_machine(subject),
@@ -232,9 +232,9 @@ def _machine(subject: Subject) -> dict[str, str]:
     import transformers
 
     device = describe(subject.device)
-    where = device_name(subject.device)
+    name = device_name(subject.device)
     return {
-        "device": f"{where} ({device.arch})" if device.arch else where,
+        "device": f"{name} ({device.arch})" if device.arch else name,
         "dtype": str(subject.dtype).removeprefix("torch."),
         "reference": f"stock in {str(subject.wide).removeprefix('torch.')}",
         "versions": f"hf_rocm {__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "

@@ -41,43 +41,43 @@ def saves_the_same(subject: Subject, case: Case, before: Run, *, quick: bool) ->
     with tempfile.TemporaryDirectory(prefix="hf_rocm-verify-") as folder:
         free = shutil.disk_usage(folder).free
         if free < 1.2 * size:
-            where = tempfile.gettempdir()
-            note = f"saving needs {1.2 * size / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free in {where}"
+            parent = tempfile.gettempdir()
+            note = f"saving needs {1.2 * size / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free in {parent}"
             return Check(*SAVED, NOT_RUN, note=f"{note}; set TMPDIR to another folder")
         actual = _saved(subject.model, Path(folder))
         after = run(subject, case, subject.dtype)
         with subject.stock():
             expected = _saved(subject.model, Path(folder))
     check = _same(*SAVED, differing(expected, actual), len(expected))
-    moved = [difference(a, b) for a, b in zip(after.finals, before.finals, strict=True)]
-    if check.status == PASSED and any(change.worst or not change.finite for change in moved):
+    changes = [difference(a, b) for a, b in zip(after.finals, before.finals, strict=True)]
+    if check.status == PASSED and any(change.worst or not change.finite for change in changes):
         return Check(*SAVED, FAILED, note="saving changed the results of later calls")
     return check
 
 
-def comes_back(subject: Subject, case: Case, reference: Reference, before: dict[str, str]) -> Check:
+def restores_stock(subject: Subject, case: Case, reference: Reference, before: dict[str, str]) -> Check:
     """Restore the model in place, and compare it with stock. before: as in `weights_kept`."""
     names = list(subject.model.state_dict())
     restore(subject.model)
     check = _same(*RESTORED, differing(before, fingerprint(subject.model)), len(names))
-    left = [
+    leftovers = [
         f"{path}.{key}"
         for path, module in subject.model.named_modules()
         for key in vars(module)
         if key.startswith("_hf_rocm_") and key != "_hf_rocm_mode"
     ]
-    if left:
-        return Check(*RESTORED, FAILED, note=f"restore left {left[0]} behind")
+    if leftovers:
+        return Check(*RESTORED, FAILED, note=f"restore left {leftovers[0]} behind")
     with subject.stock():
-        again = run(subject, case, subject.dtype)
-    if again.routes:
-        return Check(*RESTORED, FAILED, note=f"after restore hf_rocm still computes {again.routes[0].operation}")
-    exact, eager, restored = finals(reference.wide, reference.eager, again)
+        rerun = run(subject, case, subject.dtype)
+    if rerun.routes:
+        return Check(*RESTORED, FAILED, note=f"after restore hf_rocm still computes {rerun.routes[0].operation}")
+    exact, eager, restored = finals(reference.wide, reference.eager, rerun)
     # not compared bitwise: the last bit may depend on a weight's address, and GPU kernels may be nondeterministic
-    off, bound = end_to_end(subject, difference(restored, eager), difference(eager, exact))
-    if bound.exceeded(off):
+    measured, bound = end_to_end(subject, difference(restored, eager), difference(eager, exact))
+    if bound.exceeded(measured):
         note = "the restored model's results differ from stock's"
-        return Check(*RESTORED, FAILED, off.worst, bound.worst, note=note)
+        return Check(*RESTORED, FAILED, measured.worst, bound.worst, note=note)
     return check
 
 
@@ -90,16 +90,16 @@ def _same(name: str, title: str, different: list[str], count: int) -> Check:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _no_progress_bars() -> Iterator[None]:
     """Disable the progress bars of transformers within the block."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
@@ -108,7 +108,7 @@ def _saved(model: Any, folder: Path) -> dict[str, str]:
     from safetensors import safe_open
 
     target = folder / "model"
-    with _quietly():
+    with _no_progress_bars():
         model.save_pretrained(target)
     checksums: dict[str, str] = {}
     for file in sorted(target.glob("*.safetensors")):

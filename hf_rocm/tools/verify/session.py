@@ -18,7 +18,7 @@ Progress = Callable[[str], None]
 # The cases in a golden file.
 GOLDEN = (PROMPT, PADDED)
 # Later checks use the intermediate activations of these cases.
-TRIED_AGAIN = (PROMPT, FILLED)
+REUSED = (PROMPT, FILLED)
 
 
 class Session:
@@ -39,7 +39,7 @@ class Session:
             self.add(Check(name, TITLES[name], NOT_RUN, note=case))
             return
         try:
-            examined = examine(self.subject, case, note=_note(self.subject, case), keep=name in TRIED_AGAIN)
+            examined = examine(self.subject, case, note=_note(self.subject, case), keep=name in REUSED)
         except StockFailed as error:
             if name == PROMPT:
                 raise
@@ -51,9 +51,9 @@ class Session:
 
     def golden(self, file: gold.Golden) -> None:
         self.progress("golden file")
-        where = gold.difference_in_versions(file.header, self.subject)
+        note = gold.difference_in_versions(file.header, self.subject)
         for name, (case, reference) in file.cases.items():
-            check = examine(self.subject, case, note=where, recorded=reference).check
+            check = examine(self.subject, case, note=note, recorded=reference).check
             self.add(replace(check, name=f"golden {name}", title=f"{case.title}, compared with the golden file"))
 
     def save(self, file: Path) -> None:

@@ -31,28 +31,28 @@ def stock_as_loaded(subject: Subject, batch: Examined | None) -> Check:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the model has no causal attention")
     step = _shortest_first(batch.case.steps[0])
     with subject.reference():
-        exact = _alone(subject, step, subject.wide)
+        exact = _single_row_logits(subject, step, subject.wide)
     with subject.stock():
-        plain = difference(_alone(subject, step, subject.dtype), exact)
+        plain = difference(_single_row_logits(subject, step, subject.dtype), exact)
     try:
         with subject.stock(plain=False):
-            together = difference(_together(subject, step), exact)
-            alone = difference(_alone(subject, step, subject.dtype), exact)
+            batched = difference(_batched_logits(subject, step), exact)
+            single = difference(_single_row_logits(subject, step, subject.dtype), exact)
     except Exception as error:  # noqa: BLE001 - any failure of stock is reported
         return Check(NAME, TITLE, NOT_RUN, note=f"stock as loaded fails: {' '.join(str(error).split())[:160]}")
-    off, bound = end_to_end(subject, together, plain)
-    if not bound.exceeded(off):
-        return Check(NAME, TITLE, PASSED, off.worst, bound.worst)
-    by_itself, _ = end_to_end(subject, alone, plain)
-    note = _why(subject, together, alone_is_off=bound.exceeded(by_itself))
-    return Check(NAME, TITLE, FAILED, off.worst, bound.worst, note=note)
+    measured, bound = end_to_end(subject, batched, plain)
+    if not bound.exceeded(measured):
+        return Check(NAME, TITLE, PASSED, measured.worst, bound.worst)
+    single_measured, _ = end_to_end(subject, single, plain)
+    note = _reason_of(subject, batched, single_is_wrong=bound.exceeded(single_measured))
+    return Check(NAME, TITLE, FAILED, measured.worst, bound.worst, note=note)
 
 
-def _why(subject: Subject, together: Difference, *, alone_is_off: bool) -> str:
+def _reason_of(subject: Subject, batched: Difference, *, single_is_wrong: bool) -> str:
     name = getattr(subject.text_config, "_attn_implementation", None) or "its own"
-    if alone_is_off:
+    if single_is_wrong:
         return f"stock is wrong even without padding: attention {name!r} differs from eager (does it drop sinks?)"
-    if not together.finite:
+    if not batched.finite:
         return f"stock is not finite with padding: attention {name!r} computes rows without a visible key"
     return "stock is wrong only with padding: rows use the positions of other rows (a rotary kernel?), or read padding"
 
@@ -69,12 +69,12 @@ def _shortest_first(step: Step) -> Step:
     return Step(step.ids[order], step.mask[order], positions)
 
 
-def _together(subject: Subject, step: Step) -> Tensor:
+def _batched_logits(subject: Subject, step: Step) -> Tensor:
     """Return the logits [N, V] of the compared tokens, with all rows in one batch and `generate`'s position ids."""
     return run(subject, Case(NAME, (step,), "dynamic"), subject.dtype).finals[0].flatten(1)
 
 
-def _alone(subject: Subject, step: Step, dtype: torch.dtype) -> Tensor:
+def _single_row_logits(subject: Subject, step: Step, dtype: torch.dtype) -> Tensor:
     """Return the logits [N, V] of the same tokens, with every row run alone and without its padding."""
     assert step.mask is not None
     rows = []

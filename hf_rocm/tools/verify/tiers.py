@@ -26,10 +26,10 @@ def each_tier(subject: Subject, known: Examined) -> list[Check]:
     """Return one check per tier. known: a case that ran without a selected tier; its operations are checked."""
     every = operations()
     families = sorted({every[route.operation].family for route in known.free.routes} & set(options.OPERATIONS))
-    return [_alone(subject, known, tier, families) for tier in TIERS]
+    return [_check_tier(subject, known, tier, families) for tier in TIERS]
 
 
-def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) -> Check:
+def _check_tier(subject: Subject, known: Examined, tier: str, families: list[str]) -> Check:
     name, case = f"{tier} tier", known.case
     # operation → the first call in which the tier serves it
     served: dict[str, int] = {}
@@ -50,20 +50,22 @@ def _alone(subject: Subject, known: Examined, tier: str, families: list[str]) ->
         return Check(name, TITLE, NOT_RUN, note=shared)
     words = [f"{family} on a filled cache" if first else family for family, first in served.items()]
     note = ", ".join(words) + (f"; not {reasons}" if reasons else "")
-    check = examine(subject, case, note=note, within=_naming(served, tier), recorded=known.reference, keep=True).check
+    check = examine(
+        subject, case, note=note, within=_selecting(served, tier), recorded=known.reference, keep=True
+    ).check
     return replace(check, name=name, title=TITLE)
 
 
 def _refuses(subject: Subject, case: Case, served: dict[str, int], tier: str) -> str | None:
     """Return the reason why the tier can't serve these operations in the first two calls of the case, or None."""
     try:
-        run(subject, replace(case, steps=case.steps[:2]), subject.dtype, within=_naming(served, tier))
+        run(subject, replace(case, steps=case.steps[:2]), subject.dtype, within=_selecting(served, tier))
     except TierUnavailable as error:
         return next((reason for label, reason in error.facts.items() if label != "call"), error.message)
     return None
 
 
-def _naming(served: dict[str, int], tier: str) -> Within:
+def _selecting(served: dict[str, int], tier: str) -> Within:
     return lambda number: options.override(tiers={name: tier for name, first in served.items() if number >= first})
 
 

@@ -28,7 +28,7 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
     The reference is a copy in host memory that runs in fp32, or in fp64 for an fp32 model. A second copy, in the
     model's dtype, gives the bound. The two copies don't exist at the same time.
     """
-    if subject.kind == PAIR or "logits" not in _returns(subject):
+    if subject.kind == PAIR or "logits" not in _output_names(subject):
         return Check(NAME, TITLE, NOT_RUN, note="verify has no loss for this type of model")
     ids = ids[None, :32]
     exact = _reference(subject, ids, subject.wide)
@@ -37,24 +37,24 @@ def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
     step = torch.finfo(subject.dtype).eps
     loss, bound = abs(actual[0] - exact[0]), allowed_error(abs(eager[0] - exact[0]), subject.dtype, abs(exact[0]))
     numbers = {"loss": actual[0], "loss_reference": exact[0], "loss_error": loss, "loss_allowed": bound}
-    places = list(exact[1])
+    names = list(exact[1])
     errors, usual = _differences(actual[1], exact[1], step), _differences(eager[1], exact[1], step)
     median = statistics.median(error.typical for error in usual.values())
-    limit = {name: allowed_error(max(usual[name].typical, median), subject.dtype) for name in places}
-    wrong = [name for name in places if not errors[name].finite or errors[name].typical > limit[name]]
-    numbers["parameters"] = float(len(places))
+    limit = {name: allowed_error(max(usual[name].typical, median), subject.dtype) for name in names}
+    wrong = [name for name in names if not errors[name].finite or errors[name].typical > limit[name]]
+    numbers["parameters"] = float(len(names))
     fault = None
     if wrong:
-        fault = _where(subject, wrong, errors, limit)
+        fault = _fault_of(subject, wrong, errors, limit)
     elif not loss <= bound:
         fault = Fault("loss", "the value", loss, bound)
-    worst = max(places, key=lambda name: errors[name].typical if errors[name].finite else math.inf)
-    note = f"loss {actual[0]:.6g}, reference {exact[0]:.6g}; {len(places)} gradients; {worst} has the largest error"
+    worst = max(names, key=lambda name: errors[name].typical if errors[name].finite else math.inf)
+    note = f"loss {actual[0]:.6g}, reference {exact[0]:.6g}; {len(names)} gradients; {worst} has the largest error"
     status = PASSED if fault is None else FAILED
     return Check(NAME, TITLE, status, errors[worst].typical, limit[worst], numbers, note, fault)
 
 
-def _where(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
+def _fault_of(subject: Subject, wrong: list[str], errors: dict[str, Difference], limit: dict[str, float]) -> Fault:
     """Return the fault in the last wrong layer, from which the backward pass propagates the error to earlier layers."""
 
     def layer_of(name: str) -> str:
@@ -88,7 +88,7 @@ def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Ten
             options = {} if kind == "encoder" else {"use_cache": False}
             logits = model(input_ids=ids, **options).logits
             shifted = (logits[:, :-1], ids[:, 1:]) if kind == "decoder" else (logits, ids)
-            loss = nn.functional.cross_entropy(shifted[0].flatten(0, 1).to(_at_least(logits)), shifted[1].flatten())
+            loss = nn.functional.cross_entropy(shifted[0].flatten(0, 1).to(_loss_dtype(logits)), shifted[1].flatten())
             loss.backward()
         gradients = {
             name: parameter.grad.detach().cpu() for name, parameter in parameters.items() if parameter.grad is not None
@@ -96,8 +96,8 @@ def _gradients(model: Any, ids: Tensor, kind: str) -> tuple[float, dict[str, Ten
         return loss.detach().item(), gradients
     finally:
         for name, parameter in parameters.items():
-            parameter.grad, requires = before[name]
-            parameter.requires_grad_(requires)
+            parameter.grad, required = before[name]
+            parameter.requires_grad_(required)
 
 
 def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor], step: float) -> dict[str, Difference]:
@@ -114,15 +114,15 @@ def _differences(actual: dict[str, Tensor], expected: dict[str, Tensor], step: f
             differences[name] = Difference(False, *[math.nan] * 5)
             continue
         error = difference(actual[name].reshape(1, -1), value.reshape(1, -1))
-        shrink = sizes[name] / usual if sizes[name] < step * usual else 1.0
-        differences[name] = replace(error, worst=error.worst * shrink, typical=error.typical * shrink)
+        factor = sizes[name] / usual if sizes[name] < step * usual else 1.0
+        differences[name] = replace(error, worst=error.worst * factor, typical=error.typical * factor)
     return differences
 
 
-def _at_least(logits: Tensor) -> torch.dtype:
+def _loss_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _returns(subject: Subject) -> str:
+def _output_names(subject: Subject) -> str:
     with subject.stock(), torch.no_grad():
         return " ".join(subject.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=subject.device)).keys())

@@ -61,12 +61,12 @@ WELL = """
 import json, sys
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
-question = json.loads((place / "question.json").read_text())
-assert question["world"] == 2 and question["sides"] == ["stock"] and question["port"] > 0
+task = json.loads((place / "task.json").read_text())
+assert task["world"] == 2 and task["sides"] == ["stock"] and task["port"] > 0
 (place / "progress").write_text("working")
 import time; time.sleep(0.3)
 if rank == 0:
-    (place / "answer.json").write_text(json.dumps(ANSWER))
+    (place / "result.json").write_text(json.dumps(ANSWER))
 """
 
 
@@ -184,7 +184,7 @@ def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
     one = object.__new__(rank._Rank)
     one.peers = peers.Peers(4, CPU)
     tokens = torch.arange(6).reshape(2, 3)
-    assert one.peers.unlike(tokens) == [2]
+    assert one.peers.differing(tokens) == [2]
     side = Side("hf_rocm", None)
     with pytest.raises(Mismatch, match="hf_rocm: the ranks chose different tokens") as error:
         one._same_everywhere(side, Case("decode", 2, 1, 2), tokens)
@@ -193,14 +193,16 @@ def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
 
 def test_the_number_of_equal_leading_tokens_is_reported():
     one = object.__new__(rank._Rank)
-    one.question = SimpleNamespace(sides=["stock", "hf_rocm"])
-    first, other = rank._Taken(), rank._Taken()
+    one.task = SimpleNamespace(sides=["stock", "hf_rocm"])
+    first, other = rank._Samples(), rank._Samples()
     first.tokens = other.tokens = torch.arange(20).reshape(2, 10)
-    assert one._against(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"
+    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)) == "all 4 new tokens agree with those of stock"
     other.tokens = first.tokens.clone()
     other.tokens[1, 8] = 0
-    assert one._against(first, other, Case("decode", 2, 6, 4)).startswith("the first 2 new tokens agree with those of")
-    assert one._against(first, other, Case("prefill", 2, 6)) is None
+    assert one._agreement_note(first, other, Case("decode", 2, 6, 4)).startswith(
+        "the first 2 new tokens agree with those of"
+    )
+    assert one._agreement_note(first, other, Case("prefill", 2, 6)) is None
 
 
 def test_the_communicated_bytes_follow_from_the_sharded_layers(model):

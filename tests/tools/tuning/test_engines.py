@@ -122,9 +122,9 @@ def test_a_damaged_table_is_refused_with_its_line_and_not_overwritten(fake_aiter
 
 
 def test_only_gemms_that_aiter_supports_are_passed_to_its_tuner():
-    assert engines.takes(SHAPES[0]) and engines.takes(SHAPES[0]._replace(dtype="torch.float16"))
-    assert not engines.takes(SHAPES[0]._replace(dtype="torch.float32"))
-    assert not engines.takes(SHAPES[0]._replace(k=36))
+    assert engines.supports(SHAPES[0]) and engines.supports(SHAPES[0]._replace(dtype="torch.float16"))
+    assert not engines.supports(SHAPES[0]._replace(dtype="torch.float32"))
+    assert not engines.supports(SHAPES[0]._replace(k=36))
 
 
 def test_tables_are_stored_by_gpu_and_release():

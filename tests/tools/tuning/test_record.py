@@ -78,7 +78,7 @@ def test_experts_need_the_weights_only_before_transformers_5(tmp_path):
 
 
 def test_a_loop_that_depends_on_values_ends(checkpoints, monkeypatch):
-    monkeypatch.setattr(module, "MAX_ANSWERS", 50)
+    monkeypatch.setattr(module, "MAX_READS", 50)
 
     def waits(*arguments, **keywords):
         while torch.ones(3).any():

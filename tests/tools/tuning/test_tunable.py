@@ -62,7 +62,7 @@ def test_every_gemm_is_run_and_the_results_are_saved(monkeypatch, tmp_path):
         if shape.m == 2:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(tunable, "_product", product)
+    monkeypatch.setattr(tunable, "_gemm", product)
     wanted = [Gemm(m, 64, 64, "torch.bfloat16", False) for m in (1, 2, 3)]
     file = tunable.file_for("gfx1100")
     assert tunable.tune(wanted, file) == [wanted[1]] and ran == wanted

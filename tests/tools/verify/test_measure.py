@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_rocm.tools.verify import fingerprint
-from hf_rocm.tools.verify.fingerprint import checksum, differing, together
+from hf_rocm.tools.verify.fingerprint import checksum, combined, differing
 from hf_rocm.tools.verify.measure import Difference, allowed, difference, predictions
 
 
@@ -62,4 +62,4 @@ def test_one_changed_element_changes_a_checksum(dtype, monkeypatch):
 
 def test_entries_with_different_checksums_are_named():
     first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}
-    assert differing(first, second) == ["b", "c"] and together(first) != together(second) == together(second)
+    assert differing(first, second) == ["b", "c"] and combined(first) != combined(second) == combined(second)

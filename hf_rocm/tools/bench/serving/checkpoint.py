@@ -53,14 +53,14 @@ def tokenizer(size: int) -> Any:
 
     words = ["".join(letters) for letters in islice(product(ascii_lowercase, repeat=_LETTERS), size - 1)]
     vocabulary = {word: token for token, word in enumerate([_UNKNOWN, *words])}
-    described = {
+    definition = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": _UNKNOWN},
     }
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(described)),
+        tokenizer_object=Tokenizer.from_str(json.dumps(definition)),
         unk_token=_UNKNOWN,
         chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,

@@ -20,7 +20,7 @@ _DETAIL = 200
 _LONGEST_LINE = 2**20
 
 
-class Question(NamedTuple):
+class Request(NamedTuple):
     """A request for `new` tokens after a prompt.
 
     stream: whether the answer is sent in pieces. endpoint: a key of `PATHS`. leave: whether the client disconnects when
@@ -80,11 +80,11 @@ class _Failure(Exception):
         self.kind, self.detail = kind, detail
 
 
-async def send_request(port: int, model: str, question: Question, *, timeout: float) -> Answer:
+async def send_request(port: int, model: str, request: Request, *, timeout: float) -> Answer:
     """Send one request and return its answer, with an error if it failed. timeout: seconds for the whole request."""
     sent = time.perf_counter()
     try:
-        answer = await asyncio.wait_for(_exchange(port, model, question, sent), timeout)
+        answer = await asyncio.wait_for(_exchange(port, model, request, sent), timeout)
     except _Failure as failure:
         return Answer(sent, time.perf_counter(), error=failure.kind, detail=failure.detail[:_DETAIL])
     except asyncio.TimeoutError:
@@ -93,16 +93,16 @@ async def send_request(port: int, model: str, question: Question, *, timeout: fl
         return Answer(sent, time.perf_counter(), error=REFUSED, detail=str(error)[:_DETAIL])
     except (OSError, asyncio.IncompleteReadError) as error:
         return Answer(sent, time.perf_counter(), error=CLOSED, detail=str(error)[:_DETAIL])
-    if answer.tokens != question.new and not answer.left:
-        return replace(answer, error="wrong length", detail=f"{answer.tokens} of {question.new} tokens")
+    if answer.tokens != request.new and not answer.left:
+        return replace(answer, error="wrong length", detail=f"{answer.tokens} of {request.new} tokens")
     return answer
 
 
-async def _exchange(port: int, model: str, question: Question, sent: float) -> Answer:
+async def _exchange(port: int, model: str, request: Request, sent: float) -> Answer:
     reader, writer = await asyncio.open_connection(HOST, port, limit=_LONGEST_LINE)
     try:
-        content = json.dumps(question.body(model)).encode()
-        path = PATHS[question.endpoint]
+        content = json.dumps(request.body(model)).encode()
+        path = PATHS[request.endpoint]
         head = f"POST {path} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()
@@ -111,7 +111,7 @@ async def _exchange(port: int, model: str, question: Question, sent: float) -> A
         if status != 200:
             raise _Failure(f"HTTP {status}", b"".join([part async for part in parts]).decode(errors="replace"))
         if headers.get("content-type", "").startswith("text/event-stream"):
-            return await _streamed(parts, sent, question.new // 2 if question.leave else None)
+            return await _streamed(parts, sent, request.new // 2 if request.leave else None)
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
     except (ValueError, asyncio.LimitOverrunError) as error:

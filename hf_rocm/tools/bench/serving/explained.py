@@ -27,5 +27,5 @@ def lines() -> list[str]:
     from hf_rocm.loading.prepare import REPORT
     from hf_rocm.tools.explain import explain
 
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     return [line for module in modules if REPORT in module.__dict__ for line in explain(module).decoding]

@@ -104,11 +104,13 @@ def notes(group: Sequence[dict[str, Any]]) -> list[str]:
             f"{side}: {kind['count']} × {name}, first: {kind['example']}" for name, kind in case["errors"].items()
         ]
         if case.get("left"):
-            what = "stream was" if case["left"] == 1 else "streams were"
-            lines.append(f"{side}: {case['left']} {what} abandoned by the client, and not included in any other figure")
+            streams = "stream was" if case["left"] == 1 else "streams were"
+            lines.append(
+                f"{side}: {case['left']} {streams} abandoned by the client, and not included in any other figure"
+            )
         if case["unsent"]:
-            what = "request was" if case["unsent"] == 1 else "requests were"
-            lines.append(f"{side}: {case['unsent']} {what} not sent within {case['load']['seconds']:g} s")
+            requests = "request was" if case["unsent"] == 1 else "requests were"
+            lines.append(f"{side}: {case['unsent']} {requests} not sent within {case['load']['seconds']:g} s")
     joined = [f"{case['pieces']} of {case['streamed_tokens']} ({case['side']})" for case in group
               if case["pieces"] < case["streamed_tokens"]]  # fmt: skip
     if joined:
@@ -120,5 +122,5 @@ def _row(label: str, cells: Sequence[str], better: str = "") -> Row:
     return (label, *cells, better)
 
 
-def _ratio(more: float, less: float) -> str:
-    return f"{more / less:.2f}" if less else ""
+def _ratio(numerator: float, denominator: float) -> str:
+    return f"{numerator / denominator:.2f}" if denominator else ""

@@ -22,7 +22,7 @@ from hf_rocm.tools.bench.record import Segment
 from hf_rocm.tools.bench.run import Subject
 from hf_rocm.tools.bench.serving import checkpoint
 from hf_rocm.tools.bench.serving.agreement import Agreement, agreement
-from hf_rocm.tools.bench.serving.client import CHAT, LOST, Question, send_request
+from hf_rocm.tools.bench.serving.client import CHAT, LOST, Request, send_request
 from hf_rocm.tools.bench.serving.figures import figures
 from hf_rocm.tools.bench.serving.server import ServeError, Server, serving
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic, drive, plan
@@ -34,7 +34,7 @@ PARITY_REQUESTS, PARITY_NEW = 8, 16
 _WATCH = 0.2
 # Seconds to wait for the end of the server's process after a connection was refused or lost.
 _GRACE = 2.0
-_DURING = "while it answered requests"
+_DURING = "while it was answering requests"
 
 T = TypeVar("T")
 
@@ -82,22 +82,22 @@ def _measured(
     run = _Run(model, subject.device, settings, str(dtype).removeprefix("torch."), progress)
     parity = replace(loads[0], clients=1, rate=None, requests=PARITY_REQUESTS, new=min(PARITY_NEW, loads[0].new),
                      answers="both", seconds=float("inf"), leaving=0.0)  # fmt: skip
-    same = plan(parity, tokenizer)
-    questions = [plan(load, tokenizer) for load in loads]
+    parity_requests = plan(parity, tokenizer)
+    requests = [plan(load, tokenizer) for load in loads]
     with run.server(STOCK, folder / "parity") as server:
-        expected = run.texts(server, parity, same)
-        batched = run.texts(server, replace(parity, clients=len(same)), same)
+        expected = run.texts(server, parity, parity_requests)
+        batched = run.texts(server, replace(parity, clients=len(parity_requests)), parity_requests)
     with run.server(PREPARED, folder / PREPARED) as server:
-        actual = run.texts(server, parity, same)
-        agreed = agreement(expected, actual, batched=batched, tokens=parity.new, dtype=run.dtype)
-        if agreed.wrong:
-            raise _mismatch(agreed, same, expected, actual)
-        prepared = run.cases(server, loads, questions)
+        actual = run.texts(server, parity, parity_requests)
+        comparison = agreement(expected, actual, batched=batched, tokens=parity.new, dtype=run.dtype)
+        if comparison.wrong:
+            raise _mismatch(comparison, parity_requests, expected, actual)
+        prepared = run.cases(server, loads, requests)
         explained = server.explained()
     measured = [prepared]
     if STOCK in settings.sides:
         with run.server(STOCK, folder / STOCK) as server:
-            measured.insert(0, run.cases(server, loads, questions))
+            measured.insert(0, run.cases(server, loads, requests))
     return Segment(
         segment,
         machine(subject.device),
@@ -112,7 +112,7 @@ def _measured(
         1,
         serving={
             "command": ["transformers", "serve", *run.command],
-            "parity": agreed.to_dict(),
+            "parity": comparison.to_dict(),
             "explained": explained,
             "cases": [case for group in zip(*measured, strict=True) for case in group],
         },
@@ -131,9 +131,9 @@ class _Run:
             side, self.command, folder, gpu=self.gpu, timeout=self.settings.start_timeout, progress=self.progress
         )
 
-    def texts(self, server: Server, load: Load, questions: Sequence[Question]) -> list[str]:
+    def texts(self, server: Server, load: Load, requests: Sequence[Request]) -> list[str]:
         """Return the answers to these requests. Raises `ServeError` if one fails."""
-        traffic = self.drive(server, load, questions, "checking answers")
+        traffic = self.drive(server, load, requests, "checking answers")
         for answer in traffic.answers:
             if answer.error is not None:
                 raise ServeError(
@@ -143,24 +143,24 @@ class _Run:
                 )
         return [answer.text for answer in traffic.answers]
 
-    def cases(self, server: Server, loads: Sequence[Load], questions: Sequence[list[Question]]) -> list[dict[str, Any]]:
+    def cases(self, server: Server, loads: Sequence[Load], requests: Sequence[list[Request]]) -> list[dict[str, Any]]:
         """Return the figures of every load on this server, each measured after an untimed warm-up."""
         rows = []
-        for load, batch in zip(loads, questions, strict=True):
-            at_once = load.clients or max(1, round(load.rate or 1))
-            warm = replace(load, clients=at_once, rate=None, requests=min(2 * at_once, len(batch)))
+        for load, batch in zip(loads, requests, strict=True):
+            concurrent = load.clients or max(1, round(load.rate or 1))
+            warm = replace(load, clients=concurrent, rate=None, requests=min(2 * concurrent, len(batch)))
             self.drive(server, warm, batch[: warm.requests], "warm-up")
             rows.append(figures(load, server.side, self.drive(server, load, batch, load.title)))
         return rows
 
-    def drive(self, server: Server, load: Load, questions: Sequence[Question], what: str) -> Traffic:
+    def drive(self, server: Server, load: Load, requests: Sequence[Request], stage: str) -> Traffic:
         """Send the requests. Raises `ServeError` as soon as the server has ended."""
 
-        def count(done: int, total: int) -> None:
-            self.progress(f"{server.side}: {what}, {done} of {total} answers")
+        def report_progress(done: int, total: int) -> None:
+            self.progress(f"{server.side}: {stage}, {done} of {total} answers")
 
         send = partial(send_request, server.port, self.model, timeout=self.settings.timeout)
-        traffic = asyncio.run(_watched(server, drive(load, list(questions), send, progress=count)))
+        traffic = asyncio.run(_watched(server, drive(load, list(requests), send, progress=report_progress)))
         if any(answer.error in LOST for answer in traffic.answers):
             server.check(_DURING, grace=_GRACE)
         return traffic
@@ -216,16 +216,16 @@ def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
 
 
 def _mismatch(
-    agreed: Agreement, questions: Sequence[Question], expected: Sequence[str], actual: Sequence[str]
+    comparison: Agreement, requests: Sequence[Request], expected: Sequence[str], actual: Sequence[str]
 ) -> Mismatch:
     index = next(index for index, text in enumerate(expected) if text != actual[index])
     return Mismatch(
         "hf_rocm's answers differ from stock's, so nothing is timed",
         facts={
-            "answers": f"{agreed.equal} of {agreed.total} are equal",
-            "tokens that differ": f"{100 * agreed.rate:.0f} %",
-            "tolerance": agreed.tolerance,
-            "prompt": repr(questions[index].prompt[:100]),
+            "answers": f"{comparison.equal} of {comparison.total} are equal",
+            "tokens that differ": f"{100 * comparison.rate:.0f} %",
+            "tolerance": comparison.tolerance,
+            "prompt": repr(requests[index].prompt[:100]),
             "stock": repr(expected[index][:100]),
             "hf_rocm": repr(actual[index][:100]),
         },

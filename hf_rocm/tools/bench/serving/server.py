@@ -32,8 +32,8 @@ _INSTALL = "pip install 'transformers[serving]'"
 _CLI = "transformers.cli.transformers"
 _PAUSE = 0.1
 # Seconds to wait for the server to end after SIGTERM; with continuous batching, it keeps running.
-_POLITE = 3.0
-_LISTENS = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
+_GRACE = 3.0
+_LISTENING = re.compile(rf"Uvicorn running on http://{re.escape(HOST)}:(\d+)")
 _SERVE = f"""
 sys.argv = ["transformers", "serve", *sys.argv[2:]]
 from {_CLI} import main
@@ -58,14 +58,14 @@ class Server:
         self.log = folder / "log"
         self.port = 0
 
-    def check(self, when: str, *, grace: float = 0.0) -> None:
+    def check(self, during: str, *, grace: float = 0.0) -> None:
         """Raise `ServeError` if the process has ended, or ends within `grace` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace)
         code = self.process.returncode
         if code is not None:
-            how = f"was killed by {children.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            raise ServeError(f"the {self.side} server {how} {when}", facts={"last lines": self.last_lines()})
+            ending = f"was killed by {children.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            raise ServeError(f"the {self.side} server {ending} {during}", facts={"last lines": self.last_lines()})
 
     def last_lines(self) -> str:
         return children.tail(self.log)
@@ -145,8 +145,8 @@ def serving(
 def _port(server: Server, timeout: float, progress: Progress) -> int:
     began = time.monotonic()
     while (waited := time.monotonic() - began) < timeout:
-        server.check("while it loaded the model")
-        match = _LISTENS.search(server.log.read_text(encoding="utf-8", errors="replace"))
+        server.check("while it was loading the model")
+        match = _LISTENING.search(server.log.read_text(encoding="utf-8", errors="replace"))
         if match:
             return int(match[1])
         progress(f"{server.side}: starting transformers serve, {waited:.0f} s")
@@ -164,7 +164,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLITE)
+                process.wait(_GRACE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

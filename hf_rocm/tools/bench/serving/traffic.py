@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hf_rocm.tools.bench.serving.client import COMPLETIONS, Answer, Question
+from hf_rocm.tools.bench.serving.client import COMPLETIONS, Answer, Request
 
 ANSWERS = ("streamed", "whole", "both")
 
@@ -60,75 +60,75 @@ class Traffic(NamedTuple):
     unsent: int
 
 
-Send = Callable[[Question], Awaitable[Answer]]
-Count = Callable[[int, int], None]
+Send = Callable[[Request], Awaitable[Answer]]
+Progress = Callable[[int, int], None]
 
 
-def plan(load: Load, tokenizer: Any) -> list[Question]:
+def plan(load: Load, tokenizer: Any) -> list[Request]:
     """Return the requests of a case. The same load and tokenizer always give the same requests."""
-    chance = random.Random(load.seed)
-    words = _words(tokenizer, chance)
-    lengths = [chance.randint(load.shortest, load.longest) for _ in range(load.requests)]
+    rng = random.Random(load.seed)
+    words = _words(tokenizer, rng)
+    lengths = [rng.randint(load.shortest, load.longest) for _ in range(load.requests)]
     streams = [
         load.answers == "streamed" or (load.answers == "both" and index % 2 == 0) for index in range(load.requests)
     ]
-    prompts = [_prompt(tokenizer, words, length, chance) for length in lengths]
-    leaves = [stream and chance.random() < load.leaving for stream in streams]
+    prompts = [_prompt(tokenizer, words, length, rng) for length in lengths]
+    leaves = [stream and rng.random() < load.leaving for stream in streams]
     return [
-        Question(prompt, load.new, stream, load.endpoint, leave)
+        Request(prompt, load.new, stream, load.endpoint, leave)
         for prompt, stream, leave in zip(prompts, streams, leaves, strict=True)
     ]
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
     """Return Poisson arrival times in seconds, the first at 0. The gaps are exponential with the mean 1 / rate."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     times = [0.0]
     while len(times) < count:
-        times.append(times[-1] + chance.expovariate(rate))
+        times.append(times[-1] + rng.expovariate(rate))
     return times[:count]
 
 
-async def drive(load: Load, questions: list[Question], send: Send, *, progress: Count = lambda *_: None) -> Traffic:
+async def drive(load: Load, requests: list[Request], send: Send, *, progress: Progress = lambda *_: None) -> Traffic:
     """Send the requests as the load describes, and wait for the answers to all requests that were sent in time."""
-    answers: list[Answer | None] = [None] * len(questions)
+    answers: list[Answer | None] = [None] * len(requests)
     began = time.perf_counter()
     finished = 0
 
-    async def one(index: int) -> None:
+    async def send_one(index: int) -> None:
         nonlocal finished
-        answers[index] = await send(questions[index])
+        answers[index] = await send(requests[index])
         finished += 1
-        progress(finished, len(questions))
+        progress(finished, len(requests))
 
     if load.clients is not None:
-        await _closed_loop(load, len(questions), one, began)
+        await _closed_loop(load, len(requests), send_one, began)
     else:
-        await _open_loop(load, len(questions), one, began)
+        await _open_loop(load, len(requests), send_one, began)
     done = tuple(answer for answer in answers if answer is not None)
-    return Traffic(done, time.perf_counter() - began, len(questions) - len(done))
+    return Traffic(done, time.perf_counter() - began, len(requests) - len(done))
 
 
-async def _closed_loop(load: Load, count: int, one: Callable[[int], Awaitable[None]], began: float) -> None:
+async def _closed_loop(load: Load, count: int, send_one: Callable[[int], Awaitable[None]], began: float) -> None:
     waiting = iter(range(count))
 
     async def client() -> None:
         for index in waiting:
             if time.perf_counter() - began > load.seconds:
                 return
-            await one(index)
+            await send_one(index)
 
     await asyncio.gather(*(client() for _ in range(min(load.clients or 1, count))))
 
 
-async def _open_loop(load: Load, count: int, one: Callable[[int], Awaitable[None]], began: float) -> None:
+async def _open_loop(load: Load, count: int, send_one: Callable[[int], Awaitable[None]], began: float) -> None:
     assert load.rate is not None
     async with _Tasks() as tasks:
         for index, due in enumerate(arrivals(load.rate, count, load.seed)):
             if due > load.seconds:
                 return
             await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
-            tasks.start(one(index))
+            tasks.start(send_one(index))
 
 
 class _Tasks:
@@ -151,26 +151,26 @@ class _Tasks:
 
 
 # The number of tokens to examine, and the number of words that suffices.
-_TRIED, _WANTED = 20_000, 500
+_MAX_TOKENS, _MAX_WORDS = 20_000, 500
 
 
-def _words(tokenizer: Any, chance: random.Random) -> list[str]:
-    """Return up to `_WANTED` words, each the text of a single token, or only `the` if no such token was found."""
+def _words(tokenizer: Any, rng: random.Random) -> list[str]:
+    """Return up to `_MAX_WORDS` words, each the text of a single token, or only `the` if no such token was found."""
     size = len(tokenizer)
-    tried = chance.sample(range(size), min(size, _TRIED))
+    tokens = rng.sample(range(size), min(size, _MAX_TOKENS))
     words: list[str] = []
-    for token in tried:
+    for token in tokens:
         word = tokenizer.decode([token]).strip()
         if word.isascii() and word.isalpha():
             words.append(word)
-            if len(words) == _WANTED:
+            if len(words) == _MAX_WORDS:
                 break
     return words or ["the"]
 
 
-def _prompt(tokenizer: Any, words: list[str], length: int, chance: random.Random) -> str:
+def _prompt(tokenizer: Any, words: list[str], length: int, rng: random.Random) -> str:
     """Return random words with at most `length` tokens in total, but at least one word."""
-    chosen = [chance.choice(words) for _ in range(length)]
+    chosen = [rng.choice(words) for _ in range(length)]
 
     def fits(count: int) -> bool:
         return len(tokenizer(" ".join(chosen[:count]))["input_ids"]) <= length

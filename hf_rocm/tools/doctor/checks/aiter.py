@@ -10,45 +10,45 @@ from hf_rocm.architectures import INSTINCT, NEWEST_AITER, RADEON
 from hf_rocm.tools.doctor.facts import Aiter, Facts, JitCache
 from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
 
-GET = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
+INSTALL = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
 RADEON_SINCE = Version("0.1.19")
 # The first and the last release whose import hides errors, so that functions can be missing.
-TRUNCATES = (Version("0.1.12"), Version("0.1.14.post1"))
+INCOMPLETE = (Version("0.1.12"), Version("0.1.14.post1"))
 # An installation writes its files within a minute, and no build takes an hour.
 MINUTE, HOUR = 60.0, 3600.0
 
 
 def aiter(facts: Facts) -> Iterator[Finding]:
-    here = facts.aiter
-    if here.package.path is None:
+    local_aiter = facts.aiter
+    if local_aiter.package.path is None:
         if any(gfx in INSTINCT for gfx in facts.gpus):
             yield warning(
                 "aiter",
                 "aiter, which has AMD's fastest kernels for this GPU, is not installed",
                 means="attention, linear layers and norms use hf_rocm's and PyTorch's kernels: correct, but slower",
-                fix=GET,
+                fix=INSTALL,
             )
         elif any(gfx in RADEON for gfx in facts.gpus):
             yield ok("aiter", "not installed; its support for Radeon is experimental (some HIP and Triton kernels)")
         return
-    if not here.package.amd:
+    if not local_aiter.package.amd:
         yield problem(
             "aiter",
-            f"the package `aiter` here ({here.package.version or 'version unknown'}) is an unrelated asyncio helper, "
-            f"not AMD's aiter",
+            f"the package `aiter` here ({local_aiter.package.version or 'version unknown'}) is an unrelated asyncio "
+            f"helper, not AMD's aiter",
             means="AMD's package is amd-aiter; this one hides it, so none of AMD's kernels are used",
             fix="pip uninstall -y aiter && pip install amd-aiter",
         )
         return
-    yield from _release(facts, here)
-    yield from _import(here)
-    if here.cache is not None:
-        yield from _cache(here, here.cache, facts.now)
-    yield from _table(facts, here)
+    yield from _release(facts, local_aiter)
+    yield from _import(local_aiter)
+    if local_aiter.cache is not None:
+        yield from _cache(local_aiter, local_aiter.cache, facts.now)
+    yield from _table(facts, local_aiter)
 
 
-def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
-    version, name = facts.version_of("amd-aiter"), f"amd-aiter {here.package.version or '(version unknown)'}"
+def _release(facts: Facts, local_aiter: Aiter) -> Iterator[Finding]:
+    version, name = facts.version_of("amd-aiter"), f"amd-aiter {local_aiter.package.version or '(version unknown)'}"
     radeon = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx in RADEON]
     unserved = [gfx for gfx in dict.fromkeys(facts.gpus) if gfx not in INSTINCT + RADEON]
     if radeon and version is not None and version < RADEON_SINCE:
@@ -56,7 +56,7 @@ def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
             "aiter",
             f"{name} is older than {RADEON_SINCE}, the first release that supports {' and '.join(radeon)}",
             means="none of its kernels are used on this card",
-            fix=GET,
+            fix=INSTALL,
         )
     elif unserved and len(unserved) == len(set(facts.gpus)):
         yield ok("aiter", f"{name}; it has no kernels for {' and '.join(unserved)}, so it is not used")
@@ -65,50 +65,50 @@ def _release(facts: Facts, here: Aiter) -> Iterator[Finding]:
             "aiter",
             f"{name} is newer than {NEWEST_AITER}, the newest release that hf_rocm was checked with",
             means="its kernels are used only if you select aiter, after they have passed their checks on this machine",
-            fix=f"{GET}; or HF_ROCM_TIER=aiter, then `hf-rocm verify MODEL`",
+            fix=f"{INSTALL}; or HF_ROCM_TIER=aiter, then `hf-rocm verify MODEL`",
         )
     else:
         yield ok("aiter", name)
 
 
-def _import(here: Aiter) -> Iterator[Finding]:
-    answer = here.answer
-    if answer is None:
+def _import(local_aiter: Aiter) -> Iterator[Finding]:
+    result = local_aiter.result
+    if result is None:
         yield ok(
             "aiter-import",
             "not tried: the first import compiles for minutes (`hf-rocm warmup MODEL` does this in advance)",
         )
-    elif answer.error:
+    elif result.error:
         yield problem(
             "aiter-import",
-            f"aiter can't be imported: {answer.error}",
+            f"aiter can't be imported: {result.error}",
             means="none of its kernels are used; hf_rocm's and PyTorch's kernels run instead",
-            fix=_mend(answer.error, here),
+            fix=_mend(result.error, local_aiter),
         )
-    elif answer.facts.get("missing"):
+    elif result.facts.get("missing"):
         yield problem(
             "aiter-import",
-            f"aiter was imported only in part: {', '.join(answer.facts['missing'])} missing",
-            means=f"releases {TRUNCATES[0]} to {TRUNCATES[1]} hide the error that stopped the import; "
+            f"aiter was imported only in part: {', '.join(result.facts['missing'])} missing",
+            means=f"releases {INCOMPLETE[0]} to {INCOMPLETE[1]} hide the error that stopped the import; "
             "hf_rocm's and PyTorch's kernels replace the missing functions",
-            fix="AITER_LOG_LEVEL=INFO python -c 'import aiter' shows the error; a newer release raises it: " + GET,
+            fix="AITER_LOG_LEVEL=INFO python -c 'import aiter' shows the error; a newer release raises it: " + INSTALL,
         )
     else:
         yield ok("aiter-import", "it can be imported, and none of the functions that were checked is missing")
 
 
-def _mend(error: str, here: Aiter) -> str:
+def _mend(error: str, local_aiter: Aiter) -> str:
     if "undefined symbol" in error or "has no attribute" in error:
-        return _clear(here.cache) if here.cache else GET
+        return _clear(local_aiter.cache) if local_aiter.cache else INSTALL
     if "ROCm version file" in error or "rocminfo" in error or "hipconfig" in error:
         return "fix what the checks rocm, rocminfo and tools report: aiter reads ROCm's version and runs rocminfo"
     if "No module named" in error:
         missing = error.rsplit("No module named", 1)[1].strip(" '\"").split(".")[0]
-        return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else GET
-    return f"python -c 'import aiter' shows the whole error; a release that fits: {GET}"
+        return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else INSTALL
+    return f"python -c 'import aiter' shows the whole error; a release that fits: {INSTALL}"
 
 
-def _cache(here: Aiter, cache: JitCache, now: float) -> Iterator[Finding]:
+def _cache(local_aiter: Aiter, cache: JitCache, now: float) -> Iterator[Finding]:
     if not cache.writable:
         yield problem(
             "aiter-cache",
@@ -117,14 +117,14 @@ def _cache(here: Aiter, cache: JitCache, now: float) -> Iterator[Finding]:
             fix="export AITER_JIT_DIR=$HOME/.cache/aiter-jit",
         )
         return
-    newest = max(here.installed, here.torch_installed)
+    newest = max(local_aiter.installed, local_aiter.torch_installed)
     stale = sorted(name for name, built in cache.modules.items() if built < newest - MINUTE)
-    locks = sorted(name for name, taken in cache.locks.items() if now - taken > HOUR)
+    locks = sorted(name for name, created in cache.locks.items() if now - created > HOUR)
     if stale:
-        what = "torch" if here.torch_installed >= here.installed else "aiter"
+        package = "torch" if local_aiter.torch_installed >= local_aiter.installed else "aiter"
         yield warning(
             "aiter-cache",
-            f"{number(len(stale), 'compiled module')} in {cache.folder} older than the installed {what}",
+            f"{number(len(stale), 'compiled module')} in {cache.folder} older than the installed {package}",
             means="loading them can fail with an undefined symbol, or crash",
             fix=_clear(cache),
         )
@@ -144,10 +144,10 @@ def _clear(cache: JitCache | None) -> str:
     return f"rm -rf {cache.folder}/module_*.so {cache.folder}/build, then hf-rocm warmup MODEL"
 
 
-def _table(facts: Facts, here: Aiter) -> Iterator[Finding]:
+def _table(facts: Facts, local_aiter: Aiter) -> Iterator[Finding]:
     named = facts.set("AITER_CONFIG_GEMM_BF16")
     for gfx in dict.fromkeys(name for name in facts.gpus if name in INSTINCT):
-        rows = here.rows.get(gfx, 0)
+        rows = local_aiter.rows.get(gfx, 0)
         if rows or named:
             yield ok(
                 "aiter-table",

@@ -14,56 +14,56 @@ MIB = 2**20
 def allocator(facts: Facts) -> Iterator[Finding]:
     if not facts.torch.hip:
         return
-    given = {name: facts.set(name) for name in ALLOCATOR if facts.set(name)}
-    if len(set(given.values())) > 1:
-        first = next(iter(given))
+    variables = {name: facts.set(name) for name in ALLOCATOR if facts.set(name)}
+    if len(set(variables.values())) > 1:
+        first = next(iter(variables))
         yield warning(
             "allocator",
-            f"{' and '.join(given)} are set to different values",
+            f"{' and '.join(variables)} are set to different values",
             means=f"PyTorch reads only one of them ({first}, if this release supports it)",
-            fix=f"unset {' '.join(list(given)[1:])}",
+            fix=f"unset {' '.join(list(variables)[1:])}",
         )
-    settings = next(iter(given.values()), "")
+    settings = next(iter(variables.values()), "")
     if conflicting(settings):
         yield problem(
             "allocator",
-            f"{next(iter(given))}={settings}: max_split_size_mb together with expandable_segments",
+            f"{next(iter(variables))}={settings}: max_split_size_mb together with expandable_segments",
             means="memory grows until the card is full, and on some cards live tensors were read back as zeros "
             "(pytorch#123548, ROCm#6603)",
-            fix=f"export {next(iter(given))}={without(settings, 'max_split_size_mb')}",
+            fix=f"export {next(iter(variables))}={without(settings, 'max_split_size_mb')}",
         )
         return
-    yield from _tried(facts, settings)
+    yield from _test_findings(facts, settings)
 
 
 def blamed(facts: Facts) -> bool:
     """Return whether the settings made torch fail, either in their test or when torch opened the GPU."""
-    answer = facts.torch_answer
-    return bool(answer.error) and ("allocator" in answer.stage or "allocator config" in str(answer.error).lower())
+    result = facts.torch_result
+    return bool(result.error) and ("allocator" in result.stage or "allocator config" in str(result.error).lower())
 
 
-def _tried(facts: Facts, settings: str) -> Iterator[Finding]:
+def _test_findings(facts: Facts, settings: str) -> Iterator[Finding]:
     """Yield the findings of the child process that ran with these settings."""
-    answer = facts.torch_answer
+    result = facts.torch_result
     words = f"with {settings}" if settings else "with its defaults"
-    tried = answer.facts.get("allocator")
+    test = result.facts.get("allocator")
     if blamed(facts):
-        assert answer.error is not None
-        yield _refused(words, answer.error)
-    elif not tried:
+        assert result.error is not None
+        yield _refused(words, result.error)
+    elif not test:
         if settings:
             yield ok("allocator", f"{settings}; not tested: there is no GPU")
-    elif tried["error"]:
-        yield _refused(words, tried["error"])
-    elif expands(settings) and tried.get("expandable") is False:
+    elif test["error"]:
+        yield _refused(words, test["error"])
+    elif expands(settings) and test.get("expandable") is False:
         yield warning(
             "allocator",
             f"{settings}: expandable segments have no effect here",
             means="this build, or this release, ignores the setting (PyTorch 2.9 ignores it in PYTORCH_ALLOC_CONF)",
             fix=f"export {PORTABLE}={settings}, or leave it out",
         )
-    elif tried["reserved_after_8"] > tried["reserved_after_2"] + 512 * MIB:
-        grown = (tried["reserved_after_8"] - tried["reserved_after_2"]) // MIB
+    elif test["reserved_after_8"] > test["reserved_after_2"] + 512 * MIB:
+        grown = (test["reserved_after_8"] - test["reserved_after_2"]) // MIB
         yield warning(
             "allocator",
             f"freed memory was not reused {words}: {grown} MiB more after six rounds of the same requests",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hf_rocm.tools.doctor.facts import Facts
 from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 
-PASS_ON = "--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined --ipc=host"
+DEVICE_FLAGS = "--device=/dev/kfd --device=/dev/dri --security-opt seccomp=unconfined --ipc=host"
 # Names under which the host's groups appear in a container that does not map them.
 NOBODY = frozenset({"nogroup", "nobody", "65534"})
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
@@ -30,19 +30,19 @@ def driver(facts: Facts) -> Iterator[Finding]:
 
 def _no_gpu(facts: Facts) -> Finding:
     """Report a problem, or only a warning if the user forces the ROCm path without a GPU."""
-    what = "no AMD GPU: " + (
+    summary = "no AMD GPU: " + (
         "this machine has an NVIDIA GPU" if facts.nvidia else "no such card on the PCI bus, no /dev/kfd"
     )
     if facts.set("HF_ROCM_FORCE") == "1":
         return warning(
             "gpu",
-            what,
+            summary,
             means="HF_ROCM_FORCE=1 enables the ROCm path anyway, without aiter: for tests and measurement",
             fix="unset HF_ROCM_FORCE for stock models",
         )
     return problem(
         "gpu",
-        what,
+        summary,
         means="hf_rocm changes nothing here: installed overlays are inert, and models run as in stock transformers",
         fix="nothing is broken; run this on the machine with the AMD GPU"
         + (" (and start the container there)" if facts.container else ""),
@@ -54,7 +54,7 @@ def _no_kfd(facts: Facts) -> Finding:
         fix = {
             "apptainer": "start it with --rocm (or --bind /dev/kfd,/dev/dri)",
             "kubernetes": "request the resource amd.com/gpu: 1 (AMD's device plugin provides it)",
-        }.get(facts.container, f"start it with: {facts.container} run {PASS_ON} …")
+        }.get(facts.container, f"start it with: {facts.container} run {DEVICE_FLAGS} …")
         return problem(
             "driver",
             f"this machine has an AMD GPU, but this container ({facts.container}) has no /dev/kfd",
@@ -86,7 +86,9 @@ def _permissions(facts: Facts) -> Finding:
             "driver",
             "/dev/kfd exists, but there is no /dev/dri/renderD*",
             means="the runtime opens both; torch sees no GPU",
-            fix=f"start the container with: {PASS_ON}" if facts.container else "sudo dmesg | grep -i amdgpu | tail",
+            fix=f"start the container with: {DEVICE_FLAGS}"
+            if facts.container
+            else "sudo dmesg | grep -i amdgpu | tail",
         )
     if kfd.usable and len(closed) < len(render):
         version = f" {facts.driver.version}" if facts.driver.version else ""

@@ -27,9 +27,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 def _tiers(facts: Facts, gfx: str) -> Finding:
     known = KNOWN.get(gfx)
-    built = facts.torch_answer.facts.get("built_for")
-    has = {True: "built for it", False: "not built for it"}[gfx in built] if built else "unknown"
-    words = "; ".join(f"{tier}: {what}" for tier, what in {**tiers(gfx), "torch": has}.items())
+    built = facts.torch_result.facts.get("built_for")
+    support = {True: "built for it", False: "not built for it"}[gfx in built] if built else "unknown"
+    words = "; ".join(f"{tier}: {text}" for tier, text in {**tiers(gfx), "torch": support}.items())
     if known:
         return ok("tiers", f"{gfx} ({known.family}: {known.cards}); {words}")
     return warning(
@@ -44,16 +44,16 @@ def _mixed(facts: Facts, different: tuple[str, ...]) -> Finding:
     integrated = [gfx for gfx in different if gfx in KNOWN and KNOWN[gfx].integrated]
     if integrated and len(integrated) < len(different):
         keep = ",".join(str(index) for index, gfx in enumerate(facts.gpus) if gfx not in integrated)
-        why = f"{', '.join(integrated)} is part of the CPU; torch may select it, or fail on it"
+        reason = f"{', '.join(integrated)} is part of the CPU; torch may select it, or fail on it"
         hide = f"export HIP_VISIBLE_DEVICES={keep}"
     else:
         keep = ",".join(str(index) for index, gfx in enumerate(facts.gpus) if gfx == different[0])
-        why = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
+        reason = "kernels are checked and tuned for one architecture; aiter assumes one for all GPUs of a process"
         hide = f"export HIP_VISIBLE_DEVICES={keep} (use one architecture per process)"
     if facts.set("HIP_VISIBLE_DEVICES") or facts.set("ROCR_VISIBLE_DEVICES"):
-        found = f"{' and '.join(different)} are in this machine"
-        return ok("mixed", f"{found}; HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES selects among them")
-    return warning("mixed", f"{' and '.join(different)} are in one machine", means=why, fix=hide)
+        present = f"{' and '.join(different)} are in this machine"
+        return ok("mixed", f"{present}; HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES selects among them")
+    return warning("mixed", f"{' and '.join(different)} are in one machine", means=reason, fix=hide)
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
@@ -62,11 +62,11 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     if gpu is None:
         return
     total, carved_out, mapped = int(str(gpu["total"])), facts.driver.carved_out, facts.driver.mapped
-    what = f"{gpu['name']} shares the host's memory: torch can use {total / GIB:.1f} GiB"
+    summary = f"{gpu['name']} shares the host's memory: torch can use {total / GIB:.1f} GiB"
     if carved_out and mapped > total and total <= carved_out:
         yield warning(
             "shared-memory",
-            f"{what}, which the firmware reserved for it, but not the other {mapped / GIB:.1f} GiB that the driver "
+            f"{summary}, which the firmware reserved for it, but not the other {mapped / GIB:.1f} GiB that the driver "
             "can map",
             means="larger models and caches do not fit, and the host cannot use the unused part of the reserved memory",
             fix="set the smallest carve-out in the firmware (512 MiB), and ttm.pages_limit=BYTES/4096 on the kernel's "
@@ -74,41 +74,41 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
             link=CARVE_OUT,
         )
     else:
-        yield ok("shared-memory", f"{what}; memory that the host's processes use is not available")
+        yield ok("shared-memory", f"{summary}; memory that the host's processes use is not available")
 
 
 def override(facts: Facts) -> Iterator[Finding]:
     value = facts.set(OVERRIDE)
     if facts.system.name != "Linux" or not value:
         return
-    pretended = gfx_of_version(value)
+    claimed = gfx_of_version(value)
     real = tuple(dict.fromkeys(facts.driver.gpus))
-    if pretended is None:
+    if claimed is None:
         yield warning(
             "override",
             f"{OVERRIDE}={value} is not of the form 11.0.0",
             means="the runtime ignores it, or fails",
             fix=f"unset {OVERRIDE}",
         )
-    elif real and set(real) == {pretended}:
-        yield ok("override", f"{OVERRIDE}={value} names the card's real architecture ({pretended}); it can be removed")
+    elif real and set(real) == {claimed}:
+        yield ok("override", f"{OVERRIDE}={value} names the card's real architecture ({claimed}); it can be removed")
     else:
-        yield _pretence(facts, value, pretended, real)
+        yield _mismatch(facts, value, claimed, real)
 
 
-def _pretence(facts: Facts, value: str, pretended: str, real: tuple[str, ...]) -> Finding:
-    known = f"{' and '.join(real)} {'is' if len(real) == 1 else 'are'} treated as {pretended}"
-    what = f"{OVERRIDE}={value}: {known if real else f'every GPU is treated as {pretended}'}"
+def _mismatch(facts: Facts, value: str, claimed: str, real: tuple[str, ...]) -> Finding:
+    known = f"{' and '.join(real)} {'is' if len(real) == 1 else 'are'} treated as {claimed}"
+    summary = f"{OVERRIDE}={value}: {known if real else f'every GPU is treated as {claimed}'}"
     means = "kernels for another card run on this one; they can crash or return wrong results"
     if len(facts.gpus) > 1:
         means += "; it applies to all GPUs"
-    built = facts.torch_answer.facts.get("built_for", ())
+    built = facts.torch_result.facts.get("built_for", ())
     if real and all(gpu in built for gpu in real):
         means += f"; this torch was built for {' and '.join(real)} and doesn't need it"
-        return problem("override", what, means=means, fix=f"unset {OVERRIDE}")
+        return problem("override", summary, means=means, fix=f"unset {OVERRIDE}")
     return warning(
         "override",
-        what,
+        summary,
         means=means,
         fix=f"install a torch that was built for {' and '.join(real) or 'this card'}, and unset {OVERRIDE}; "
         "if you must keep it, run `hf-rocm verify MODEL`",

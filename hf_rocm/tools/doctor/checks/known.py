@@ -39,13 +39,13 @@ class Rule(NamedTuple):
     """A reported fault.
 
     name: the name of its check. topic: the description that is listed if the rule yields no finding. link: the URL of
-    the report. look: a function that yields the findings for a machine.
+    the report. find: a function that yields the findings for a machine.
     """
 
     name: str
     topic: str
     link: str
-    look: Callable[[Facts], Iterator[Finding]]
+    find: Callable[[Facts], Iterator[Finding]]
 
 
 def known(facts: Facts) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def known(facts: Facts) -> Iterator[Finding]:
     if facts.system.name != "Linux" or not facts.amd:
         return
     for rule in RULES:
-        applied = list(rule.look(facts))
+        applied = list(rule.find(facts))
         yield from applied
         if not applied:
             yield ok(rule.name, f"not here: {rule.topic}", link=rule.link, shown=False)
@@ -66,14 +66,16 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
     release = facts.rocm_release
     for gfx in dict.fromkeys(facts.gpus):
         for fault in graph_faults(gfx, release):
-            here = f"ROCm {release}" if release else "an unknown release of ROCm"
+            platform = f"ROCm {release}" if release else "an unknown release of ROCm"
             reported = f" (reported for {fault.releases})" if fault.first is not None else ""
             if facts.set("HF_ROCM_GRAPHS") == "0":
-                yield ok("graphs", f"{here} on {gfx}: {fault.what}{reported}; no steps are recorded (HF_ROCM_GRAPHS=0)")
+                yield ok(
+                    "graphs", f"{platform} on {gfx}: {fault.what}{reported}; no steps are recorded (HF_ROCM_GRAPHS=0)"
+                )
                 continue
             yield warning(
                 "graphs",
-                f"{here} on {gfx}: {fault.what}{reported}",
+                f"{platform} on {gfx}: {fault.what}{reported}",
                 means="recorded decode steps, torch.compile's reduce-overhead and vLLM replay such graphs; "
                 "hf_rocm compares its replays with uncaptured steps, but the others do not",
                 fix=_without_fault(gfx),
@@ -87,16 +89,16 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
     An event with both a different torch and a different amdgpu driver causes no warning, because the fault is in torch
     or in the driver.
     """
-    here = [event for event in facts.graph_events if _concerns(event, facts)]
-    others = [event for event in facts.graph_events if event not in here]
-    if here:
+    matching = [event for event in facts.graph_events if _concerns(event, facts)]
+    others = [event for event in facts.graph_events if event not in matching]
+    if matching:
         yield warning(
             "graph-events",
-            f"{number(len(here), 'replay')} differed from the uncaptured step on this machine; "
-            f"the last one was {here[-1]}",
+            f"{number(len(matching), 'replay')} differed from the uncaptured step on this machine; "
+            f"the last one was {matching[-1]}",
             means="hf_rocm stopped recording steps in that process; other users of HIP graphs would not notice such a "
             "replay",
-            fix=_compared_again(facts, here[-1]),
+            fix=_compared_again(facts, matching[-1]),
         )
     elif others:
         releases = ", ".join(dict.fromkeys(event.torch for event in others))
@@ -124,8 +126,8 @@ def _compared_again(facts: Facts, event: Event) -> str:
 
 def _without_fault(gfx: str) -> str:
     index = next((release for release in INDEXES if not graph_faults(gfx, release)), None)
-    off = "export HF_ROCM_GRAPHS=0   # disables recorded steps, which is slower"
-    return f"{install(gfx)}; or {off}" if index else off
+    disable = "export HF_ROCM_GRAPHS=0   # disables recorded steps, which is slower"
+    return f"{install(gfx)}; or {disable}" if index else disable
 
 
 def _mapped_copies(facts: Facts) -> Iterator[Finding]:
@@ -153,54 +155,54 @@ def _mapped_copies(facts: Facts) -> Iterator[Finding]:
 
 def _four_bit(facts: Facts) -> Iterator[Finding]:
     """Check for wrong results in bitsandbytes' GEMMs with 4-bit weights."""
-    answer = facts.bitsandbytes
-    if answer is None:
+    result = facts.bitsandbytes
+    if result is None:
         return
-    here = facts.packages.get("bitsandbytes", "")
-    wrong = {gpu: why for gpu, why in dict(answer.facts.get("gemms", {})).items() if why}
+    installed = facts.packages.get("bitsandbytes", "")
+    wrong = {gpu: reason for gpu, reason in dict(result.facts.get("gemms", {})).items() if reason}
     gpus = [str(device["arch"]) for device in facts.devices]
-    if answer.error:
+    if result.error:
         yield problem(
             "bitsandbytes",
-            f"bitsandbytes {here} failed during {answer.stage}: {answer.error}",
+            f"bitsandbytes {installed} failed during {result.stage}: {result.error}",
             means="loading 4-bit models through it fails as well",
             fix="pip install --upgrade bitsandbytes, or pass quantize= to hf_rocm.from_pretrained instead",
             link=FOUR_BIT,
         )
     elif wrong:
-        where = "; ".join(f"GPU {gpu} ({gpus[int(gpu)]}): {why}" for gpu, why in wrong.items())
+        gpu_faults = "; ".join(f"GPU {gpu} ({gpus[int(gpu)]}): {reason}" for gpu, reason in wrong.items())
         arches = ";".join(dict.fromkeys(gpus[int(gpu)] for gpu in wrong))
         yield problem(
             "bitsandbytes",
-            f"bitsandbytes {here} multiplies 4-bit weights wrongly: {where}",
+            f"bitsandbytes {installed} multiplies 4-bit weights wrongly: {gpu_faults}",
             means="its 4-bit models generate garbage, and no error is raised",
             fix=f"build it from source with -DCOMPUTE_BACKEND=hip -DBNB_ROCM_ARCH={arches}, "
             "or pass quantize= to hf_rocm.from_pretrained instead",
             link=FOUR_BIT,
         )
-    elif answer.facts.get("gemms"):
-        yield ok("bitsandbytes", f"bitsandbytes {here}: GEMMs with NF4 weights are correct, for 1 and for 8 rows")
+    elif result.facts.get("gemms"):
+        yield ok("bitsandbytes", f"bitsandbytes {installed}: GEMMs with NF4 weights are correct, for 1 and for 8 rows")
 
 
 def _conv3d(facts: Facts) -> Iterator[Finding]:
     """Check the speed of MIOpen's Conv3d if the named model embeds images with it."""
-    answer, named = facts.patch_embedding, facts.model
-    if answer is None or named is None:
+    result, named = facts.patch_embedding, facts.model
+    if result is None or named is None:
         return
     fix = "use hf_rocm.from_pretrained or hf_rocm.prepare(model), which compute it as a GEMM"
-    if answer.error:
+    if result.error:
         yield problem(
             "patch-embedding",
-            f"{named.name} embeds images with a Conv3d, which failed here: {answer.error}",
+            f"{named.name} embeds images with a Conv3d, which failed here: {result.error}",
             means="the model fails at its first image; MIOpen computes Conv3d, and aborts on several GPUs and releases",
             fix=fix,
             link=CONV3D,
         )
         return
-    for gpu, times in dict(answer.facts.get("seconds", {})).items():
-        convolution, product = times
-        words = f"a patch embedding takes {convolution * 1e3:.1f} ms as a Conv3d, and {product * 1e3:.1f} ms as a GEMM"
-        if convolution > NOTICEABLE and convolution > SLOWER * product:
+    for gpu, times in dict(result.facts.get("seconds", {})).items():
+        convolution, gemm = times
+        words = f"a patch embedding takes {convolution * 1e3:.1f} ms as a Conv3d, and {gemm * 1e3:.1f} ms as a GEMM"
+        if convolution > NOTICEABLE and convolution > SLOWER * gemm:
             yield warning(
                 "patch-embedding",
                 f"GPU {gpu}: {words}",
@@ -261,8 +263,8 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
 def _padded_rows(facts: Facts) -> Iterator[Finding]:
     """Check for a float16 model in transformers ≥ 5: left-padded query rows without a visible key can become NaN."""
     named = facts.model
-    here = version(facts.transformers.version)
-    if named is None or named.dtype != "float16" or here is None or here.major < MASKS_UNCORRECTED:
+    release = version(facts.transformers.version)
+    if named is None or named.dtype != "float16" or release is None or release.major < MASKS_UNCORRECTED:
         return
     yield warning(
         "padded-rows",
@@ -275,10 +277,12 @@ def _padded_rows(facts: Facts) -> Iterator[Finding]:
 
 def hub_is_on(facts: Facts) -> bool:
     """Return whether Hub kernels can be used: `kernels` is installed, in a version that transformers accepts."""
-    here, wanted = facts.version_of("kernels"), facts.transformers.kernels
+    installed, wanted = facts.version_of("kernels"), facts.transformers.kernels
     try:
         return (
-            here is not None and wanted is not None and Requirement(wanted).specifier.contains(here, prereleases=True)
+            installed is not None
+            and wanted is not None
+            and Requirement(wanted).specifier.contains(installed, prereleases=True)
         )
     except InvalidRequirement:
         return False

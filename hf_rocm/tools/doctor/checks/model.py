@@ -46,9 +46,9 @@ def _needed(facts: Facts, named: ModelFacts) -> int:
 
     Before release 5, transformers converts weights that are not quantised to fp32.
     """
-    here = version(facts.transformers.version)
+    release = version(facts.transformers.version)
     width = BYTES.get(named.dtype or "", 4)
-    if here is not None and here.major < 5 and width < 4 and not named.quantized:
+    if release is not None and release.major < 5 and width < 4 and not named.quantized:
         return named.weights * 4 // width
     return named.weights
 

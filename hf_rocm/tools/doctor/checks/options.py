@@ -35,17 +35,18 @@ def options(facts: Facts) -> Iterator[Finding]:
     parsed = settings.parse(facts.environment)
     # Secrets are omitted from the report.
     names = [name for name in facts.environment if not SECRET.search(name)]
-    strange = unknown(names, (variable.name for variable in settings.VARIABLES))
-    if strange:
+    unknown_names = unknown(names, (variable.name for variable in settings.VARIABLES))
+    if unknown_names:
         yield warning(
             "options",
-            f"{', '.join(strange)} {'is not an option' if len(strange) == 1 else 'are not options'} of hf_rocm",
+            f"{', '.join(unknown_names)} {'is not an option' if len(unknown_names) == 1 else 'are not options'} of "
+            "hf_rocm",
             means="misspelt or from another release: no effect",
             fix="; ".join(
-                f"unset {name}" + (f", or rename it to {near}" if near else "") for name, near in strange.items()
+                f"unset {name}" + (f", or rename it to {near}" if near else "") for name, near in unknown_names.items()
             ),
         )
-    restricted = {name: why for name, (value, why) in RESTRICTING.items() if facts.set(name) == value}
+    restricted = {name: reason for name, (value, reason) in RESTRICTING.items() if facts.set(name) == value}
     if parsed.tiers and facts.set("HF_ROCM_TIER"):
         restricted["HF_ROCM_TIER"] = f"named tiers must work or raise ({facts.set('HF_ROCM_TIER')})"
     if restricted:
@@ -56,6 +57,6 @@ def options(facts: Facts) -> Iterator[Finding]:
             fix=f"unset {' '.join(restricted)}, unless that is what you want",
         )
         return
-    given = [f"{option.name}={facts.set(option.name)}" for option in settings.VARIABLES if facts.set(option.name)]
-    if given or not strange:
-        yield ok("options", ", ".join(given) or "hf_rocm's own variables are unset: everything is automatic")
+    assigned = [f"{option.name}={facts.set(option.name)}" for option in settings.VARIABLES if facts.set(option.name)]
+    if assigned or not unknown_names:
+        yield ok("options", ", ".join(assigned) or "hf_rocm's own variables are unset: everything is automatic")

@@ -28,13 +28,13 @@ BITSANDBYTES_ROCM = Version("0.50")
 def packages(facts: Facts) -> Iterator[Finding]:
     if not facts.amd:
         return
-    warnings = list(_found(facts))
+    warnings = list(_warnings(facts))
     yield from warnings
     if not warnings:
         yield ok("packages", "none that are made only for NVIDIA GPUs")
 
 
-def _found(facts: Facts) -> Iterator[Finding]:
+def _warnings(facts: Facts) -> Iterator[Finding]:
     yield from _flash_attn(facts)
     yield from _bitsandbytes(facts)
     for name in MANAGEMENT:
@@ -45,40 +45,40 @@ def _found(facts: Facts) -> Iterator[Finding]:
                 means="it can be imported, but nvmlInit fails here, so code that uses it sees no GPU",
                 fix="use hf_rocm.gpu_available() instead (amdsmi is AMD's counterpart)",
             )
-    for name, (why, instead) in NVIDIA_ONLY.items():
+    for name, (reason, alternative) in NVIDIA_ONLY.items():
         if facts.packages.get(name):
-            yield warning("packages", f"{name} {facts.packages[name]} is installed", means=why, fix=instead)
+            yield warning("packages", f"{name} {facts.packages[name]} is installed", means=reason, fix=alternative)
     yield from _leftovers(facts)
 
 
 def _flash_attn(facts: Facts) -> Iterator[Finding]:
-    here = facts.packages.get("flash-attn")
-    if here and facts.files.get("flash_attn_cuda"):
+    installed = facts.packages.get("flash-attn")
+    if installed and facts.files.get("flash_attn_cuda"):
         yield warning(
             "packages",
-            f"flash-attn {here} is a CUDA build",
+            f"flash-attn {installed} is a CUDA build",
             means='importing it fails without libcudart, and so does attn_implementation="flash_attention_2"',
             fix="pip uninstall flash-attn; SDPA and hf_rocm's attention don't need it",
         )
 
 
 def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
-    here = facts.version_of("bitsandbytes")
-    if here is None:
+    installed = facts.version_of("bitsandbytes")
+    if installed is None:
         return
     if not facts.files.get("bitsandbytes_rocm", True):
         yield warning(
             "packages",
-            f"bitsandbytes {here} has no library for ROCm",
+            f"bitsandbytes {installed} has no library for ROCm",
             means="4-bit and 8-bit loading through it fails",
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}' "
             "(or pass quantize= to hf_rocm.from_pretrained)",
         )
-    elif here < BITSANDBYTES_ROCM and facts.bitsandbytes is None:
+    elif installed < BITSANDBYTES_ROCM and facts.bitsandbytes is None:
         # The GEMMs of bitsandbytes were not run.
         yield warning(
             "packages",
-            f"bitsandbytes {here} is older than {BITSANDBYTES_ROCM}",
+            f"bitsandbytes {installed} is older than {BITSANDBYTES_ROCM}",
             means="4-bit layers of older builds gave NaN or crashed on several AMD GPUs",
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}'",
         )

@@ -19,37 +19,37 @@ def ranks(facts: Facts) -> Iterator[Finding]:
 
     The variables for network interfaces are checked only on Linux.
     """
-    there = [name for name in NEEDED if facts.set(name)]
+    present = [name for name in NEEDED if facts.set(name)]
     if facts.system.name == "Linux":
         yield from _interfaces(facts)
-    if not there:
+    if not present:
         return
-    missing = [name for name in NEEDED if name not in there]
-    strange = [f"{name}={facts.set(name)}" for name in NUMBERS if facts.set(name) and not facts.set(name).isdecimal()]
+    missing = [name for name in NEEDED if name not in present]
+    not_numbers = [
+        f"{name}={facts.set(name)}" for name in NUMBERS if facts.set(name) and not facts.set(name).isdecimal()
+    ]
     if missing:
         yield warning(
             "several",
-            f"{', '.join(there)} set, but not {', '.join(missing)}",
+            f"{', '.join(present)} set, but not {', '.join(missing)}",
             means="torch.distributed treats this process as one of several, and fails or waits for the others",
-            fix=f"start it with torchrun, which sets all of them; else unset {' '.join(there)}",
+            fix=f"start it with torchrun, which sets all of them; else unset {' '.join(present)}",
         )
-    elif strange:
-        yield _mistaken(", ".join(strange) + ": not a number")
+    elif not_numbers:
+        yield _invalid(", ".join(not_numbers) + ": not a number")
     elif int(facts.set("RANK")) >= int(facts.set("WORLD_SIZE")):
-        yield _mistaken(
-            f"RANK={facts.set('RANK')} with WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks are numbered from 0"
-        )
+        yield _invalid(f"RANK={facts.set('RANK')} with WORLD_SIZE={facts.set('WORLD_SIZE')}: ranks are numbered from 0")
     else:
         yield ok("several", ", ".join(f"{name} {facts.set(name)}" for name in NEEDED[:3]))
-        yield from _elsewhere(facts)
-    if not strange:
+        yield from _several_hosts(facts)
+    if not not_numbers:
         yield from _gpus(facts)
 
 
-def _mistaken(what: str) -> Finding:
+def _invalid(message: str) -> Finding:
     return problem(
         "several",
-        what,
+        message,
         means="torch.distributed cannot start",
         fix="start it with torchrun, which numbers the ranks",
     )
@@ -61,19 +61,19 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     if not count:
         return
     hidden = [f"{name}={facts.environment[name]}" for name in VISIBLE if name in facts.environment]
-    seen = f"{count} GPU{'s' * (count != 1)}" + (f" ({', '.join(hidden)})" if hidden else "")
-    local, together = facts.set("LOCAL_RANK"), facts.set("LOCAL_WORLD_SIZE")
-    if together.isdecimal() and int(together) > count:
+    visible = f"{count} GPU{'s' * (count != 1)}" + (f" ({', '.join(hidden)})" if hidden else "")
+    local, local_world = facts.set("LOCAL_RANK"), facts.set("LOCAL_WORLD_SIZE")
+    if local_world.isdecimal() and int(local_world) > count:
         yield problem(
             "several",
-            f"{together} ranks on this machine, but each sees only {seen}",
+            f"{local_world} ranks on this machine, but each sees only {visible}",
             means="several ranks would use the same GPU, which RCCL refuses (Duplicate GPU detected)",
             fix=f"torchrun --nproc-per-node {count} …" + (f", or unset {_names(hidden)}" if hidden else ""),
         )
     elif local.isdecimal() and int(local) >= count:
         yield problem(
             "several",
-            f"LOCAL_RANK={local}, but this process sees only {seen}",
+            f"LOCAL_RANK={local}, but this process sees only {visible}",
             means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
             fix=f"unset {_names(hidden)}; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0"
             if hidden
@@ -87,21 +87,21 @@ def _names(settings: list[str]) -> str:
 
 def _interfaces(facts: Facts) -> Iterator[Finding]:
     """Check for variables that name a missing network interface, which makes gloo or RCCL fail."""
-    there = facts.host.interfaces
-    if not there:
+    interfaces = facts.host.interfaces
+    if not interfaces:
         return
     wrong = []
     named = facts.set("GLOO_SOCKET_IFNAME")
-    wrong += [f"GLOO_SOCKET_IFNAME={named}" for part in named.split(",") if part and part not in there][:1]
+    wrong += [f"GLOO_SOCKET_IFNAME={named}" for part in named.split(",") if part and part not in interfaces][:1]
     wanted = facts.set("NCCL_SOCKET_IFNAME")
-    if wanted and not wanted.startswith("^") and not any(_matches(part, wanted) for part in there):
+    if wanted and not wanted.startswith("^") and not any(_matches(part, wanted) for part in interfaces):
         wrong.append(f"NCCL_SOCKET_IFNAME={wanted}")
     if wrong:
         yield problem(
             "several",
             f"{', '.join(wrong)}: no such network interface here",
             means="ranks cannot reach each other, so they fail to start",
-            fix=f"use one of {', '.join(there)}, or unset {_names(wrong)}",
+            fix=f"use one of {', '.join(interfaces)}, or unset {_names(wrong)}",
         )
 
 
@@ -112,13 +112,13 @@ def _matches(interface: str, wanted: str) -> bool:
     return any(part and interface.startswith(part) for part in wanted.split(","))
 
 
-def _elsewhere(facts: Facts) -> Iterator[Finding]:
+def _several_hosts(facts: Facts) -> Iterator[Finding]:
     """If ranks run on several hosts, check that the host name resolves to an address of this host.
 
     If it does not resolve, gloo uses the loopback address, unless GLOO_SOCKET_IFNAME is set.
     """
-    here, everywhere = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
-    several = here.isdecimal() and int(here) < int(everywhere)
+    local, world = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
+    several = local.isdecimal() and int(local) < int(world)
     if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):
         outward = [interface for interface in facts.host.interfaces if not interface.startswith(OWN)]
         yield warning(

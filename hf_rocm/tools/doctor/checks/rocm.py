@@ -22,32 +22,32 @@ def rocm(facts: Facts) -> Iterator[Finding]:
 
 
 def _version(facts: Facts) -> Finding:
-    here, built = version(facts.rocm.version), version(short(facts.rocm_release or ""))
-    if here is None:
+    installed, built = version(facts.rocm.version), version(short(facts.rocm_release or ""))
+    if installed is None:
         own = facts.packages.get("rocm-sdk-core") or facts.packages.get("rocm")
         if own:
             return ok("rocm", f"ROCm {own}, as a Python package")
         carried = f"; torch includes the libraries of ROCm {built}" if built else ""
         return ok("rocm", f"no ROCm under /opt/rocm{carried}")
-    if here.release < version(OLDEST).release:  # type: ignore[union-attr]
+    if installed.release < version(OLDEST).release:  # type: ignore[union-attr]
         return problem(
             "rocm",
-            f"ROCm {here} is older than {OLDEST}, the oldest release for which a supported PyTorch was built",
+            f"ROCm {installed} is older than {OLDEST}, the oldest release for which a supported PyTorch was built",
             means="kernels that are compiled here (aiter, Triton) do not match the libraries of torch",
-            fix=f"install a newer ROCm (AMD's guide: rocm.docs.amd.com){_like(facts)}",
+            fix=f"install a newer ROCm (AMD's guide: rocm.docs.amd.com){_preferred(facts)}",
         )
-    if built is not None and here.release[:1] != built.release[:1]:
+    if built is not None and installed.release[:1] != built.release[:1]:
         return warning(
             "rocm",
-            f"ROCm {here} is installed, and torch was built for ROCm {built}",
+            f"ROCm {installed} is installed, and torch was built for ROCm {built}",
             means="torch uses its own libraries, but kernels that are compiled here (aiter) are linked against the "
             "installed ones",
-            fix=f"install a torch for ROCm {here.major} or ROCm {built.major}.{built.minor}",
+            fix=f"install a torch for ROCm {installed.major} or ROCm {built.major}.{built.minor}",
         )
-    return ok("rocm", f"ROCm {here}" + (f", torch's is {built}" if built else ""))
+    return ok("rocm", f"ROCm {installed}" + (f", torch's is {built}" if built else ""))
 
 
-def _like(facts: Facts) -> str:
+def _preferred(facts: Facts) -> str:
     built = version(short(facts.rocm_release or ""))
     return f": {built.major}.{built.minor}, the release that torch uses" if built else ""
 
@@ -75,7 +75,7 @@ def _rocminfo(facts: Facts) -> Iterator[Finding]:
 
 
 def _tools(facts: Facts) -> Finding:
-    missing = [name for name, there in facts.rocm.tools.items() if not there]
+    missing = [name for name, installed in facts.rocm.tools.items() if not installed]
     if not missing:
         return ok("tools", "rocminfo, hipconfig and hipcc are installed")
     if not facts.aiter.package.amd:

@@ -24,18 +24,18 @@ SWITCHES = (
     "RCCL_MSCCL_FORCE_ENABLE",
 )
 # Variables that NCCL's documentation recommends only for debugging → their effect.
-TAKING = {
+DEBUG_ONLY = {
     "NCCL_SHM_DISABLE": "GPUs that cannot read each other's memory exchange data through the network instead of host "
     "memory",
     "NCCL_IB_DISABLE": "machines exchange data through plain sockets",
 }
-FIXING = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+PINNED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
 LOCKED = 64 * 2**20
 
 
 def several(facts: Facts) -> Iterator[Finding]:
     yield from ranks(facts)
-    peers = facts.torch_answer.facts.get("peers")
+    peers = facts.torch_result.facts.get("peers")
     if not facts.torch.hip or not peers:
         return
     yield from _reach(facts, peers)
@@ -46,9 +46,9 @@ def several(facts: Facts) -> Iterator[Finding]:
 
 def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     count = len(peers)
-    cut = [(one, other) for one in range(count) for other in range(count) if not peers[one][other]]
-    collectives = facts.torch_answer.facts.get("collectives")
-    there = [f"{name}={facts.set(name)}" for name in SWITCHES if facts.set(name)]
+    unreachable = [(one, other) for one in range(count) for other in range(count) if not peers[one][other]]
+    collectives = facts.torch_result.facts.get("collectives")
+    switches = [f"{name}={facts.set(name)}" for name in SWITCHES if facts.set(name)]
     if not collectives:
         yield warning(
             "several",
@@ -56,18 +56,21 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
             means="tensor parallelism and data parallel training cannot use them",
             fix="install a torch with RCCL (the wheels of pytorch.org have it)",
         )
-    if cut or facts.set("NCCL_P2P_DISABLE") == "1":
-        pairs = ", ".join(f"{one}-{other}" for one, other in cut if one < other) or "switched off by NCCL_P2P_DISABLE"
-        fine = "" if facts.set("HSA_FORCE_FINE_GRAIN_PCIE") == "1" else "; over PCIe: HSA_FORCE_FINE_GRAIN_PCIE=1"
+    if unreachable or facts.set("NCCL_P2P_DISABLE") == "1":
+        pairs = (
+            ", ".join(f"{one}-{other}" for one, other in unreachable if one < other)
+            or "switched off by NCCL_P2P_DISABLE"
+        )
+        fine_grain = "" if facts.set("HSA_FORCE_FINE_GRAIN_PCIE") == "1" else "; over PCIe: HSA_FORCE_FINE_GRAIN_PCIE=1"
         yield warning(
             "several",
             f"GPUs cannot read each other's memory ({pairs})",
             means="data goes through the host: slow, and it hangs with the IOMMU of some boards",
             fix="boot with iommu=pt (BIOS: IOMMU on, ACS off); in a container add --ipc=host; unset NCCL_P2P_DISABLE"
-            + fine,
+            + fine_grain,
         )
     elif collectives:
-        yield ok("several", "; ".join([f"{count} GPUs can read each other's memory", f"RCCL {collectives}", *there]))
+        yield ok("several", "; ".join([f"{count} GPUs can read each other's memory", f"RCCL {collectives}", *switches]))
     if facts.container and facts.shared_memory is not None and facts.shared_memory < GIB:
         yield warning(
             "several",
@@ -79,7 +82,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
 
 def _library(facts: Facts) -> Iterator[Finding]:
     """Warn if the major or minor version of the loaded RCCL differs from the one that torch was built with."""
-    built, loaded = facts.torch_answer.facts.get("collectives"), facts.torch_answer.facts.get("collectives_loaded")
+    built, loaded = facts.torch_result.facts.get("collectives"), facts.torch_result.facts.get("collectives_loaded")
     if not built or not loaded:
         return
     one, other = version(built), version(loaded["version"])
@@ -93,21 +96,21 @@ def _library(facts: Facts) -> Iterator[Finding]:
 
 
 def _switches(facts: Facts) -> Iterator[Finding]:
-    taking = {name: means for name, means in TAKING.items() if facts.set(name) not in ("", "0")}
-    if taking:
+    active = {name: means for name, means in DEBUG_ONLY.items() if facts.set(name) not in ("", "0")}
+    if active:
         yield warning(
             "several",
-            ", ".join(f"{name}={facts.set(name)}" for name in taking),
-            means="; ".join(taking.values()) + ": much slower, and meant for debugging",
-            fix=f"unset {' '.join(taking)}",
+            ", ".join(f"{name}={facts.set(name)}" for name in active),
+            means="; ".join(active.values()) + ": much slower, and meant for debugging",
+            fix=f"unset {' '.join(active)}",
         )
-    fixed = [name for name in FIXING if facts.set(name)]
-    if fixed:
+    pinned = [name for name in PINNED if facts.set(name)]
+    if pinned:
         yield warning(
             "several",
-            ", ".join(f"{name}={facts.set(name)}" for name in fixed),
+            ", ".join(f"{name}={facts.set(name)}" for name in pinned),
             means="RCCL selects these by message size and topology; with fixed values most sizes are slower",
-            fix=f"unset {' '.join(fixed)}, unless you measured that they help",
+            fix=f"unset {' '.join(pinned)}, unless you measured that they help",
         )
     if facts.set("NCCL_DEBUG").upper() in ("INFO", "TRACE"):
         yield warning(

@@ -26,19 +26,19 @@ def torch(facts: Facts) -> Iterator[Finding]:
     yield _build(facts)
     if facts.torch.version is None:
         return
-    if facts.torch_answer.error and not facts.torch_answer.facts:
+    if facts.torch_result.error and not facts.torch_result.facts:
         yield _not_importable(facts)
         return
     if facts.torch.hip and facts.amd:
-        yield from _at_work(facts)
+        yield from _on_gpu(facts)
 
 
 def install(*gpus: str, force: bool = True) -> str:
     """Return the command that installs PyTorch's build for these GPUs, if possible with a ROCm release whose graph
     replays have no known faults on them."""
     sound = (release for release in INDEXES if not any(graph_faults(gfx, release) for gfx in gpus))
-    again = "--force-reinstall " if force else ""
-    return f"pip install {again}torch --index-url {INDEX}{next(sound, INDEXES[0])}"
+    flag = "--force-reinstall " if force else ""
+    return f"pip install {flag}torch --index-url {INDEX}{next(sound, INDEXES[0])}"
 
 
 def _build(facts: Facts) -> Finding:
@@ -47,73 +47,73 @@ def _build(facts: Facts) -> Finding:
         return problem(
             "torch", "torch is not installed", means="nothing can run", fix=install(*facts.gpus, force=False)
         )
-    made = (
+    build = (
         f"ROCm {short(facts.rocm_release or torch_facts.hip)}"
         if torch_facts.hip
         else f"CUDA {torch_facts.cuda}"
         if torch_facts.cuda
         else "the CPU"
     )
-    what = f"{torch_facts.version}, built for {made}"
+    summary = f"{torch_facts.version}, built for {build}"
     if facts.amd and not torch_facts.hip:
         return problem(
             "torch",
-            f"{what}, on a machine with an AMD GPU",
+            f"{summary}, on a machine with an AMD GPU",
             means="it cannot see the GPU: models run on the CPU, without an error; a plain `pip install torch` has "
             "this effect",
             fix=install(*facts.gpus),
         )
-    here = version(torch_facts.version)
-    if here is not None and here.release < version(OLDEST).release:  # type: ignore[union-attr]
+    installed = version(torch_facts.version)
+    if installed is not None and installed.release < version(OLDEST).release:  # type: ignore[union-attr]
         return problem(
-            "torch", f"{what}, older than {OLDEST}", means="hf_rocm does not support it", fix=install(*facts.gpus)
+            "torch", f"{summary}, older than {OLDEST}", means="hf_rocm does not support it", fix=install(*facts.gpus)
         )
-    return ok("torch", "; ".join((what, *_notes(facts))))
+    return ok("torch", "; ".join((summary, *_notes(facts))))
 
 
 def _notes(facts: Facts) -> Iterator[str]:
     """Yield remarks on a supported build: a release newer than the tested ones, or CUDA without an NVIDIA GPU."""
-    here, newest = version(facts.torch.version), version(NEWEST_TESTED)
-    if here is not None and newest is not None and here.release > newest.release:
+    installed, newest = version(facts.torch.version), version(NEWEST_TESTED)
+    if installed is not None and newest is not None and installed.release > newest.release:
         yield f"newer than {NEWEST_TESTED}, the newest release that hf_rocm was tested with"
     if facts.torch.cuda and not facts.nvidia and not facts.wsl:
-        get = f"pip install --force-reinstall torch --index-url {CPU_INDEX}"
-        yield f"there is no NVIDIA GPU here, and the CPU build is smaller: {get}"
+        command = f"pip install --force-reinstall torch --index-url {CPU_INDEX}"
+        yield f"there is no NVIDIA GPU here, and the CPU build is smaller: {command}"
 
 
 def _not_importable(facts: Facts) -> Finding:
-    get = install(*facts.gpus)
+    command = install(*facts.gpus)
     return problem(
         "torch-import",
-        f"torch cannot be imported: {facts.torch_answer.error}",
+        f"torch cannot be imported: {facts.torch_result.error}",
         means="libraries that it needs are missing, or are from another ROCm release (LD_LIBRARY_PATH comes first)",
-        fix=f"unset LD_LIBRARY_PATH and try again; else {get}" if facts.set("LD_LIBRARY_PATH") else get,
+        fix=f"unset LD_LIBRARY_PATH and try again; else {command}" if facts.set("LD_LIBRARY_PATH") else command,
     )
 
 
-def _at_work(facts: Facts) -> Iterator[Finding]:
-    answer = facts.torch_answer
-    if answer.error and not blamed(facts):
+def _on_gpu(facts: Facts) -> Iterator[Finding]:
+    result = facts.torch_result
+    if result.error and not blamed(facts):
         yield problem(
             "torch-gpu",
-            f"torch failed during {answer.stage}: {answer.error}",
+            f"torch failed during {result.stage}: {result.error}",
             means="models will fail in the same way; facts that depend on it are missing below",
             fix="AMD_LOG_LEVEL=3 python -c 'import torch; torch.ones(1).cuda()' shows what the runtime did last",
         )
     missing = _missing(facts)
     if missing:
         yield _not_built(facts, missing)
-    elif answer.facts.get("available") is False and not answer.error:
+    elif result.facts.get("available") is False and not result.error:
         yield problem(
             "torch-gpu",
-            f"torch sees no GPU: {answer.facts.get('why_not') or 'no reason given'}",
+            f"torch sees no GPU: {result.facts.get('why_not') or 'no reason given'}",
             means="models run on the CPU",
             fix="solve the problems above first (driver, visible-devices); AMD_LOG_LEVEL=3 shows what the runtime does",
         )
     served = [(index, device) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
-    wrong = [_wrong(index, device) for index, device in served if device.get("product")]
+    wrong = [_wrong(index, device) for index, device in served if device.get("gemm")]
     yield from wrong
-    if served and not wrong and not answer.error:
+    if served and not wrong and not result.error:
         names = counted(f"{device['name']} ({device['arch']}, {_gib(device['total'])})" for _, device in served)
         yield ok(
             "torch-gpu",
@@ -123,23 +123,25 @@ def _at_work(facts: Facts) -> Iterator[Finding]:
 
 
 def _not_built(facts: Facts, missing: list[str]) -> Finding:
-    built = facts.torch_answer.facts["built_for"]
+    built = facts.torch_result.facts["built_for"]
     others = [str(index) for index, device in enumerate(facts.devices) if device["arch"] not in missing]
-    what = f"this torch was not built for {' and '.join(missing)}, only for {', '.join(built)}"
+    summary = f"this torch was not built for {' and '.join(missing)}, only for {', '.join(built)}"
     means = "kernels fail on these GPUs with 'no kernel image is available for execution on the device'"
     if others:
-        return warning("torch-gpu", what, means=means, fix=f"export HIP_VISIBLE_DEVICES={','.join(others)}")
-    return problem("torch-gpu", what, means=means, fix=f"{install(*missing)}, or AMD's wheels for that card (TheRock)")
+        return warning("torch-gpu", summary, means=means, fix=f"export HIP_VISIBLE_DEVICES={','.join(others)}")
+    return problem(
+        "torch-gpu", summary, means=means, fix=f"{install(*missing)}, or AMD's wheels for that card (TheRock)"
+    )
 
 
 def _missing(facts: Facts) -> list[str]:
     """Return the architectures in this machine for which torch has no kernels."""
-    built = facts.torch_answer.facts.get("built_for")
+    built = facts.torch_result.facts.get("built_for")
     if not built:
         return []
-    met = [str(device["arch"]) for device in facts.devices] or list(facts.gpus)
+    architectures = [str(device["arch"]) for device in facts.devices] or list(facts.gpus)
     plain = {arch.split(":")[0] for arch in built}
-    return [arch for arch in dict.fromkeys(met) if arch not in plain and not _generic(arch, plain)]
+    return [arch for arch in dict.fromkeys(architectures) if arch not in plain and not _generic(arch, plain)]
 
 
 # LLVM's generic targets, with the first characters of the architectures that they include.
@@ -161,7 +163,7 @@ def _generic(gfx: str, built: set[str]) -> bool:
 def _wrong(index: int, device: Mapping[str, Any]) -> Finding:
     return problem(
         "torch-gpu",
-        f"GPU {index} ({device['arch']}) computes wrong matrix products: {device['product']}",
+        f"GPU {index} ({device['arch']}) fails a test GEMM: {device['gemm']}",
         means="every model returns wrong results on it",
         fix="unset HSA_OVERRIDE_GFX_VERSION, ROCBLAS_* and HIPBLASLT_*; else reinstall torch",
     )

@@ -34,7 +34,7 @@ def torch_settings(facts: Facts) -> Iterator[Finding]:
 
 
 def _flags(facts: Facts) -> Iterator[Finding]:
-    flags = facts.torch_answer.facts.get("flags", {})
+    flags = facts.torch_result.facts.get("flags", {})
     if not flags:
         return
     failing = {name: value for name, value in flags.items() if isinstance(value, str) and "Error" in value}
@@ -54,15 +54,15 @@ def _flags(facts: Facts) -> Iterator[Finding]:
 
 
 def _blas(facts: Facts) -> Finding:
-    there = [f"{name}={facts.set(name)}" for name in BLAS if facts.set(name)]
+    switches = [f"{name}={facts.set(name)}" for name in BLAS if facts.set(name)]
     if facts.set("DISABLE_ADDMM_HIP_LT") == "1" or facts.set("TORCH_BLAS_PREFER_HIPBLASLT") == "0":
         return warning(
             "blas",
-            f"hipBLASLt is disabled ({', '.join(there)})",
+            f"hipBLASLt is disabled ({', '.join(switches)})",
             means="linear layers with a bias, and bf16 GEMMs on Instinct, use slower kernels",
             fix="unset DISABLE_ADDMM_HIP_LT TORCH_BLAS_PREFER_HIPBLASLT, unless you measured that it helps",
         )
-    return ok("blas", "; ".join(["hipBLASLt, where torch selects it", *there]))
+    return ok("blas", "; ".join(["hipBLASLt, where torch selects it", *switches]))
 
 
 def _tunable(facts: Facts) -> Iterator[Finding]:
@@ -82,8 +82,8 @@ def _tunable(facts: Facts) -> Iterator[Finding]:
 
 def _slow(facts: Facts) -> Iterator[Finding]:
     slow = {
-        name: why
-        for name, why in SLOW.items()
+        name: reason
+        for name, reason in SLOW.items()
         if (facts.set(name) == "0" if name == "HSA_ENABLE_SDMA" else facts.set(name) not in ("", "0"))
     }
     if slow:

@@ -35,31 +35,31 @@ def _release(facts: Facts) -> Finding:
     state = facts.transformers
     if state.outlook is None:
         return ok("transformers", str(state.version))
-    what = f"{state.version} is newer than every release that this hf-rocm was checked with"
+    summary = f"{state.version} is newer than every release that this hf-rocm was checked with"
     if state.outlook.startswith("proceed: "):
-        return ok("transformers", f"{what}; {state.outlook}")
+        return ok("transformers", f"{summary}; {state.outlook}")
     return warning(
         "transformers",
-        what,
+        summary,
         means=state.outlook,
         fix="python -m hf_rocm.check_version --all   # lists the reason for every file",
     )
 
 
 def _overlays(facts: Facts) -> Finding:
-    seen = facts.transformers
-    if seen.refused:
+    state_facts = facts.transformers
+    if state_facts.refused:
         return warning(
             "overlays",
-            f"the overlays cannot be read: {seen.refused}",
+            f"the overlays cannot be read: {state_facts.refused}",
             means="plain transformers stays stock; hf_rocm.from_pretrained may work anyway",
-            fix=seen.hint or "hf-rocm status",
+            fix=state_facts.hint or "hf-rocm status",
         )
-    states = {tuple(state.split("/")): count for state, count in seen.overlays.items()}
+    states = {tuple(state.split("/")): count for state, count in state_facts.overlays.items()}
     if not states:
         return warning(
             "overlays",
-            f"there is no overlay for transformers {seen.version}",
+            f"there is no overlay for transformers {state_facts.version}",
             means="its models stay stock",
             fix="pip install --upgrade hf-rocm, or install a release of transformers that it covers (4.53 to 5.x)",
         )
@@ -90,10 +90,10 @@ def _overlays(facts: Facts) -> Finding:
         )
     changed = _count(states, lambda installed, match: match == "changed")
     if changed:
-        what = "file differs from its release" if changed == 1 else "files differ from their release"
+        noun = "file differs from its release" if changed == 1 else "files differ from their release"
         return warning(
             "overlays",
-            f"{changed} model {what}; {usable} overlays match, {installed or 'none'} installed",
+            f"{changed} model {noun}; {usable} overlays match, {installed or 'none'} installed",
             means=f"{'its model stays' if changed == 1 else 'their models stay'} stock",
             fix="hf-rocm status   # names what differs",
         )
@@ -106,26 +106,26 @@ def _overlays(facts: Facts) -> Finding:
     )
 
 
-def _count(states: Mapping[tuple[str, ...], int], meant: object) -> int:
-    assert callable(meant)
-    return sum(count for (installed, match), count in states.items() if meant(installed, match))
+def _count(states: Mapping[tuple[str, ...], int], predicate: object) -> int:
+    assert callable(predicate)
+    return sum(count for (installed, match), count in states.items() if predicate(installed, match))
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
     """Check the version of `kernels`: outside a narrow range, transformers uses no Hub kernels."""
-    here, wanted = facts.version_of("kernels"), facts.transformers.kernels
-    if here is None or wanted is None:
+    installed, wanted = facts.version_of("kernels"), facts.transformers.kernels
+    if installed is None or wanted is None:
         return
     try:
-        inside = Requirement(wanted).specifier.contains(here, prereleases=True)
+        inside = Requirement(wanted).specifier.contains(installed, prereleases=True)
     except InvalidRequirement:
         return
     if inside:
-        yield ok("kernels", f"kernels {here}, as transformers {facts.transformers.version} requires ({wanted})")
+        yield ok("kernels", f"kernels {installed}, as transformers {facts.transformers.version} requires ({wanted})")
         return
     yield warning(
         "kernels",
-        f"kernels {here} is outside the range of transformers {facts.transformers.version} ({wanted})",
+        f"kernels {installed} is outside the range of transformers {facts.transformers.version} ({wanted})",
         means="kernels from the Hub are off: use_kernels=True and flash attention from the Hub fail or do nothing, "
         "block-wise FP8 checkpoints can't be loaded, and MXFP4 and GGUF checkpoints are dequantised to 16 bits; "
         "hf_rocm needs no Hub kernels",
@@ -135,11 +135,11 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def _dtype(facts: Facts) -> Iterator[Finding]:
-    here = version(facts.transformers.version)
-    if here is not None and here < Version("5"):
+    release = version(facts.transformers.version)
+    if release is not None and release < Version("5"):
         yield warning(
             "dtype",
-            f"transformers {here} loads in fp32 by default",
+            f"transformers {release} loads in fp32 by default",
             means="twice the memory and a fraction of the speed; aiter serves only bf16 and fp16",
             fix='pass torch_dtype="auto" (or dtype="auto" from 4.56) to from_pretrained',
         )
@@ -147,12 +147,14 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
 
 def _others(facts: Facts) -> Iterator[Finding]:
     """Report other packages that replace parts of models. They take precedence, because the user installed them."""
-    wins = []
+    precedence = []
     if facts.version_of("kernels"):
-        wins.append("use_kernels=True: the Hub's kernels take precedence for the layers that they replace")
+        precedence.append("use_kernels=True: the Hub's kernels take precedence for the layers that they replace")
     if facts.packages.get("liger-kernel"):
-        wins.append("Liger: its classes take precedence where it is applied (norms, MLPs, losses)")
+        precedence.append("Liger: its classes take precedence where it is applied (norms, MLPs, losses)")
     if facts.packages.get("unsloth"):
-        wins.append("Unsloth: the forwards that it replaces take precedence")
-    if wins:
-        yield ok("patches", f"{'; '.join(wins)}; hf_rocm accelerates the rest, which `hf-rocm explain MODEL` lists")
+        precedence.append("Unsloth: the forwards that it replaces take precedence")
+    if precedence:
+        yield ok(
+            "patches", f"{'; '.join(precedence)}; hf_rocm accelerates the rest, which `hf-rocm explain MODEL` lists"
+        )

@@ -20,8 +20,8 @@ NEWEST_FOR_AITER = Version("3.6")
 def triton(facts: Facts) -> Iterator[Finding]:
     if not facts.amd and not facts.aiter.package.amd:
         return
-    here = [name for name in NAMES if facts.packages.get(name)]
-    if not here:
+    present = [name for name in NAMES if facts.packages.get(name)]
+    if not present:
         if facts.torch.hip:
             yield warning(
                 "triton",
@@ -30,17 +30,17 @@ def triton(facts: Facts) -> Iterator[Finding]:
                 fix=f"pip install --force-reinstall torch=={facts.torch.version}, from the index that it was "
                 f"installed from",
             )
-    elif len(here) > 1:
-        *others, keep = here
+    elif len(present) > 1:
+        *others, keep = present
         yield problem(
             "triton",
-            f"{' and '.join(here)} are installed together",
+            f"{' and '.join(present)} are installed together",
             means="they contain the same package and overwrite each other's files",
             fix=f"pip uninstall -y {' '.join(others)} && pip install --force-reinstall --no-deps "
             f"{keep}=={facts.packages[keep]}",
         )
     else:
-        yield _version(facts, here[0])
+        yield _version(facts, present[0])
 
 
 def _version(facts: Facts, name: str) -> Finding:

@@ -37,8 +37,8 @@ def split_size(module: Module) -> Iterator[Place]:
 def read(setting: str, line: int) -> Iterator[Place]:
     """Yield the findings for one setting."""
     if "max_split_size_mb" in setting:
-        together = "expandable_segments:true" in setting.lower().replace(" ", "")
-        yield Place(BOTH if together else SPLIT, line, setting)
+        combined = "expandable_segments:true" in setting.lower().replace(" ", "")
+        yield Place(BOTH if combined else SPLIT, line, setting)
 
 
 def _settings(module: Module, node: ast.AST) -> Iterator[ast.expr]:

@@ -13,7 +13,7 @@ from hf_rocm.tools.porting.module import Module
 CALL = Rule(
     "flash-attn-call",
     Severity.WARNING,
-    "the flash-attn package is a CUDA build unless it was compiled for ROCm, and this code doesn't test which it is",
+    "the flash-attn package is a CUDA build unless it was compiled for ROCm, and this code doesn't check for that",
     "aiter.flash_attn_func (bottom-right causal too), torch's scaled_dot_product_attention, or "
     "attn_implementation='sdpa'",
 )
@@ -28,7 +28,7 @@ EXPANDED = Rule(
 NAMED = Rule(
     "flash-attention-name",
     Severity.WARNING,
-    "transformers looks for the flash-attn package under this name, which has no wheel for ROCm: loading raises "
+    "with this name, transformers loads the flash-attn package, which has no wheel for ROCm: loading raises "
     "ImportError unless flash-attn was built for ROCm or hf_rocm serves it",
     "attn_implementation='sdpa', or hf_rocm.from_pretrained, which serves flash_attention_2 without flash-attn",
 )
@@ -41,7 +41,7 @@ _SDPA = "scaled_dot_product_attention"
 
 def flash_attention_calls(module: Module) -> Iterator[Place]:
     """Find calls to flash_attn's functions where neither the call nor the import is guarded."""
-    careful = _carefully_imported(module)
+    guarded = _guarded_imports(module)
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = module.name(node.func) or ""
@@ -50,15 +50,15 @@ def flash_attention_calls(module: Module) -> Iterator[Place]:
         if name.startswith(_PORTABLE):
             continue
         local = _first(node.func)
-        if local in careful or context.absence or module.guarded(context, "flash", "fa"):
+        if local in guarded or context.absence or module.guarded(context, "flash", "fa"):
             continue
         yield Place(CALL, node.lineno, name)
 
 
 def flash_attention_names(module: Module) -> Iterator[Place]:
     """Find settings such as attn_implementation='flash_attention_2' in arguments, defaults, dicts and assignments."""
-    for name, given in _given(module):
-        for value in [given.body, given.orelse] if isinstance(given, ast.IfExp) else [given]:
+    for name, expression in _named_values(module):
+        for value in [expression.body, expression.orelse] if isinstance(expression, ast.IfExp) else [expression]:
             if not isinstance(value, ast.Constant) or module.guarded(module.contexts[value], "flash", "fa"):
                 continue
             if value.value in _NAMES and re.search("attn|attention", name) and not module.shown(value):
@@ -67,7 +67,7 @@ def flash_attention_names(module: Module) -> Iterator[Place]:
                 yield Place(NAMED, value.lineno, "use_flash_attention_2=True")
 
 
-def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
+def _named_values(module: Module) -> Iterator[tuple[str, ast.expr]]:
     """Yield (name, value) for every keyword argument, default, assignment and dict entry."""
     for node, _ in module.nodes(ast.keyword, ast.Assign, ast.AnnAssign, ast.Dict, ast.arguments):
         if isinstance(node, ast.keyword):
@@ -84,8 +84,8 @@ def _given(module: Module) -> Iterator[tuple[str, ast.expr]]:
             named = [*node.posonlyargs, *node.args]
             last = named[len(named) - len(node.defaults) :]
             yield from ((name.arg, value) for name, value in zip(last, node.defaults, strict=True))
-            only = zip(node.kwonlyargs, node.kw_defaults, strict=True)
-            yield from ((name.arg, value) for name, value in only if value is not None)
+            keyword_only = zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            yield from ((name.arg, value) for name, value in keyword_only if value is not None)
 
 
 def _option(module: Module, node: ast.keyword) -> str:
@@ -151,14 +151,14 @@ def _expands(module: Module, node: ast.expr) -> bool:
     )
 
 
-def _carefully_imported(module: Module) -> set[str]:
+def _guarded_imports(module: Module) -> set[str]:
     """Return the local names from imports whose failure is handled or that are guarded."""
-    careful: set[str] = set()
+    guarded: set[str] = set()
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)
         if context.absence or module.guarded(context, "flash", "fa"):
-            careful.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
-    return careful
+            guarded.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+    return guarded
 
 
 def _first(node: ast.expr) -> str:

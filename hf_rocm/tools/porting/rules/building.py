@@ -146,7 +146,7 @@ def of_cmake(text: str) -> Iterator[Place]:
     for match in _COMMAND.finditer(text):
         line += text.count("\n", last, match.start(1))
         last = match.start(1)
-        name, arguments = match[1].lower(), _within(text, match.end())
+        name, arguments = match[1].lower(), _command_arguments(text, match.end())
         if name == "if":
             guards.append(guards[-1] or bool(_CMAKE_PLATFORM.search(arguments)))
         elif name == "elseif" and len(guards) > 1:
@@ -179,7 +179,7 @@ def _of_cmake_command(name: str, arguments: str, line: int) -> Iterator[Place]:
         yield Place(FLAG, line, f"{name}(… {flag})")
 
 
-def _within(text: str, start: int) -> str:
+def _command_arguments(text: str, start: int) -> str:
     """Return the arguments of a command, up to its closing parenthesis or at most 4000 characters."""
     depth = 1
     for position in range(start, min(len(text), start + 4000)):

@@ -37,7 +37,7 @@ CONTAINER = Rule(
     "--device=/dev/kfd --device=/dev/dri --group-add video --security-opt seccomp=unconfined",
 )
 
-_STARTS = {
+_LAUNCHERS = {
     "os.system", "os.popen", "shutil.which", "get_ipython().system", "asyncio.create_subprocess_exec",
     "asyncio.create_subprocess_shell",
 }  # fmt: skip
@@ -59,7 +59,7 @@ _VALUES = {"--no-binary", "--only-binary", "-r", "-c", "-t",
 _VARIABLE = re.compile(r"^\s*(?:override\s+|export\s+)?(\w+)\s*[:?+]*=\s*(.*)$")
 _MAKE_PLATFORM = re.compile("rocm|hip(?:cc|blas)?|amd|nvidia", re.IGNORECASE)
 # Commands that only test or print a path, for which a missing path is not an error.
-_LOOKS = {"[", "[[", "test", "for", "echo", "printf"}
+_INSPECTING = {"[", "[[", "test", "for", "echo", "printf"}
 _INDEXES = ("--index-url", "--extra-index-url", "--find-links", "-i", "-f", "--index", "--default-index")
 
 
@@ -76,7 +76,7 @@ def of_command(command: Command) -> Iterator[Place]:
     for setting in _settings(command):
         yield from building.of_setting(*setting, command.line)
     words, shown = command.words, " ".join(command.words)
-    if not words or command.tolerated or command.program in _LOOKS:
+    if not words or command.tolerated or command.program in _INSPECTING:
         return
     if command.program in TOOLS:
         yield Place(TYPED, command.line, shown, instead=TOOLS[command.program])
@@ -123,7 +123,7 @@ def started(module: Module) -> Iterator[Place]:
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         name = _called(module, node)
-        if name not in _STARTS and not name.startswith("subprocess."):
+        if name not in _LAUNCHERS and not name.startswith("subprocess."):
             continue
         if module.guarded(context, "smi") or _expects_failure(module, node):
             continue

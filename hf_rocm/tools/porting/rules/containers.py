@@ -35,7 +35,7 @@ def of_dockerfile(text: str) -> Iterator[Place]:
     variants = any(word == "FROM" and _ROCM.search(body) for word, body, _ in instructions)
     for word, body, line in instructions:
         if word in ("FROM", "ARG"):
-            image = body.partition("=")[2].strip("\"' \n") if word == "ARG" else _last_image(body)
+            image = body.partition("=")[2].strip("\"' \n") if word == "ARG" else _image_of(body)
             if _IMAGE.match(image) and not variants:
                 yield Place(IMAGE, line, f"{word} {body.strip()}")
         if word in ("ENV", "ARG"):
@@ -47,7 +47,7 @@ def of_dockerfile(text: str) -> Iterator[Place]:
                 yield from commands.of_command(command)
 
 
-def _last_image(body: str) -> str:
+def _image_of(body: str) -> str:
     return next((word for word in body.split() if not word.startswith("--")), "")
 
 
@@ -75,18 +75,18 @@ def _instructions(text: str) -> Iterator[tuple[str, str, int]]:
         if end:
             kept.append(line if line.strip() != end else "")
             end = "" if line.strip() == end else end
-            going = bool(end)
+            continues = bool(end)
         else:
             blank = line.lstrip().startswith("#") or (bool(kept) and not line.strip())
             if not kept and (blank or not line.strip()):
                 continue
             start = start if kept else number
-            here = re.search(r"<<-?['\"]?(\w+)", line) if not kept else None
-            if here and re.match(r"\s*RUN\s+<<", line):
-                end, line = here[1], line[: here.start()]
+            heredoc = re.search(r"<<-?['\"]?(\w+)", line) if not kept else None
+            if heredoc and re.match(r"\s*RUN\s+<<", line):
+                end, line = heredoc[1], line[: heredoc.start()]
             kept.append("\\" if blank else line)
-            going = bool(end) or blank or line.rstrip().endswith("\\")
-        if not going:
+            continues = bool(end) or blank or line.rstrip().endswith("\\")
+        if not continues:
             yield from _instruction(kept, start)
             kept = []
     if kept:

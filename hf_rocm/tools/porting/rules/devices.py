@@ -28,7 +28,7 @@ NVML = Rule(
     "torch.cuda.mem_get_info() and torch.cuda.utilization(), or AMD SMI (the amdsmi package)",
 )
 
-_QUESTIONS = ("get_device_capability", "is_bf16_supported_by_capability")
+_CAPABILITY_CALLS = ("get_device_capability", "is_bf16_supported_by_capability")
 _PROPERTIES = ("get_device_properties",)
 _NUMBERS = ("major", "minor")
 
@@ -38,18 +38,18 @@ def capabilities(module: Module) -> Iterator[Place]:
     for node, context in module.nodes(ast.Call, ast.Attribute, ast.Compare):
         if module.guarded(context) or module.shown(node):
             continue
-        if isinstance(node, ast.Call) and _ends(module, node.func, _QUESTIONS):
+        if isinstance(node, ast.Call) and _is_named(module, node.func, _CAPABILITY_CALLS):
             if _of_torch(module, node.func) and _decides(module, node):
                 yield Place(CAPABILITY, node.lineno, f"{module.name(node.func)}()")
         elif isinstance(node, ast.Attribute) and node.attr in _NUMBERS:
             value: ast.expr | None = node.value
             if isinstance(value, ast.Name):
                 value = module.assigned(value.id, context)
-            if isinstance(value, ast.Call) and _ends(module, value.func, _PROPERTIES) and _decides(module, node):
+            if isinstance(value, ast.Call) and _is_named(module, value.func, _PROPERTIES) and _decides(module, node):
                 yield Place(CAPABILITY, node.lineno, f"get_device_properties(…).{node.attr}")
         elif isinstance(node, ast.Compare) and _names_architecture(node):
             calls = [value for value in node.comparators if isinstance(value, ast.Call)]
-            if any(_ends(module, call.func, ("get_arch_list",)) for call in calls):
+            if any(_is_named(module, call.func, ("get_arch_list",)) for call in calls):
                 yield Place(CAPABILITY, node.lineno, "get_arch_list() returns gfx targets on ROCm")
 
 
@@ -76,7 +76,7 @@ def nvml(module: Module) -> Iterator[Place]:
         yield Place(NVML, node.lineno, f"{called}()")
 
 
-def _ends(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
+def _is_named(module: Module, node: ast.expr, names: tuple[str, ...]) -> bool:
     return module.called(node) in names
 
 

@@ -43,7 +43,7 @@ FP8 = Rule(
 )
 
 _FP8 = {"float8_e4m3fn", "float8_e5m2", "float8e4nv"}
-_COMPILES = ("load_inline", "RawKernel", "RawModule", "SourceModule", "ElementwiseKernel", "ReductionKernel")
+_COMPILERS = ("load_inline", "RawKernel", "RawModule", "SourceModule", "ElementwiseKernel", "ReductionKernel")
 _WARP_SIZE = re.compile(r"k?_?(?:threads_per_)?warp_?size|lanes_per_warp|threads_per_warp", re.IGNORECASE)
 _OF_A_WARP = {(ast.BitAnd, 31), (ast.Mod, 32), (ast.FloorDiv, 32), (ast.RShift, 5)}
 _GCN = re.compile(r"\b[vs]_\w+|\bds_\w+|\bglobal_(?:load|store|atomic)")
@@ -91,8 +91,8 @@ def triton(module: Module) -> Iterator[Place]:
 def _triton_call(module: Module, node: ast.Call, context: Context) -> Iterator[Place]:
     called = module.called(node.func)
     if called == "inline_asm_elementwise":
-        given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "asm")]
-        asm = _resolved(module, given[0] if given else None, context)
+        sources = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "asm")]
+        asm = _resolved(module, sources[0] if sources else None, context)
         if asm is None or not _GCN.search(asm):
             shown = "" if asm is None else excerpt(" ".join(asm.split()))
             yield Place(native.PTX, node.lineno, f"inline_asm_elementwise({shown!r})")
@@ -113,12 +113,12 @@ def fp8(module: Module) -> Iterator[Place]:
         if node.attr not in _FP8 or node.lineno in seen or module.guarded(context) or module.shown(node):
             continue
         name = module.name(node) or ""
-        if name.startswith(("torch.", "triton.language.", "tl.")) and _makes(module, node):
+        if name.startswith(("torch.", "triton.language.", "tl.")) and _is_used(module, node):
             seen.add(node.lineno)
             yield Place(FP8, node.lineno, name)
 
 
-def _makes(module: Module, node: ast.AST) -> bool:
+def _is_used(module: Module, node: ast.AST) -> bool:
     """Return whether the code uses a type, rather than only comparing it or listing it in a table of types."""
     for parent in module.above(node):
         if isinstance(parent, ast.Compare | ast.Dict | ast.Set | ast.List | ast.Tuple | ast.Subscript):
@@ -150,7 +150,7 @@ def sources(module: Module) -> Iterator[Place]:
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)
-        if called not in _COMPILES or module.guarded(context):
+        if called not in _COMPILERS or module.guarded(context):
             continue
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             for part in argument.elts if isinstance(argument, ast.List | ast.Tuple) else [argument]:

@@ -126,11 +126,11 @@ class _Sources:
         for index in uv.get("index", ()) if isinstance(uv.get("index"), list) else ():
             if isinstance(index, dict):
                 self._indexes.setdefault(str(index.get("url")), []).append(index)
-        self._always: set[object] = set()  # names of indexes that are used without an extra or group
+        self._unconditional: set[object] = set()  # names of indexes that are used without an extra or group
         for value in _table(uv, "sources").values():
             for source in value if isinstance(value, list) else [value]:
                 if isinstance(source, dict) and "extra" not in source and "group" not in source:
-                    self._always.add(str(source.get("index")))
+                    self._unconditional.add(str(source.get("index")))
 
     def only_in_an_extra(self, line: str) -> bool:
         """Return whether uv uses the index in this line only for extras or groups."""
@@ -138,7 +138,7 @@ class _Sources:
         indexes = [index for url in urls for index in self._indexes.get(url, ())]
         if not indexes or not all(index.get("explicit") for index in indexes):
             return False
-        return not any(str(index.get("name")) in self._always for index in indexes)
+        return not any(str(index.get("name")) in self._unconditional for index in indexes)
 
 
 def of_index(text: str, line: int) -> Iterator[Place]:

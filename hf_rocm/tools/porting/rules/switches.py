@@ -42,6 +42,6 @@ def flags(module: Module) -> Iterator[Place]:
         assert isinstance(node, ast.Assign)
         for target in node.targets:
             rule, value = _FLAGS.get(module.name(target) or "", (None, None))
-            given = node.value.value if isinstance(node.value, ast.Constant) else None
-            if rule is not None and given is value and not module.guarded(context):
+            assigned = node.value.value if isinstance(node.value, ast.Constant) else None
+            if rule is not None and assigned is value and not module.guarded(context):
                 yield Place(rule, node.lineno, f"{module.name(target)} = {value}")

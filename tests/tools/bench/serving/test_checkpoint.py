@@ -42,8 +42,8 @@ def test_every_token_is_a_separate_word_in_streamed_answers_too(folder):
 
 def test_prompts_have_the_drawn_lengths(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    questions = plan(Load(2, None, 5, 7, 7, 4), tokenizer)
-    assert {len(tokenizer(question.prompt)["input_ids"]) for question in questions} == {7}
+    requests = plan(Load(2, None, 5, 7, 7, 4), tokenizer)
+    assert {len(tokenizer(request.prompt)["input_ids"]) for request in requests} == {7}
 
 
 def test_the_largest_vocabulary_of_the_known_shapes_has_enough_words():

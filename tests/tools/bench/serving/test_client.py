@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_rocm.tools.bench.serving.client import PATHS, Question, send_request
+from hf_rocm.tools.bench.serving.client import PATHS, Request, send_request
 from tests.tools.bench.serving.stub import FAULTS, answering, word
 
 NEW = 4
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def one(port, *, stream=True, timeout=10.0, **how):
-    return asyncio.run(send_request(port, "a-model", Question("a prompt", NEW, stream, **how), timeout=timeout))
+    return asyncio.run(send_request(port, "a-model", Request("a prompt", NEW, stream, **how), timeout=timeout))
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
@@ -84,10 +84,10 @@ def test_a_port_without_a_server_is_a_refused_connection():
 
 
 def test_the_request_is_greedy_and_has_no_end_token():
-    body = Question("a prompt", NEW, True).body("a-model")
+    body = Request("a prompt", NEW, True).body("a-model")
     assert body["temperature"] == 0 and body["max_tokens"] == NEW and body["stream"] is True
     assert body["prompt"] == "a prompt"
-    assert Question("a prompt", NEW, True, "chat").body("a-model") == {
+    assert Request("a prompt", NEW, True, "chat").body("a-model") == {
         **{name: value for name, value in body.items() if name != "prompt"},
         "messages": [{"role": "user", "content": "a prompt"}],
     }

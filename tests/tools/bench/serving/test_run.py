@@ -139,7 +139,7 @@ def test_a_request_that_fails_before_anything_is_timed_is_an_error(bench, stubs,
 def test_a_server_that_dies_is_an_error_with_its_exit_code(bench, stubs, capsys, after):
     stubs(hf_rocm={"fault": "die", "after": after})
     assert bench() == 1
-    assert "the hf_rocm server ended with exit code 7 while it answered requests" in capsys.readouterr().err
+    assert "the hf_rocm server ended with exit code 7 while it was answering requests" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):

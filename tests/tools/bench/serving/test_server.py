@@ -41,7 +41,7 @@ def test_an_exception_in_the_block_ends_the_server(stubs, tmp_path):
 def test_a_server_that_ignores_requests_to_end_is_killed(monkeypatch, tmp_path):
     stubborn = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('Uvicorn running on "
     monkeypatch.setitem(server.CODE, "stock", f"{stubborn}http://127.0.0.1:9', flush=True)\ntime.sleep(600)")
-    monkeypatch.setattr(server, "_POLITE", 0.2)
+    monkeypatch.setattr(server, "_GRACE", 0.2)
     with start(tmp_path / "server") as running:
         assert running.port == 9
     assert running.process.returncode == -signal.SIGKILL
@@ -51,7 +51,7 @@ def test_a_model_that_does_not_load_is_an_error_with_the_last_lines(monkeypatch,
     monkeypatch.setitem(server.CODE, "stock", "print('OSError: no such model')\nsys.exit(3)")
     with pytest.raises(ServeError) as error, start(tmp_path / "server"):
         pytest.fail("it started")
-    assert error.value.message == "the stock server ended with exit code 3 while it loaded the model"
+    assert error.value.message == "the stock server ended with exit code 3 while it was loading the model"
     assert error.value.facts == {"last lines": "OSError: no such model"}
 
 

@@ -45,24 +45,24 @@ class Clients:
     def __init__(self, seconds=0.01):
         self.seconds, self.now, self.most, self.began = seconds, 0, 0, []
 
-    async def __call__(self, question):
+    async def __call__(self, request):
         sent = time.perf_counter()
         self.began.append(sent)
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.seconds)
         self.now -= 1
-        return Answer(sent, time.perf_counter(), tokens=question.new)
+        return Answer(sent, time.perf_counter(), tokens=request.new)
 
 
 def test_only_streams_are_abandoned_in_the_given_share():
     load = replace(CLOSED, requests=400, answers="both", leaving=0.25)
-    questions = plan(load, Words())
-    assert 0.2 < sum(one.leave for one in questions if one.stream) / 200 < 0.3
-    assert not any(one.leave for one in questions if not one.stream)
+    requests = plan(load, Words())
+    assert 0.2 < sum(one.leave for one in requests if one.stream) / 200 < 0.3
+    assert not any(one.leave for one in requests if not one.stream)
     assert "25 % of the streams abandoned" in load.details
     # the share changes neither prompts nor lengths
-    assert [one.prompt for one in questions] == [one.prompt for one in plan(replace(load, leaving=0.0), Words())]
+    assert [one.prompt for one in requests] == [one.prompt for one in plan(replace(load, leaving=0.0), Words())]
 
 
 def traffic(load, clients):
@@ -75,20 +75,20 @@ def test_the_same_seed_gives_the_same_requests():
 
 
 def test_prompts_have_mixed_lengths_within_the_range():
-    prompts = [question.prompt.split() for question in plan(replace(CLOSED, requests=200), Words())]
+    prompts = [request.prompt.split() for request in plan(replace(CLOSED, requests=200), Words())]
     lengths = {len(prompt) for prompt in prompts}
     assert lengths == set(range(5, 21))
     assert {word for prompt in prompts for word in prompt} == {"one", "two", "three", "four"}
 
 
 def test_a_prompt_has_no_more_tokens_than_requested():
-    lengths = {2 * len(question.prompt.split()) for question in plan(replace(CLOSED, requests=200), Halves())}
+    lengths = {2 * len(request.prompt.split()) for request in plan(replace(CLOSED, requests=200), Halves())}
     assert lengths == set(range(4, 21, 2))
 
 
 def test_answers_are_streamed_or_whole_or_alternate():
     for answers, expected in (("streamed", {True}), ("whole", {False}), ("both", {True, False})):
-        streams = [question.stream for question in plan(replace(CLOSED, answers=answers), Words())]
+        streams = [request.stream for request in plan(replace(CLOSED, answers=answers), Words())]
         assert set(streams) == expected
     assert streams[:4] == [True, False, True, False]
 

@@ -15,7 +15,7 @@ from hf_rocm.weights.eligible import linear_refusal
 from hf_rocm.weights.tied_weights import first_shared, shared
 
 # Parts of the names of layers that are not quantised. Rounding a router could send tokens to other experts.
-_STAYS = {
+_KEPT_NAMES = {
     "gate": "it is a router",
     "router": "it is a router",
     "shared_expert_gate": "it is a router",
@@ -60,12 +60,12 @@ def plan(
             inside = child is last or full.startswith(repeated)
             reason: str | None
             if isinstance(child, Linear):
-                reason = _named(full, wide, exclude, _STAYS, inside=inside) or _stays(child, others)
+                reason = _name_refusal(full, wide, exclude, _KEPT_NAMES, inside=inside) or _layer_refusal(child, others)
                 reason = reason or refuses(child.weight)
             elif child is not None and _is_stacked(child):
                 reason = "stacked experts are quantised only in mxfp4"
                 if experts is not None:
-                    reason = _named(full, wide, exclude, {}, inside=inside) or experts(child)
+                    reason = _name_refusal(full, wide, exclude, {}, inside=inside) or experts(child)
                     reason = reason or first_shared(child.parameters(), others)
             else:
                 continue
@@ -87,12 +87,12 @@ def _is_stacked(module: nn.Module) -> bool:
     return any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False))
 
 
-def _named(
-    path: str, wide: tuple[str, ...], exclude: Sequence[str], stays: Mapping[str, str], *, inside: bool
+def _name_refusal(
+    path: str, wide: tuple[str, ...], exclude: Sequence[str], reasons: Mapping[str, str], *, inside: bool
 ) -> str | None:
     """Return the reason why a module with this name keeps its dtype, or None.
 
-    stays: reasons by parts of names. inside: whether the module is in a repeated block, or is the head.
+    reasons: reasons by parts of names. inside: whether the module is in a repeated block, or is the head.
     """
     parts = path.split(".")
     for pattern in exclude:
@@ -101,8 +101,8 @@ def _named(
     if not inside:
         return "it is not part of a repeated block"
     for part in parts:
-        if part in stays:
-            return stays[part]
+        if part in reasons:
+            return reasons[part]
         if part in wide:
             return "the model keeps it in fp32"
     if parts[-1] == "base_layer":
@@ -110,7 +110,7 @@ def _named(
     return None
 
 
-def _stays(linear: Linear, others: dict[int, str]) -> str | None:
+def _layer_refusal(linear: Linear, others: dict[int, str]) -> str | None:
     """Return the reason why this layer keeps its dtype, or None."""
     reason = linear_refusal(linear)
     if reason is not None:

@@ -126,11 +126,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
     for number, group in enumerate(groups):
         if number:
             echo()
-        for place, row in enumerate(everything):
+        for index, row in enumerate(everything):
             label, *more = textwrap.wrap(row[0], max(first, 1), break_on_hyphens=False) or [""]
             cells = [f"{label:<{first}}", *(f"{row[column]:>{widths[column]}}" for column in group)]
             for text in ["  ".join(cells), *more]:
-                echo(styled(f"{indent}{text}".rstrip(), "dim") if place == 0 else f"{indent}{text}".rstrip())
+                echo(styled(f"{indent}{text}".rstrip(), "dim") if index == 0 else f"{indent}{text}".rstrip())
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:

@@ -214,20 +214,20 @@ class Demo:
         if disturbance := disturbed(results, timed.values()):
             paragraph(disturbance)
 
-    def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
-        at = list(WAYS).index("inert")
-        equal = all(result["equal"][at] for result in verdict.values())
-        self.checks.expect(equal, f"installed, inert: {what} bit-equal to stock ({', '.join(verdict)})")
+    def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], outputs: str) -> None:
+        column = list(WAYS).index("inert")
+        equal = all(result["equal"][column] for result in verdict.values())
+        self.checks.expect(equal, f"installed, inert: {outputs} bit-equal to stock ({', '.join(verdict)})")
         self.checks.expect(not results["inert"]["ops_imported"], "installed, inert: hf_rocm.ops was not imported")
 
-    def _within_tolerance(self, verdict: dict[str, Any], what: str) -> None:
+    def _within_tolerance(self, verdict: dict[str, Any], output: str) -> None:
         for dtype, result in verdict.items():
-            self.checks.expect(all(result["finite"]), f"{dtype}: every {what} is finite")
+            self.checks.expect(all(result["finite"]), f"{dtype}: every {output} is finite")
             derived = f"2 × {result['eager_error']:.2g}, eager's own error, + {result['step']:.2g}, a rounding step"
             paragraph(f"allowed in {dtype}: {result['allowed']:.2g} = {derived}", "    ", "      ")
             for way, difference in zip(WAYS, result["difference"], strict=True):
                 if way in ("forced", "loader"):
-                    text = f"{WAYS[way].title}, {dtype}: max |{what} difference| from stock {difference:.2g}"
+                    text = f"{WAYS[way].title}, {dtype}: max |{output} difference| from stock {difference:.2g}"
                     self.checks.expect(difference <= result["allowed"], text)
 
     def _attention_ran(self, results: dict[str, dict[str, Any]]) -> None:
@@ -259,7 +259,7 @@ def disturbed(results: dict[str, dict[str, Any]], keys: Iterable[str]) -> str | 
         factors["rounds"] += [seconds["slowest"] / seconds["fastest"] for seconds in times.values()]
         same = [times[way]["median"] for way in ("stock", "inert")]
         factors["rows"].append(max(same) / min(same))
-    rounds, rows = (max(found) for found in factors.values())
+    rounds, rows = (max(values) for values in factors.values())
     if max(rounds, rows) < DISTURBED:
         return None
     return (

@@ -35,9 +35,9 @@ def install_project(environment: Environment) -> None:
     if not environment.is_made_from(contents, stamp="wheel"):
         with step(f"pip install {built.name}"):
             environment.forget(stamp="wheel")
-            again = (environment.path / "bin" / "hf-rocm").exists()
+            reinstall = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            if again:
+            if reinstall:
                 # By default, pip does not replace a wheel of the same version.
                 environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")

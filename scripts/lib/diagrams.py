@@ -63,7 +63,13 @@ INSTALL: tuple[Part, ...] = (
     Arrow(111, 74, 111, 116),
     Arrow(300, 74, 178, 116),
     Box(
-        "transformers", 16, 118, 188, 76, "compare by content", ("the file’s hash, or every", "definition that it uses")
+        "transformers",
+        16,
+        118,
+        188,
+        76,
+        "compare by content",
+        ("the file’s hash, or every", "definition the overlay uses"),
     ),
     Arrow(204, 156, 264, 156, "differs", 212, 149),
     Box(

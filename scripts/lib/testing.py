@@ -218,8 +218,8 @@ def main(arguments: Sequence[str]) -> int:
             outcomes = run_all(plan(chosen, options.pytest, quick=not options.all))
             return summarise(outcomes, began, everything=True)
         environments = {NEWEST: release(NEWEST, shared, built)}
-        beside = release(NEWEST, shared, built, aiter=True)
-        environments |= dict.fromkeys((BESIDE_AITER, INTERPRETED, INSTRUCTIONS), beside)
+        with_aiter = release(NEWEST, shared, built, aiter=True)
+        environments |= dict.fromkeys((BESIDE_AITER, INTERPRETED, INSTRUCTIONS), with_aiter)
         if options.all or any(word.startswith(UPSTREAM_TESTS) for word in options.pytest):
             environments[UPSTREAM] = environments[NEWEST]
             fetch_upstream(shared)
@@ -234,9 +234,9 @@ def main(arguments: Sequence[str]) -> int:
         heading("tests")
         suites = plan(environments, options.pytest, quick=not options.all)
         if not options.pytest:
-            suites += machine_code.suites(beside, share="large" if options.all else "sample")
+            suites += machine_code.suites(with_aiter, share="large" if options.all else "sample")
             if options.all:
-                suites += machine_code.suites(beside, share="few", architectures=machine_code.RELATIVES)
+                suites += machine_code.suites(with_aiter, share="few", architectures=machine_code.RELATIVES)
         outcomes += run_all(suites)
     return summarise(outcomes, began, everything=options.all)
 
@@ -265,8 +265,8 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
             arguments = (*selection, *flags, MODELS, *_ignoring(left_out))
             suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
         if name in WITH_PROCESSES and not paths:
-            proven = () if name == NEWEST else WITHOUT_TRANSFORMERS
-            arguments = (*selection, *flags, *PROCESSES, *_ignoring(proven))
+            skipped = () if name == NEWEST else WITHOUT_TRANSFORMERS
+            arguments = (*selection, *flags, *PROCESSES, *_ignoring(skipped))
             suites.append(
                 Suite(
                     f"transformers {name}, several processes", environment, arguments, may_be_empty=quick or bool(extra)
@@ -281,7 +281,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
 
 def _rank(suite: Suite) -> int:
     """The position of a suite in `LONGEST`. The longest suite starts first, so that the cores finish together."""
-    return next((place for place, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
+    return next((index for index, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
 
 
 def fetch_upstream(builder: Environment) -> None:
@@ -302,7 +302,7 @@ def _place(path: str) -> str | None:
 
 
 def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) -> int:
-    """Print the table, the tests that did not run, and the total as the last line."""
+    """Print the table, the tests that did not run, and the total as the last line. Returns the exit code."""
     heading("summary")
     rows = [
         (outcome.name, str(outcome.passed), str(outcome.failed), str(outcome.skipped), duration(outcome.seconds))

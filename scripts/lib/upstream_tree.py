@@ -55,9 +55,9 @@ def source_distribution(release: str, builder: Environment) -> Path:
             for member in members:
                 target = unpacked / "tests" / Path(member.name.removeprefix(root)).name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                reading = content.extractfile(member)
-                assert reading is not None
-                target.write_bytes(reading.read())
+                stream = content.extractfile(member)
+                assert stream is not None
+                target.write_bytes(stream.read())
         unpacked.replace(FETCHED / f"transformers-{release}")
     folder = fetched(release)
     assert folder is not None

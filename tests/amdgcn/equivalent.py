@@ -40,13 +40,13 @@ _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
 
 @dataclass(frozen=True)
-class Kept:
+class RecordedLaunch:
     """One recorded launch. buffers: address, bytes, hidden bytes or None, dtype of the elements."""
 
     kernarg: bytes
     buffers: tuple[tuple[int, np.ndarray, np.ndarray | None, Any], ...]
     contract: Any
-    how: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Kept:
                 memory.buffer_at(address).hide(hidden)
             copies.append(copy)
         try:
-            launch(program, kernarg=self.kernarg, memory=memory, **{**self.how, "limit": _LIMIT})
+            launch(program, kernarg=self.kernarg, memory=memory, **{**self.settings, "limit": _LIMIT})
         except MachineError as error:
             return type(error).__name__
         return tuple(copy.tobytes() for copy in copies)
@@ -103,7 +103,7 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 }
 
 
-def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
+def proof(whole: Program, changed: Program, index: int, launches: Sequence[RecordedLaunch]) -> str | None:
     """Return the reason why a fault changes nothing, or None if there is no proof."""
     texts = whole.instructions[index].text, changed.instructions[index].text
     if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
@@ -136,19 +136,19 @@ class _Watched:
         self.differed: set[int] = set()
         self.random = np.random.default_rng(0)
 
-    def unharmed(self, launches: Sequence[Kept]) -> bool:
+    def unharmed(self, launches: Sequence[RecordedLaunch]) -> bool:
         """Whether all launches store the same bytes as without the fault, even if the registers in which the two
         instructions differ are filled with random values."""
         banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
         program = replace(self.whole, steps=tuple(self._steps()), **banks)
-        for seed, kept in enumerate(launches):
+        for seed, recorded in enumerate(launches):
             for bits in BITS:
-                before = kept.outcome(self.whole, bits, seed)
-                if kept.outcome(self.changed, bits, seed) != before:
+                before = recorded.outcome(self.whole, bits, seed)
+                if recorded.outcome(self.changed, bits, seed) != before:
                     return False
                 known = set(self.differed)
                 for _ in range(FILLS):
-                    if kept.outcome(program, bits, seed) != before:
+                    if recorded.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
                         # Every register that differed had also differed in an earlier launch.
@@ -161,13 +161,13 @@ class _Watched:
 
     def _both(self, state: State) -> Any:
         before = self._snapshot(state)
-        where = self.whole.steps[self.index](state)
+        target = self.whole.steps[self.index](state)
         expected = self._snapshot(state)
         self._restore(state, before)
         self.changed.steps[self.index](state)
         actual = self._snapshot(state)
         self._restore(state, self._filled(expected, actual))
-        return where
+        return target
 
     def _snapshot(self, state: State) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return state.v[self.rows].copy(), state.s.copy(), state.scc.copy()

@@ -38,10 +38,10 @@ def implied(program: Program, index: int) -> str | None:
     flying = _in_flight(program).get(index)
     if flying is None:
         return None
-    open_ = {name: left for name, left in waited(program, index) if _of(program, flying, name)}
+    open_ = {name: left for name, left in waited(program, index) if _counted_by(program, flying, name)}
     if not open_:
         return "no operation that it waits for can be in flight"
-    awaited = [operation for name in open_ for operation in _of(program, flying, name)]
+    awaited = [operation for name in open_ for operation in _counted_by(program, flying, name)]
     registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
     # Counter → number of operations issued after the wait.
     issued = dict.fromkeys(open_, 0)
@@ -66,7 +66,7 @@ def implied(program: Program, index: int) -> str | None:
     return None
 
 
-def _of(program: Program, flying: Flight, name: str) -> list[int]:
+def _counted_by(program: Program, flying: Flight, name: str) -> list[int]:
     return [operation for operation in flying if counter(program, operation) == name]
 
 

@@ -34,8 +34,8 @@ def need(condition: object, sentence: str) -> None:
 
 def broken(name: str) -> str | None:
     file = os.environ.get("STANDIN_BROKEN")
-    wanted, _, how = (Path(file).read_text() if file else "").partition(":")
-    return how if wanted == name else None
+    kernel, _, fault = (Path(file).read_text() if file else "").partition(":")
+    return fault if kernel == name else None
 
 
 def leaf(function: Any) -> Any:
@@ -65,14 +65,14 @@ def leaf(function: Any) -> Any:
 
 
 def _misbehave(name: str) -> None:
-    how = broken(name)
-    if how == "raise":
+    fault = broken(name)
+    if fault == "raise":
         raise RuntimeError("hipErrorLaunchFailure")
-    if how == "hang":
+    if fault == "hang":
         time.sleep(3600)
-    if how == "crash":
+    if fault == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "build":
+    if fault == "build":
         raise SystemExit("[aiter] build failed !!!!!!")
 
 

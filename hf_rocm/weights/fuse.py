@@ -111,9 +111,9 @@ class Fused(BlockGroup):
         backend = self.parts[0].layer(module).__dict__.get(linear_hook.BACKEND)
         if backend is not None and backend != "auto":
             return linear_hook.multiply(x, self.weight, self.bias, backend)
-        return self.product(x, [part.layer(module)._parameters["weight"] for part in self.parts])
+        return self.gemm(x, [part.layer(module)._parameters["weight"] for part in self.parts])
 
-    def product(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def gemm(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Return x Wᵀ + bias, with the shuffled copy if it serves x. weights: the parameters that form the block."""
         shuffled = None if self._copy is None else self._copy.serves(x, weights)
         if shuffled is None:
@@ -121,7 +121,7 @@ class Fused(BlockGroup):
         return ops.shuffled_linear(x, shuffled, self.bias)
 
     def traced(self, module: Module, x: Tensor) -> Tensor | None:
-        return traced.product(module, x, self)
+        return traced.fused_output(module, x, self)
 
     def accepts(self, module: Module, linear: Module, name: str) -> bool:
         accepted = accept_forward(self, linear, name)

@@ -114,9 +114,9 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
             rows = self._interleaved(name, matrix.t() if self.form.transposed else matrix)
             step = max(1, CHUNK // rows.shape[1])
             for first in range(0, len(rows), step):
-                place = slice(first, first + step)
-                codes, scales[expert, place] = quantize(rows[place].to(blocks.device))
-                blocks[expert, place] = pack(codes)
+                chunk = slice(first, first + step)
+                codes, scales[expert, chunk] = quantize(rows[chunk].to(blocks.device))
+                blocks[expert, chunk] = pack(codes)
 
     @torch.no_grad()
     def read(self, name: str, device: torch.device | str | None = None) -> Tensor:

@@ -157,8 +157,8 @@ class EightBitFormat(LinearFormat):
     def put(self, weight: Any, start: int, tensors: Tensors) -> None:
         data = tensors["weight"].to(weight.data.device)
         weight.put(start, data)
-        place = weight.scales_of(start, start + len(data))
-        weight.scale[place] = self._numbers(tensors)
+        scales = weight.scales_of(start, start + len(data))
+        weight.scale[scales] = self._numbers(tensors)
 
     def _numbers(self, tensors: Tensors) -> Tensor:
         """The scales in fp32: [N], [1], or one per block."""
@@ -325,7 +325,7 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], section: str) -> None:
-    """Raise `Unsupported` if a setting other than the known ones is set. section: the name of the part for the error."""
+    """Raise `Unsupported` if a setting other than the known ones is set. section: its owner, for the message."""
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
         raise Unsupported(f"the setting {other!r} of its {section} is not supported")

@@ -23,7 +23,7 @@ _library = torch.library.Library("hf_rocm", "FRAGMENT")
 _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 
 
-def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
+def fused_output(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
     """Return the output of a fused group, computed by the op, while torch.compile traces; None if the op can't be used.
 
     The op is not used under torch.export, because exported programs must not depend on hf_rocm. Nor is it used under
@@ -59,7 +59,7 @@ def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
 def _linear_group(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     group = block_of(weights, biases)
     if group is not None:
-        joined: Tensor = group.product(x, weights)
+        joined: Tensor = group.gemm(x, weights)
         return joined
     outputs = [ops.linear(x, weight, biases[index] if biases else None) for index, weight in enumerate(weights)]
     return torch.cat(outputs, dim=-1)

@@ -182,10 +182,10 @@ class _Reader:
         return replace(value, head_norm=name) if value.head_dim else replace(value, flat_norm=name)
 
     def _columns(self, node: ast.Subscript) -> Part:
-        joined, place = self._value(node.value), node.slice
-        if not isinstance(joined, Part) or joined.head_dim or not isinstance(place, ast.Tuple):
+        joined, index = self._value(node.value), node.slice
+        if not isinstance(joined, Part) or joined.head_dim or not isinstance(index, ast.Tuple):
             raise Unknown
-        rest, columns = place.elts
+        rest, columns = index.elts
         if ast.unparse(rest) != "..." or not isinstance(columns, ast.Slice) or columns.step:
             raise Unknown
         lower, upper = (self._inlined(bound) if bound else None for bound in (columns.lower, columns.upper))

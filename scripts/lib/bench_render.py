@@ -176,9 +176,9 @@ def shared(segment: Any) -> Iterator[str]:
 
     versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))
     yield ""
-    where = parallel(segment)[0]
+    placement = parallel(segment)[0]
     commit = f"; commit {segment.commit}" if segment.commit else ""
-    yield f"{where[0].upper()}{where[1:]}; {versions}{commit}."
+    yield f"{placement[0].upper()}{placement[1:]}; {versions}{commit}."
     yield ""
     for result in segment.results:
         for line in [*notes(result), *exchange(segment, result)]:

@@ -80,11 +80,11 @@ def duration(seconds: float) -> str:
 
 def line(title: str, result: str, style: str, seconds: float | None = None) -> None:
     """Print a finished step: title, result and duration, on two lines if they don't fit on one."""
-    took = "" if seconds is None else f"  {duration(seconds)}"
-    if len(title) + len(result + took) + 3 > columns():
-        *above, title = [*wrapped(title, "  ", "    "), "  "]
-        echo("\n".join(above))
-    echo(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(took, 'dim')}")
+    elapsed = "" if seconds is None else f"  {duration(seconds)}"
+    if len(title) + len(result + elapsed) + 3 > columns():
+        *lines, title = [*wrapped(title, "  ", "    "), "  "]
+        echo("\n".join(lines))
+    echo(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(elapsed, 'dim')}")
 
 
 @contextmanager

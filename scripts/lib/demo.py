@@ -40,8 +40,8 @@ class Checks:
     passed: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, text: str) -> None:
-        if holds:
+    def expect(self, condition: bool, text: str) -> None:
+        if condition:
             self.passed += 1
             echo("\n".join(wrapped(text, "  ✓ ", "    ")).replace("✓", styled("✓", "green"), 1))
         else:
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.clean:
         with lock():
-            taken = remove()
-        echo(f"removed .demo: {gigabytes(taken)}" if taken else "nothing to remove: there is no .demo")
+            removed = remove()
+        echo(f"removed .demo: {gigabytes(removed)}" if removed else "nothing to remove: there is no .demo")
         return 0
     began = time.monotonic()
     echo(styled("hf_rocm demo", "bold"))
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     heading("result")
     for text in checks.failed:
         echo("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
-    count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
-    echo(f"  {checks.passed} of {count} checks passed in {took}")
+    count, elapsed = checks.passed + len(checks.failed), duration(time.monotonic() - began)
+    echo(f"  {checks.passed} of {count} checks passed in {elapsed}")
     echo(f"  .demo contains the environment and the model: {gigabytes(size())}")
     echo(f"\n{NEXT}")
     return 1 if checks.failed else 0
@@ -173,8 +173,8 @@ class Demo:
         result = self.runs.result("generate", "loader")
         quoted(result["explain"])
         groups = [part for part in result["explanation"]["parts"] if part["group"]]
-        fused, of = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
-        self.checks.expect(0 < fused == of, f"{fused} of {of} groups of linear layers are fused")
+        fused, total = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
+        self.checks.expect(0 < fused == total, f"{fused} of {total} groups of linear layers are fused")
 
     def _compare_embeddings(self) -> None:
         results = self.runs.results("embed")

@@ -61,9 +61,9 @@ def remove() -> int:
     """Remove .demo. Returns its size in bytes."""
     if not DEMO.exists():
         return 0
-    taken = size()
+    removed = size()
     shutil.rmtree(DEMO)
-    return taken
+    return removed
 
 
 def size() -> int:

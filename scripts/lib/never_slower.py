@@ -61,7 +61,7 @@ def hooked(model: Any) -> None:
     """A user's hook on every MLP."""
     for module in model.modules():
         if type(module).__name__.endswith("MLP"):
-            module.register_forward_hook(_look)
+            module.register_forward_hook(_no_op)
 
 
 def patched(model: Any) -> None:
@@ -247,7 +247,7 @@ def _span(seconds: Sequence[float]) -> str:
     return f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 
-def _look(module: Any, arguments: Any, output: Any) -> None:
+def _no_op(module: Any, arguments: Any, output: Any) -> None:
     """A hook that changes nothing."""
 
 

@@ -206,10 +206,10 @@ def _checked(model: Any, device: torch.device) -> str:
     return f"{error:.2%} off, {', '.join(sorted(kernels)) or 'no GEMMs'}"
 
 
-def _failed(kind: str, where: str, error: Exception, failures: list[str]) -> None:
+def _failed(kind: str, phase: str, error: Exception, failures: list[str]) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    failures.append(f"{kind}, {where}: {text[:300]}")
-    print(textwrap.fill(f"{kind:13} failed, {where}: {text[:300]}", 120, subsequent_indent=14 * " "), flush=True)
+    failures.append(f"{kind}, {phase}: {text[:300]}")
+    print(textwrap.fill(f"{kind:13} failed, {phase}: {text[:300]}", 120, subsequent_indent=14 * " "), flush=True)
 
 
 def _allocated(device: torch.device) -> int:

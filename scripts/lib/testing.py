@@ -247,8 +247,8 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
-    apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
-    everything = ["tests", *apart, *([] if extra else _ignoring(checks.RULES))]
+    ignored = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
+    everything = ["tests", *ignored, *([] if extra else _ignoring(checks.RULES))]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
     suites = []
@@ -257,7 +257,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
         left_out = LEFT_OUT.get(name, ())
         targets = [*(target for target in targets if target not in left_out), *_ignoring(left_out)]
         if paths:
-            targets = [path for path in paths if _place(path) == (name if name in APART else None)]
+            targets = [path for path in paths if _separate_suite(path) == (name if name in APART else None)]
         if targets:
             arguments = (*selection, *flags, *targets)
             suites.append(Suite(f"transformers {name}", environment, arguments, may_be_empty=bool(extra)))
@@ -296,7 +296,7 @@ def _ignoring(folders: Sequence[str]) -> list[str]:
     return [word for folder in folders for word in ("--ignore", folder)]
 
 
-def _place(path: str) -> str | None:
+def _separate_suite(path: str) -> str | None:
     """The separate suite to which a path belongs, or None."""
     return next((name for name, folder in APART.items() if path.startswith(folder)), None)
 

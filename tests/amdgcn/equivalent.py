@@ -30,7 +30,7 @@ _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1
 # Maximum launches per kind of bits, with different values in the lanes that differ.
 FILLS = 3
 # Maximum bytes of a recorded launch.
-_MOST = 1 << 22
+_MAX_BYTES = 1 << 22
 # Maximum instructions of a repeated launch.
 _LIMIT = 2_000_000
 # The faulty instruction may name a register beyond those of the original program.
@@ -54,7 +54,7 @@ class RecordedLaunch:
 
     @property
     def worth_keeping(self) -> bool:
-        return self.size <= _MOST
+        return self.size <= _MAX_BYTES
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
         """Repeat the launch and return the resulting memory, or the name of the error. bits: the key in `BITS` of the

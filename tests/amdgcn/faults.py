@@ -31,7 +31,7 @@ _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE
 # The number of cases of a variant that run before a fault counts as not detected.
 CASES = 40
 # The number of recorded launches per variant, for proofs.
-KEPT = 4
+LAUNCHES = 4
 # A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
 SLOWER = 4
 
@@ -81,7 +81,7 @@ class Faults:
     def keep(self, code: Code, space: driver.Space, kernarg: bytes, settings: dict[str, Any]) -> None:
         """Record the inputs of a launch without a fault, for proofs. Called before every such launch."""
         launches = self.launches.setdefault(code.key, [])
-        if len(launches) < KEPT:
+        if len(launches) < LAUNCHES:
             recorded = space.recorded(kernarg, settings)
             if recorded.worth_keeping:
                 launches.append(recorded)

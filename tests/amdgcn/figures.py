@@ -89,9 +89,9 @@ class Figures:
     programs: int
     requested: int
     needed: int
-    flight_of_a_wave: int
-    flight_of_a_unit: float
-    flight_needed: float
+    in_flight_per_wave: int
+    in_flight_per_unit: float
+    in_flight_needed: float
 
 
 def in_flight(instructions: list[str], arch: str) -> int:
@@ -217,7 +217,7 @@ def table(rows: list[Figures]) -> str:
     for row in rows:
         ratio = f"{row.requested / row.needed:.2f}" if row.needed else "–"
         waves = f"{row.waves_by_registers}, {row.waves_by_lds}"
-        flight = f"{row.flight_of_a_unit / 1000:.1f} kB | {row.flight_needed / 1000:.1f} kB"
+        flight = f"{row.in_flight_per_unit / 1000:.1f} kB | {row.in_flight_needed / 1000:.1f} kB"
         cells = (row.case, row.kernel, row.arch, row.warps, row.vgprs, row.lds, waves, row.programs)
         lines.append(f"| {' | '.join(map(str, (*cells, ratio, flight)))} |")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ Flight = frozenset[int]
 
 
 def waited(program: Program, index: int) -> list[tuple[str, int]]:
-    """The (counter, remaining operations) of a wait; empty for any other instruction."""
+    """The (counter, remaining operations) pairs of a wait; empty for any other instruction."""
     return limits(Compiling(program.instructions[index], program.target, None, index)) or []
 
 
@@ -46,10 +46,10 @@ def implied(program: Program, index: int) -> str | None:
     # Counter → number of operations issued after the wait.
     issued = dict.fromkeys(open_, 0)
     unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
-    for place in range(index + 1, len(program.instructions)):
-        instruction = program.instructions[place]
+    for later in range(index + 1, len(program.instructions)):
+        instruction = program.instructions[later]
         if instruction.mnemonic.startswith("s_wait"):
-            for name, left in waited(program, place):
+            for name, left in waited(program, later):
                 if name in open_ and (left == 0 or (name not in unordered and left - issued[name] <= open_[name])):
                     del open_[name]
             if not open_:
@@ -59,10 +59,10 @@ def implied(program: Program, index: int) -> str | None:
             return None
         if not registers.isdisjoint(flow.reads(instruction) | flow.writes(instruction)):
             return None
-        name = counter(program, place)
+        name = counter(program, later)
         if name in issued:
             issued[name] += 1
-            unordered |= {name} if _scalar(program, place) else set()
+            unordered |= {name} if _scalar(program, later) else set()
     return None
 
 

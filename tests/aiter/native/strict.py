@@ -43,7 +43,7 @@ def leaf(function: Any) -> Any:
     name = function.__name__
 
     @functools.wraps(function)
-    def called(*positional: Any, **keywords: Any) -> Any:
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         arguments = {**dict(zip(names, positional, strict=False)), **keywords}
         tensors = [argument for argument in arguments.values() if isinstance(argument, Tensor)]
@@ -60,8 +60,8 @@ def leaf(function: Any) -> Any:
         return result
 
     # aiter does not compare the signatures of functions whose docstring starts like this.
-    called.__doc__ = "Members:"
-    return called
+    wrapper.__doc__ = "Members:"
+    return wrapper
 
 
 def _misbehave(name: str) -> None:

@@ -69,8 +69,10 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
                 return f"{name} is not a plain parameter with three dimensions"
             if weight.dtype not in _DTYPES or weight.is_meta:
                 return f"{name} is {'on the meta device' if weight.is_meta else weight.dtype}"
-        (count, twice, hidden), (others, n, intermediate) = (_sizes(weight, form) for weight in weights)
-        if (count, twice, hidden) != (others, 2 * intermediate, n):
+        (count, gate_up_rows, hidden), (down_count, down_rows, intermediate) = (
+            _sizes(weight, form) for weight in weights
+        )
+        if (count, gate_up_rows, hidden) != (down_count, 2 * intermediate, down_rows):
             return f"{GATE_UP} and {DOWN} have shapes that don't fit together"
         parallel = getattr(module, "_is_expert_parallel", False) or getattr(module, "_hf_tp_plan", None) is not None
         if parallel or count != getattr(module, "num_experts", count):

@@ -42,7 +42,7 @@ PYPI_LIMITATIONS = (
 )
 
 SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
-KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "numpy")
+PINNED = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "numpy")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def inspect_machine(arch: str | None = None) -> Machine:
 def pins() -> list[str]:
     """Pins for the installed packages that must not change: torch, Triton, torchvision, torchaudio and numpy."""
     pins_read = []
-    for name in KEEP:
+    for name in PINNED:
         try:
             pins_read.append(f"{name}=={version(name)}")
         except PackageNotFoundError:

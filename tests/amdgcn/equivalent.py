@@ -181,7 +181,7 @@ class _Watched:
         vectors, scalars, scc = (part.copy() for part in expected)
         other = expected[0] != actual[0]
         self.differed |= {row for row, any_ in zip(self.rows, other.any((1, 2)), strict=True) if any_}
-        vectors[other] = _anything(self.random, int(other.sum()))
+        vectors[other] = _random_bits(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
         # Change only the bits that differ, such as some lanes of a mask.
@@ -194,8 +194,8 @@ class _Watched:
         return vectors, scalars, scc
 
 
-_ODD = np.array([0, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000], np.uint32)
+_SPECIAL_BITS = np.array([0, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000], np.uint32)
 
 
-def _anything(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.where(rng.random(count) < 0.5, rng.choice(_ODD, count), rng.integers(0, 2**32, count, np.uint32))
+def _random_bits(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < 0.5, rng.choice(_SPECIAL_BITS, count), rng.integers(0, 2**32, count, np.uint32))

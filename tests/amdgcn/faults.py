@@ -88,15 +88,15 @@ class Faults:
 
     def survey(self) -> list[str]:
         """Run every case without faults. Returns the names of the cases that fail; they are excluded."""
-        good = []
+        passing = []
         with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
             for number in range(len(self.items)):
                 self.current = number
                 if self._failure(number) is None:
-                    good.append(number)
+                    passing.append(number)
         for key, cases in list(self.cases.items()):
-            self.cases[key] = {case: count for case, count in cases.items() if case in good}
-        return [item.nodeid for number, item in enumerate(self.items) if number not in good]
+            self.cases[key] = {case: count for case, count in cases.items() if case in passing}
+        return [item.nodeid for number, item in enumerate(self.items) if number not in passing]
 
     def plant(self, count: int) -> Iterator[Planted]:
         """Plant `count` faults, taking the kernels in turn."""

@@ -161,13 +161,13 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         **({} if settings.site is None else {"HF_ROCM_FORCE": "1", "HF_ROCM_CACHE": str(scratch / "probes")}),
     )
     output = scratch / "output"
-    with output.open("w") as file:
+    with output.open("w") as stream:
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=settings.tree,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=file,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             # Start a session, so that processes that a test leaves running are killed too.
             start_new_session=True,

@@ -135,14 +135,14 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
             )
         )
     rounds = _from_to([segment.rounds for segment in segments], str)
-    copied = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
-    multiplied = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
+    copy_rates = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
+    matmul_rates = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
     yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
         f"{_unit([result.case for _, result in results])}, "
         f"{'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
-        f"Measured in the same run: a copy bandwidth of {copied} and a matmul throughput of {multiplied}."
+        f"Measured in the same run: a copy bandwidth of {copy_rates} and a matmul throughput of {matmul_rates}."
     )
     for segment in segments:
         if segment.parallel:

@@ -102,7 +102,7 @@ def in_flight(instructions: list[str], arch: str) -> int:
     """
     lanes = 64 if arch.startswith("gfx9") else 32
     in_flight_bytes: deque[int] = deque()
-    most = 0
+    maximum = 0
     for text in instructions:
         if match := _ACCESS.match(text):
             if match[1] == "load":
@@ -110,14 +110,14 @@ def in_flight(instructions: list[str], arch: str) -> int:
             elif lanes == 64:
                 # On CDNA, stores use the same counter.
                 in_flight_bytes.append(0)
-            most = max(most, sum(in_flight_bytes))
+            maximum = max(maximum, sum(in_flight_bytes))
         elif match := _WAIT.match(text):
             left = int(match[1] or match[2], 0)
             if not match[1] and "dscnt" in text:
                 left >>= 8
             while len(in_flight_bytes) > left:
                 in_flight_bytes.popleft()
-    return most
+    return maximum
 
 
 def measure(case: Case, arch: str) -> list[Figures]:

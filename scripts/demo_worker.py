@@ -1,10 +1,10 @@
 """The demo's worker process: it runs a model, or compares earlier runs, and writes the results to a folder.
 
-    demo_worker.py generate HOW CHECKPOINT OUT      greedy text and teacher-forced logits, fp32 and bf16
-    demo_worker.py embed HOW CHECKPOINT OUT         sentence embeddings, fp32
+    demo_worker.py generate MODE CHECKPOINT OUT     greedy text and teacher-forced logits, fp32 and bf16
+    demo_worker.py embed MODE CHECKPOINT OUT        sentence embeddings, fp32
     demo_worker.py judge generate|embed CHECKPOINT OUT RUN …    compare every RUN with the first
 
-HOW is `stock` (transformers, with or without installed overlays) or `loader` (hf_rocm.from_pretrained, forced).
+MODE is `stock` (transformers, with or without installed overlays) or `loader` (hf_rocm.from_pretrained, forced).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SENTENCES = (
 )
 
 
-def generate(how: str, checkpoint: str, out: Path) -> None:
+def generate(mode: str, checkpoint: str, out: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -43,33 +43,33 @@ def generate(how: str, checkpoint: str, out: Path) -> None:
     tensors = {}
     for name, dtype in DTYPES.items():
         began = time.perf_counter()
-        model = load(how, checkpoint, dtype)
+        model = load(mode, checkpoint, dtype)
         result[name] = {"load": time.perf_counter() - began}
         tensors[name] = logits(model, checkpoint)
-        with recording(how) as routes:
+        with recording(mode) as routes:
             tokens = greedy(model, prompt)
         result[name]["tokens"] = tokens[0, prompt.shape[1] :].tolist()
         result[name]["text"] = tokenizer.decode(tokens[0])
         if name == "fp32":
             result[name] |= {"first": timed(greedy, model, prompt, 1), "all": timed(greedy, model, prompt)}
-            result |= account(how, model, routes)
+            result |= account(mode, model, routes)
     save(out, result, tensors)
 
 
-def embed(how: str, checkpoint: str, out: Path) -> None:
+def embed(mode: str, checkpoint: str, out: Path) -> None:
     import transformers  # noqa: F401 (before the clock starts)
 
     began = time.perf_counter()
-    model = load(how, checkpoint, torch.float32)
+    model = load(mode, checkpoint, torch.float32)
     result: dict[str, Any] = {"sentences": SENTENCES, "fp32": {"load": time.perf_counter() - began}}
-    with recording(how) as routes:
+    with recording(mode) as routes:
         tensors = {"fp32": embeddings(model, checkpoint)}
     result["fp32"]["all"] = timed(embeddings, model, checkpoint)
     result["similarity"] = (tensors["fp32"] @ tensors["fp32"].T).tolist()
-    save(out, result | account(how, model, routes), tensors)
+    save(out, result | account(mode, model, routes), tensors)
 
 
-def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
+def judge(command: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
     """Compare every run with the first one and with float64, and compute the tolerance of every dtype.
 
     The tolerance is twice the error of transformers' eager path in that dtype against float64, plus one rounding step
@@ -77,7 +77,7 @@ def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
     """
     from hf_rocm.tolerance import allowed_error
 
-    measure: Callable[[Any, str], torch.Tensor] = logits if what == "generate" else embeddings
+    measure: Callable[[Any, str], torch.Tensor] = logits if command == "generate" else embeddings
     saved = [torch.load(run / "tensors.pt") for run in runs]
     verdict: dict[str, Any] = {}
     for name in saved[0]:
@@ -99,8 +99,8 @@ def judge(what: str, checkpoint: str, out: Path, runs: list[Path]) -> None:
     save(out, verdict, {})
 
 
-def load(how: str, checkpoint: str, dtype: torch.dtype, **arguments: Any) -> Any:
-    if how == "loader":
+def load(mode: str, checkpoint: str, dtype: torch.dtype, **arguments: Any) -> Any:
+    if mode == "loader":
         import hf_rocm
 
         return hf_rocm.from_pretrained(checkpoint, force=True, dtype=dtype, **arguments).eval()
@@ -157,17 +157,17 @@ def timed(call: Callable[..., object], *arguments: object) -> dict[str, float]:
     return {"median": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds)}
 
 
-def recording(how: str) -> AbstractContextManager[list[Any]]:
+def recording(mode: str) -> AbstractContextManager[list[Any]]:
     """Record the routes of hf_rocm's operations. If a run with stock classes did not import them, the list is empty,
     and nothing is imported."""
-    if how != "loader" and "hf_rocm.ops" not in sys.modules:
+    if mode != "loader" and "hf_rocm.ops" not in sys.modules:
         return nullcontext([])
     from hf_rocm import ops
 
     return ops.recording()
 
 
-def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
+def account(mode: str, model: Any, routes: list[Any]) -> dict[str, Any]:
     """The facts about a run: the model, the device, the version of torch, the routes of attention and, for the loader,
     the explanation."""
     attention = sorted({(route.tier, route.shapes[:3]) for route in routes if route.operation == "attention"}, key=str)
@@ -181,7 +181,7 @@ def account(how: str, model: Any, routes: list[Any]) -> dict[str, Any]:
         "device": str(model.device),
         "parameters": model.num_parameters(),
     }
-    if how == "loader":
+    if mode == "loader":
         import hf_rocm
 
         # Disable gradients as generate does: with gradients enabled, trainable weights are not fused.
@@ -201,11 +201,11 @@ def save(out: Path, result: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 
 
 def main() -> None:
-    command, how, checkpoint, out, *others = sys.argv[1:]
+    command, mode, checkpoint, out, *others = sys.argv[1:]
     if command == "judge":
-        judge(how, checkpoint, Path(out), [Path(run) for run in others])
+        judge(mode, checkpoint, Path(out), [Path(run) for run in others])
     else:
-        {"generate": generate, "embed": embed}[command](how, checkpoint, Path(out))
+        {"generate": generate, "embed": embed}[command](mode, checkpoint, Path(out))
 
 
 if __name__ == "__main__":

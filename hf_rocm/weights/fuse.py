@@ -121,7 +121,7 @@ class Fused(BlockGroup):
         return ops.shuffled_linear(x, shuffled, self.bias)
 
     def traced(self, module: Module, x: Tensor) -> Tensor | None:
-        return traced.product(module, x, self)
+        return traced.fused_output(module, x, self)
 
     def accepts(self, module: Module, linear: Module, name: str) -> bool:
         accepted = accept_forward(self, linear, name)

@@ -15,7 +15,7 @@ from hf_rocm.weights.eligible import linear_refusal
 from hf_rocm.weights.tied_weights import first_shared, shared
 
 # Parts of the names of layers that are not quantised. Rounding a router could send tokens to other experts.
-_STAYS = {
+_KEPT_NAMES = {
     "gate": "it is a router",
     "router": "it is a router",
     "shared_expert_gate": "it is a router",
@@ -48,11 +48,11 @@ def plan(
     that computes the logits. experts: a function that returns the reason why stacked experts keep their dtype, or None.
     Without this function, all stacked experts keep their dtype.
     """
-    others, left, groups = shared(model), dict[str, str](), list[Group]()
+    others, left_out, groups = shared(model), dict[str, str](), list[Group]()
     repeated = tuple(path + "." for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
     last = model.get_output_embeddings() if head and hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    wide = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    wide += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    fp32_names = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    fp32_names += tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
         eligible = []
         for name, child in module._modules.items():
@@ -60,26 +60,26 @@ def plan(
             inside = child is last or full.startswith(repeated)
             reason: str | None
             if isinstance(child, Linear):
-                reason = _named(full, wide, exclude, _STAYS, inside=inside) or _stays(child, others)
-                reason = reason or refuses(child.weight)
+                reason = _name_refusal(full, fp32_names, exclude, _KEPT_NAMES, inside=inside)
+                reason = reason or _layer_refusal(child, others) or refuses(child.weight)
             elif child is not None and _is_stacked(child):
                 reason = "stacked experts are quantised only in mxfp4"
                 if experts is not None:
-                    reason = _named(full, wide, exclude, {}, inside=inside) or experts(child)
+                    reason = _name_refusal(full, fp32_names, exclude, {}, inside=inside) or experts(child)
                     reason = reason or first_shared(child.parameters(), others)
             else:
                 continue
             if reason is None:
                 eligible.append(name)
             else:
-                left[full] = reason
+                left_out[full] = reason
         binding = bind.binding_of(module)
         together = tuple(binding.fuses) if binding is not None else ()
         if together and set(together) <= set(eligible) and _alike(module, together):
             groups.append(Group(module, path, together))
             eligible = [name for name in eligible if name not in together]
         groups += [Group(module, path, (name,)) for name in eligible]
-    return groups, left
+    return groups, left_out
 
 
 def _is_stacked(module: nn.Module) -> bool:
@@ -87,12 +87,12 @@ def _is_stacked(module: nn.Module) -> bool:
     return any(name.endswith("proj") and weight.dim() == 3 for name, weight in module.named_parameters(recurse=False))
 
 
-def _named(
-    path: str, wide: tuple[str, ...], exclude: Sequence[str], stays: Mapping[str, str], *, inside: bool
+def _name_refusal(
+    path: str, fp32_names: tuple[str, ...], exclude: Sequence[str], reasons: Mapping[str, str], *, inside: bool
 ) -> str | None:
     """Return the reason why a module with this name keeps its dtype, or None.
 
-    stays: reasons by parts of names. inside: whether the module is in a repeated block, or is the head.
+    reasons: reasons by parts of names. inside: whether the module is in a repeated block, or is the head.
     """
     parts = path.split(".")
     for pattern in exclude:
@@ -101,16 +101,16 @@ def _named(
     if not inside:
         return "it is not part of a repeated block"
     for part in parts:
-        if part in stays:
-            return stays[part]
-        if part in wide:
+        if part in reasons:
+            return reasons[part]
+        if part in fp32_names:
             return "the model keeps it in fp32"
     if parts[-1] == "base_layer":
         return "it is the base of an adapter, which may be merged into it"
     return None
 
 
-def _stays(linear: Linear, others: dict[int, str]) -> str | None:
+def _layer_refusal(linear: Linear, others: dict[int, str]) -> str | None:
     """Return the reason why this layer keeps its dtype, or None."""
     reason = linear_refusal(linear)
     if reason is not None:

@@ -35,9 +35,9 @@ _log = logging.getLogger("hf_rocm")
 class Replacement(nn.Module):
     """A module that replaces another one until `restore` or `dequantize`. `quantize` and `prepare` create it.
 
-    dtype: that of the dequantised weights. replaced: the original module. follows: whether inputs are moved to this
-    module's device, as accelerate did for the replaced module. warns: whether a warning is logged if a state dict
-    contains rounded weights.
+    dtype: that of the dequantised weights. replaced: a tuple with the original module. follows: whether inputs are
+    moved to this module's device, as accelerate did for the replaced module. warns: whether a warning is logged if a
+    state dict contains rounded weights.
     """
 
     dtype: torch.dtype
@@ -225,11 +225,11 @@ class Quantized(WeightGroup):
     @classmethod
     def restore_model(cls, model: nn.Module) -> None:
         """Restore the original layers. Raises `OptionError` and changes nothing if their weights were not kept."""
-        gone = [path for path, module in replacements(model) if not module.kept]
-        if gone:
+        discarded = [path for path, module in replacements(model) if not module.kept]
+        if discarded:
             raise OptionError(
                 "this model was quantised, and its original weights were not kept",
-                facts={"layers": f"{len(gone)}, first {gone[0]}"},
+                facts={"layers": f"{len(discarded)}, first {discarded[0]}"},
                 hint='load it again, or quantise with keep="cpu"; hf_rocm.dequantize(model) converts the layers to '
                 "ordinary ones with the rounded weights, after which restore works",
             )
@@ -243,10 +243,10 @@ class Quantized(WeightGroup):
             child = children.get(name)
             if not isinstance(child, QuantizedLinear):
                 return None
-            its = child.__dict__
-            if its["_forward_hooks"] or its["_forward_pre_hooks"] or "forward" in its:
+            attributes = child.__dict__
+            if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
                 return None
-            weight: QuantizedWeight = its["_modules"]["quantized"]
+            weight: QuantizedWeight = attributes["_modules"]["quantized"]
             if shared is not None and weight is not shared:
                 return None
             shared = weight

@@ -30,7 +30,7 @@ _OF_GPT_OSS = StackedExperts(activation=CLAMPED, limit="limit", alpha="alpha", t
 class QuantizedExperts(Mxfp4Experts, Replacement):
     """Replaces a module with the parameters `gate_up_proj` and `down_proj` [E, …], and optional biases.
 
-    State dicts contain the weights in `dtype` and the original layout on the CPU: the originals if they were kept,
+    State dicts contain the weights in `dtype` and the original layout, on the CPU: the originals if they were kept,
     else the dequantised weights. Loaded weights are quantised again. Biases become parameters of this module.
     """
 
@@ -69,8 +69,10 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
                 return f"{name} is not a plain parameter with three dimensions"
             if weight.dtype not in _DTYPES or weight.is_meta:
                 return f"{name} is {'on the meta device' if weight.is_meta else weight.dtype}"
-        (count, twice, hidden), (others, n, intermediate) = (_sizes(weight, form) for weight in weights)
-        if (count, twice, hidden) != (others, 2 * intermediate, n):
+        (count, gate_up_rows, hidden), (down_count, down_rows, intermediate) = (
+            _sizes(weight, form) for weight in weights
+        )
+        if (count, gate_up_rows, hidden) != (down_count, 2 * intermediate, down_rows):
             return f"{GATE_UP} and {DOWN} have shapes that don't fit together"
         parallel = getattr(module, "_is_expert_parallel", False) or getattr(module, "_hf_tp_plan", None) is not None
         if parallel or count != getattr(module, "num_experts", count):
@@ -111,12 +113,12 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
         """Quantise a weight in the layout of the replaced module, in chunks."""
         blocks, scales, _ = self.packed(name)
         for expert, matrix in enumerate(weight):
-            rows = self._woven(name, matrix.t() if self.form.transposed else matrix)
+            rows = self._interleaved(name, matrix.t() if self.form.transposed else matrix)
             step = max(1, CHUNK // rows.shape[1])
             for first in range(0, len(rows), step):
-                place = slice(first, first + step)
-                codes, scales[expert, place] = quantize(rows[place].to(blocks.device))
-                blocks[expert, place] = pack(codes)
+                chunk = slice(first, first + step)
+                codes, scales[expert, chunk] = quantize(rows[chunk].to(blocks.device))
+                blocks[expert, chunk] = pack(codes)
 
     @torch.no_grad()
     def read(self, name: str, device: torch.device | str | None = None) -> Tensor:
@@ -127,16 +129,16 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
             shape[1:] = shape[:0:-1]
         weight = torch.empty(shape, dtype=self.dtype, device=device or blocks.device)
         for expert, matrix in enumerate(weight):
-            rows = self._unwoven(name, dequantize(blocks[expert], scales[expert], self.dtype))
+            rows = self._deinterleaved(name, dequantize(blocks[expert], scales[expert], self.dtype))
             matrix.copy_(rows.t() if self.form.transposed else rows)
         return weight
 
-    def _woven(self, name: str, rows: Tensor) -> Tensor:
-        """The rows of one expert in the order of the kernels."""
+    def _interleaved(self, name: str, rows: Tensor) -> Tensor:
+        """The rows of one expert, with gate and up interleaved as the kernels read them."""
         return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self._is_split(name) else rows
 
-    def _unwoven(self, name: str, rows: Tensor) -> Tensor:
-        """The inverse of `_woven`."""
+    def _deinterleaved(self, name: str, rows: Tensor) -> Tensor:
+        """The inverse of `_interleaved`."""
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self._is_split(name) else rows
 
     def _is_split(self, name: str) -> bool:
@@ -186,9 +188,9 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
             value = state_dict.get(key)
             if value is None:
                 missing_keys += [key] if strict else []
-            elif _sizes(value, self.form) != (wanted := self._sizes_of(name)):
+            elif _sizes(value, self.form) != (expected := self._sizes_of(name)):
                 error_msgs.append(
-                    f"size mismatch for {key}: {list(value.shape)} given, {wanted} experts × N × K expected"
+                    f"size mismatch for {key}: {list(value.shape)} given, {expected} experts × N × K expected"
                 )
             else:
                 self.write(name, value.to(self.dtype))

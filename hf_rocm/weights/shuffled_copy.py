@@ -200,7 +200,7 @@ class ExpertCopies:
 
 
 def by_address(weight: Tensor) -> ShuffledCopy | None:
-    """Return the live copy of a weight, for operators of a compiled graph, which get only the weight."""
+    """Return the copy of a weight, or None. Operators of a compiled graph have only the weight."""
     return _by_address.get(weight.data_ptr())
 
 

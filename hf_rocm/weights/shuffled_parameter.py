@@ -98,10 +98,10 @@ class ShuffledWeight(nn.Parameter):
     @staticmethod
     def __new__(cls, shuffled: Shuffled, original: nn.Parameter, linear: nn.Module) -> ShuffledWeight:
         data = shuffled.data
-        made: ShuffledWeight = Tensor._make_wrapper_subclass(
+        weight: ShuffledWeight = Tensor._make_wrapper_subclass(
             cls, data.shape, dtype=data.dtype, device=data.device, requires_grad=original.requires_grad
         )
-        return made
+        return weight
 
     def __init__(self, shuffled: Shuffled, original: nn.Parameter, linear: nn.Module) -> None:
         self.shuffled = shuffled
@@ -142,14 +142,14 @@ class ShuffledWeight(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # C++ code that does not call __torch_function__ calls this method
+        # C++ code that does not call __torch_function__ calls this method.
         return func(*tree_map(_stock, args), **tree_map(_stock, kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._plain()
-        made: nn.Parameter = memo[id(self)]
-        return made
+        parameter: nn.Parameter = memo[id(self)]
+        return parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)

@@ -33,7 +33,7 @@ _MULTIPLE = 16
 
 
 class Unsupported(HfRocmError):
-    """A checkpoint uses a feature that hf_rocm does not support. Stock loads such checkpoints."""
+    """A checkpoint uses a feature that hf_rocm does not support. Stock transformers loads such checkpoints."""
 
 
 class TensorInfo(NamedTuple):
@@ -157,8 +157,8 @@ class EightBitFormat(LinearFormat):
     def put(self, weight: Any, start: int, tensors: Tensors) -> None:
         data = tensors["weight"].to(weight.data.device)
         weight.put(start, data)
-        place = weight.scales_of(start, start + len(data))
-        weight.scale[place] = self._numbers(tensors)
+        scales = weight.scales_of(start, start + len(data))
+        weight.scale[scales] = self._numbers(tensors)
 
     def _numbers(self, tensors: Tensors) -> Tensor:
         """The scales in fp32: [N], [1], or one per block."""
@@ -324,11 +324,11 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
     return [(first, min(n, first + step)) for first in range(0, n, step)]
 
 
-def only_known(settings: Mapping[str, Any], known: tuple[str, ...], of: str) -> None:
-    """Raise `Unsupported` if a setting other than the known ones is set."""
+def only_known(settings: Mapping[str, Any], known: tuple[str, ...], section: str) -> None:
+    """Raise `Unsupported` if a setting other than the known ones is set. section: its owner, for the message."""
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
-        raise Unsupported(f"the setting {other!r} of its {of} is not supported")
+        raise Unsupported(f"the setting {other!r} of its {section} is not supported")
 
 
 Parser = Callable[[Mapping[str, Any]], StoredFormat]

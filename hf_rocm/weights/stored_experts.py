@@ -54,7 +54,7 @@ class StoredExperts(Mxfp4Experts, StoredLayer):
         return _PREPARED in self.__dict__
 
     def use_kernels(self) -> None:
-        """Use the fastest implementation in all following calls."""
+        """Use the fastest implementation in all following calls, until `restore`."""
         self.__dict__[_PREPARED] = True
 
     def ordinary(self) -> nn.Module:

@@ -141,9 +141,9 @@ def _is_colwise(before: Any, after: Any) -> bool:
     if not isinstance(before, partial):
         style: Any = getattr(before, "__self__", None)
         return _is_style(style) and getattr(after, "__self__", None) is style and style.gather_output is False
-    (arrives, wanted), (leaves, local) = before.args, after.args
-    whole = _layout(arrives) == _layout(wanted) == ("replicate",)
-    return whole and _layout(leaves) == ("shard", -1) and local is True
+    (given, desired), (returned, use_local_output) = before.args, after.args
+    whole = _layout(given) == _layout(desired) == ("replicate",)
+    return whole and _layout(returned) == ("shard", -1) and use_local_output is True
 
 
 def _is_style(style: Any) -> bool:

@@ -23,7 +23,7 @@ _library = torch.library.Library("hf_rocm", "FRAGMENT")
 _library.define("linear_group(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
 
 
-def product(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
+def fused_output(module: nn.Module, x: Tensor, group: WeightGroup) -> Tensor | None:
     """Return the output of a fused group, computed by the op, while torch.compile traces; None if the op can't be used.
 
     The op is not used under torch.export, because exported programs must not depend on hf_rocm. Nor is it used under

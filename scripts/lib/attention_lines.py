@@ -52,7 +52,7 @@ def projections(shape: Attention, x: str, norms: str, fused: str) -> list[str]:
     ]
 
 
-def together(shape: Attention, parts: list[str], cache: str, norms: str) -> list[str]:
+def attend_lines(shape: Attention, parts: list[str], cache: str, norms: str) -> list[str]:
     """The lines from the projections to the output of attention, with `layers.attend`."""
     *before, last = parts
     positions, lines = "position_embeddings", [*before, last.replace("query, key, value = ", "heads = ")]
@@ -70,7 +70,7 @@ def together(shape: Attention, parts: list[str], cache: str, norms: str) -> list
     ]
 
 
-def apart(shape: Attention, cache: str, halves: bool) -> list[str]:
+def attention_lines(shape: Attention, cache: str, halves: bool) -> list[str]:
     """The lines from the heads to the output of attention, for other rotations and for layers without a cache."""
     lines = []
     if shape.rope:

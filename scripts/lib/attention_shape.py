@@ -25,7 +25,7 @@ class Part:
     flat_norm: str | None = None  # a norm over the whole projection, before it is split into heads
     head_norm: str | None = None
     head_dim: str | None = None  # set once the projection is split into heads
-    moved: bool = False  # whether its layout is [B, heads, S, D]
+    transposed: bool = False  # whether its layout is [B, heads, S, D]
     bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
     chunk: int | None = None  # the index of its third of every head in a joined projection
     scale: str | None = None  # a factor of the queries, which can become the scale of attention
@@ -151,7 +151,7 @@ class _Reader:
         if name == "contiguous":
             return inner
         if name == "transpose" and ast.unparse(node).endswith(".transpose(1, 2)") and inner.head_dim:
-            return replace(inner, moved=not inner.moved)
+            return replace(inner, transposed=not inner.transposed)
         if name in ("view", "reshape") and not inner.head_dim:
             shape = ", ".join(self._inlined(argument) for argument in node.args).strip("()")
             return replace(inner, head_dim=shape.rsplit(", ", 1)[1])
@@ -182,10 +182,10 @@ class _Reader:
         return replace(value, head_norm=name) if value.head_dim else replace(value, flat_norm=name)
 
     def _columns(self, node: ast.Subscript) -> Part:
-        joined, place = self._value(node.value), node.slice
-        if not isinstance(joined, Part) or joined.head_dim or not isinstance(place, ast.Tuple):
+        joined, index = self._value(node.value), node.slice
+        if not isinstance(joined, Part) or joined.head_dim or not isinstance(index, ast.Tuple):
             raise Unknown
-        rest, columns = place.elts
+        rest, columns = index.elts
         if ast.unparse(rest) != "..." or not isinstance(columns, ast.Slice) or columns.step:
             raise Unknown
         lower, upper = (self._inlined(bound) if bound else None for bound in (columns.lower, columns.upper))
@@ -206,7 +206,7 @@ class _Reader:
             for inner in statement.body:
                 self._statement(inner)
             self.attention.rope_if = self._inlined(statement.test)
-        elif not statement.orelse and self._made_under(test):
+        elif not statement.orelse and self._norms_created_under(test):
             for inner in statement.body:
                 name = inner.targets[0].id  # type: ignore[attr-defined]
                 before_norm = self.values[name]
@@ -217,7 +217,7 @@ class _Reader:
         else:
             raise Unknown
 
-    def _made_under(self, test: str) -> bool:
+    def _norms_created_under(self, test: str) -> bool:
         """Whether the constructor creates norms under the same condition."""
         return any(
             isinstance(node, ast.If) and ast.unparse(node.test) == test and "norm" in ast.unparse(node)
@@ -271,7 +271,7 @@ class _Reader:
             raise Unknown
 
     def _heads(self, value: object) -> bool:
-        return isinstance(value, Part) and value.moved
+        return isinstance(value, Part) and value.transposed
 
     def _mentions(self, node: ast.expr) -> bool:
         return any(isinstance(inner, ast.Name) and inner.id in self.values for inner in ast.walk(node))

@@ -135,14 +135,14 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
             )
         )
     rounds = _from_to([segment.rounds for segment in segments], str)
-    copied = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
-    multiplied = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
+    copy_rates = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
+    matmul_rates = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
     yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
         f"{_unit([result.case for _, result in results])}, "
         f"{'one round' if rounds == '1' else f'medians of {rounds} interleaved rounds'}. "
-        f"Measured in the same run: a copy bandwidth of {copied} and a matmul throughput of {multiplied}."
+        f"Measured in the same run: a copy bandwidth of {copy_rates} and a matmul throughput of {matmul_rates}."
     )
     for segment in segments:
         if segment.parallel:
@@ -176,9 +176,9 @@ def shared(segment: Any) -> Iterator[str]:
 
     versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))
     yield ""
-    where = parallel(segment)[0]
+    placement = parallel(segment)[0]
     commit = f"; commit {segment.commit}" if segment.commit else ""
-    yield f"{where[0].upper()}{where[1:]}; {versions}{commit}."
+    yield f"{placement[0].upper()}{placement[1:]}; {versions}{commit}."
     yield ""
     for result in segment.results:
         for line in [*notes(result), *exchange(segment, result)]:

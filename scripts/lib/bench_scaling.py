@@ -101,9 +101,9 @@ def prompts() -> str:
     rows = []
     for name, decoder in _decoders().items():
         exchange = scaling.exchange(decoder, NODE, tokens=1024)
-        products = 1024 * 2 * (decoder.matrices - decoder.vocabulary * decoder.hidden)
-        one = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK)
-        every = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK * (NODE - 1))
+        flops = 1024 * 2 * (decoder.matrices - decoder.vocabulary * decoder.hidden)
+        one_link = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK)
+        all_links = exchange.sums * scaling.wire_seconds(exchange.message, NODE, LINK * (NODE - 1))
         across = exchange.sums * scaling.nodes_wire_seconds(
             exchange.message, nodes=2, per_node=NODE, link=LINK * (NODE - 1), nic=NIC
         )
@@ -111,10 +111,10 @@ def prompts() -> str:
             (
                 name,
                 f"{exchange.message / 2**20:.0f} MiB",
-                f"{1000 * products / NODE / GPU.bf16:.1f} ms",
-                f"{1000 * every:.1f} ms",
-                f"{1000 * one:.1f} ms",
-                f"{1000 * products / 2 / NODE / GPU.bf16:.1f} ms",
+                f"{1000 * flops / NODE / GPU.bf16:.1f} ms",
+                f"{1000 * all_links:.1f} ms",
+                f"{1000 * one_link:.1f} ms",
+                f"{1000 * flops / 2 / NODE / GPU.bf16:.1f} ms",
                 f"{1000 * across:.1f} ms",
             )
         )

@@ -78,12 +78,12 @@ def main(arguments: Sequence[str]) -> int:
     jobs = list(_jobs(options.kernels, options.arch))
     if not jobs:
         raise ScriptError("no kernel matches")
-    builts = list(map(_build, jobs)) if options.jobs == 1 else _in_processes(jobs, options.jobs)
+    results = list(map(_build, jobs)) if options.jobs == 1 else _in_processes(jobs, options.jobs)
     if options.json:
-        echo(json.dumps([asdict(kernel) for kernel in builts], indent=1))
+        echo(json.dumps([asdict(kernel) for kernel in results], indent=1))
     else:
-        _show(builts, time.monotonic() - began)
-    return 1 if any(kernel.problems for kernel in builts) else 0
+        _show(results, time.monotonic() - began)
+    return 1 if any(kernel.problems for kernel in results) else 0
 
 
 def _in_processes(jobs: list[tuple[str, int, str]], count: int) -> list[Built]:
@@ -108,10 +108,10 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
     for name in names:
         if modules and name not in modules:
             continue
-        for place, build in enumerate(importlib.import_module(f"{KERNELS}.{name}").BUILDS):
+        for index, build in enumerate(importlib.import_module(f"{KERNELS}.{name}").BUILDS):
             for architecture in build.architectures:
                 if not architectures or architecture in architectures:
-                    yield name, place, architecture
+                    yield name, index, architecture
 
 
 def _build(job: tuple[str, int, str]) -> Built:
@@ -120,8 +120,8 @@ def _build(job: tuple[str, int, str]) -> Built:
 
     from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
 
-    module, place, architecture = job
-    build = importlib.import_module(f"{KERNELS}.{module}").BUILDS[place]
+    module, index, architecture = job
+    build = importlib.import_module(f"{KERNELS}.{module}").BUILDS[index]
     lanes = ARCHITECTURES[architecture]
     built = {
         "kernel": build.kernel.__name__.removesuffix("_kernel"),
@@ -197,11 +197,11 @@ def _form(build: Any) -> str:
     return " ".join([*words, *([f"no {'/'.join(absent)}"] if absent else [])])
 
 
-def _show(builts: Sequence[Built], seconds: float) -> None:
+def _show(results: Sequence[Built], seconds: float) -> None:
     """Print a line per build and architecture, then the problems."""
     header = ("kernel", "arch", "warps", "VGPR", "SGPR", "spilled", "LDS", "matrix", "")
     rows, last = [], ""
-    for kernel in builts:
+    for kernel in results:
         name = f"{kernel.kernel} {kernel.form}"
         spilled = kernel.spilled_vgprs + kernel.spilled_sgprs
         numbers = (kernel.warps, kernel.vgprs, kernel.sgprs, spilled, kernel.lds_bytes, kernel.matrix_instructions)
@@ -215,11 +215,11 @@ def _show(builts: Sequence[Built], seconds: float) -> None:
         )
         last = name
     table(header, rows)
-    bad = [kernel for kernel in builts if kernel.problems]
+    bad = [kernel for kernel in results if kernel.problems]
     echo()
     for kernel in bad:
         echo(
             f"  {styled('bad', 'red')}  {kernel.kernel} {kernel.form} on {kernel.architecture}: "
             f"{'; '.join(kernel.problems)}"
         )
-    echo(f"{len(builts)} builds, {len(bad)} bad, {duration(seconds)}")
+    echo(f"{len(results)} builds, {len(bad)} bad, {duration(seconds)}")

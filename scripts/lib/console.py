@@ -80,11 +80,11 @@ def duration(seconds: float) -> str:
 
 def line(title: str, result: str, style: str, seconds: float | None = None) -> None:
     """Print a finished step: title, result and duration, on two lines if they don't fit on one."""
-    took = "" if seconds is None else f"  {duration(seconds)}"
-    if len(title) + len(result + took) + 3 > columns():
-        *above, title = [*wrapped(title, "  ", "    "), "  "]
-        echo("\n".join(above))
-    echo(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(took, 'dim')}")
+    elapsed = "" if seconds is None else f"  {duration(seconds)}"
+    if len(title) + len(result + elapsed) + 3 > columns():
+        *lines, title = [*wrapped(title, "  ", "    "), "  "]
+        echo("\n".join(lines))
+    echo(f"  {title:<{min(48, columns() - 20)}} {styled(result, style)}{styled(elapsed, 'dim')}")
 
 
 @contextmanager
@@ -126,11 +126,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str =
     for number, group in enumerate(groups):
         if number:
             echo()
-        for place, row in enumerate(everything):
+        for index, row in enumerate(everything):
             label, *more = textwrap.wrap(row[0], max(first, 1), break_on_hyphens=False) or [""]
             cells = [f"{label:<{first}}", *(f"{row[column]:>{widths[column]}}" for column in group)]
             for text in ["  ".join(cells), *more]:
-                echo(styled(f"{indent}{text}".rstrip(), "dim") if place == 0 else f"{indent}{text}".rstrip())
+                echo(styled(f"{indent}{text}".rstrip(), "dim") if index == 0 else f"{indent}{text}".rstrip())
 
 
 def entry_point(main: Callable[[Sequence[str]], int]) -> None:

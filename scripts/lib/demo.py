@@ -40,8 +40,8 @@ class Checks:
     passed: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, text: str) -> None:
-        if holds:
+    def expect(self, condition: bool, text: str) -> None:
+        if condition:
             self.passed += 1
             echo("\n".join(wrapped(text, "  ✓ ", "    ")).replace("✓", styled("✓", "green"), 1))
         else:
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.clean:
         with lock():
-            taken = remove()
-        echo(f"removed .demo: {gigabytes(taken)}" if taken else "nothing to remove: there is no .demo")
+            removed = remove()
+        echo(f"removed .demo: {gigabytes(removed)}" if removed else "nothing to remove: there is no .demo")
         return 0
     began = time.monotonic()
     echo(styled("hf_rocm demo", "bold"))
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     heading("result")
     for text in checks.failed:
         echo("\n".join(wrapped(text, "  failed  ", " " * 10)).replace("failed", styled("failed", "red"), 1))
-    count, took = checks.passed + len(checks.failed), duration(time.monotonic() - began)
-    echo(f"  {checks.passed} of {count} checks passed in {took}")
+    count, elapsed = checks.passed + len(checks.failed), duration(time.monotonic() - began)
+    echo(f"  {checks.passed} of {count} checks passed in {elapsed}")
     echo(f"  .demo contains the environment and the model: {gigabytes(size())}")
     echo(f"\n{NEXT}")
     return 1 if checks.failed else 0
@@ -173,8 +173,8 @@ class Demo:
         result = self.runs.result("generate", "loader")
         quoted(result["explain"])
         groups = [part for part in result["explanation"]["parts"] if part["group"]]
-        fused, of = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
-        self.checks.expect(0 < fused == of, f"{fused} of {of} groups of linear layers are fused")
+        fused, total = sum(part["fused"] for part in groups), sum(part["instances"] for part in groups)
+        self.checks.expect(0 < fused == total, f"{fused} of {total} groups of linear layers are fused")
 
     def _compare_embeddings(self) -> None:
         results = self.runs.results("embed")
@@ -214,20 +214,20 @@ class Demo:
         if disturbance := disturbed(results, timed.values()):
             paragraph(disturbance)
 
-    def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], what: str) -> None:
-        at = list(WAYS).index("inert")
-        equal = all(result["equal"][at] for result in verdict.values())
-        self.checks.expect(equal, f"installed, inert: {what} bit-equal to stock ({', '.join(verdict)})")
+    def _inert_is_stock(self, results: dict[str, dict[str, Any]], verdict: dict[str, Any], outputs: str) -> None:
+        column = list(WAYS).index("inert")
+        equal = all(result["equal"][column] for result in verdict.values())
+        self.checks.expect(equal, f"installed, inert: {outputs} bit-equal to stock ({', '.join(verdict)})")
         self.checks.expect(not results["inert"]["ops_imported"], "installed, inert: hf_rocm.ops was not imported")
 
-    def _within_tolerance(self, verdict: dict[str, Any], what: str) -> None:
+    def _within_tolerance(self, verdict: dict[str, Any], output: str) -> None:
         for dtype, result in verdict.items():
-            self.checks.expect(all(result["finite"]), f"{dtype}: every {what} is finite")
+            self.checks.expect(all(result["finite"]), f"{dtype}: every {output} is finite")
             derived = f"2 × {result['eager_error']:.2g}, eager's own error, + {result['step']:.2g}, a rounding step"
             paragraph(f"allowed in {dtype}: {result['allowed']:.2g} = {derived}", "    ", "      ")
             for way, difference in zip(WAYS, result["difference"], strict=True):
                 if way in ("forced", "loader"):
-                    text = f"{WAYS[way].title}, {dtype}: max |{what} difference| from stock {difference:.2g}"
+                    text = f"{WAYS[way].title}, {dtype}: max |{output} difference| from stock {difference:.2g}"
                     self.checks.expect(difference <= result["allowed"], text)
 
     def _attention_ran(self, results: dict[str, dict[str, Any]]) -> None:
@@ -259,7 +259,7 @@ def disturbed(results: dict[str, dict[str, Any]], keys: Iterable[str]) -> str | 
         factors["rounds"] += [seconds["slowest"] / seconds["fastest"] for seconds in times.values()]
         same = [times[way]["median"] for way in ("stock", "inert")]
         factors["rows"].append(max(same) / min(same))
-    rounds, rows = (max(found) for found in factors.values())
+    rounds, rows = (max(values) for values in factors.values())
     if max(rounds, rows) < DISTURBED:
         return None
     return (

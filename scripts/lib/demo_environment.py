@@ -35,9 +35,9 @@ def install_project(environment: Environment) -> None:
     if not environment.is_made_from(contents, stamp="wheel"):
         with step(f"pip install {built.name}"):
             environment.forget(stamp="wheel")
-            again = (environment.path / "bin" / "hf-rocm").exists()
+            reinstall = (environment.path / "bin" / "hf-rocm").exists()
             environment.install(built)
-            if again:
+            if reinstall:
                 # By default, pip does not replace a wheel of the same version.
                 environment.install("--force-reinstall", "--no-deps", built)
             environment.record(contents, stamp="wheel")
@@ -61,9 +61,9 @@ def remove() -> int:
     """Remove .demo. Returns its size in bytes."""
     if not DEMO.exists():
         return 0
-    taken = size()
+    removed = size()
     shutil.rmtree(DEMO)
-    return taken
+    return removed
 
 
 def size() -> int:

@@ -63,7 +63,13 @@ INSTALL: tuple[Part, ...] = (
     Arrow(111, 74, 111, 116),
     Arrow(300, 74, 178, 116),
     Box(
-        "transformers", 16, 118, 188, 76, "compare by content", ("the file’s hash, or every", "definition that it uses")
+        "transformers",
+        16,
+        118,
+        188,
+        76,
+        "compare by content",
+        ("the file’s hash, or every", "definition the overlay uses"),
     ),
     Arrow(204, 156, 264, 156, "differs", 212, 149),
     Box(
@@ -103,7 +109,7 @@ RUN: tuple[Part, ...] = (
     Box("hf_rocm", 254, 228, 202, 76, "operation", ("attention, linear,", "norm, rope, …")),
     Arrow(290, 304, 192, 344),
     Arrow(370, 304, 370, 344),
-    Box("transformers", 16, 346, 186, 76, "explain(model)", ("every choice, with the", "reason why no faster one")),
+    Box("transformers", 16, 346, 186, 76, "explain(model)", ("every choice, and why", "no faster one is used")),
     Box("result", 254, 346, 202, 56, "aiter", ("AMD’s kernels",)),
     Arrow(355, 402, 355, 426),
     Box("result", 254, 428, 202, 56, "triton", ("hf_rocm's, portable",)),

@@ -203,10 +203,10 @@ def _norm(cls: ast.ClassDef, forward: ast.FunctionDef) -> str:
     text = ast.unparse(cls)
     epsilon = next((name for name in ("variance_epsilon", "eps") if f"self.{name}" in text), None)
     plus = "1.0 + self.weight" in text
-    weighs = re.search(r"return self\.weight \* |\(self\.weight \* |\* \(1\.0 \+ self\.weight", text)
+    has_weight = re.search(r"return self\.weight \* |\(self\.weight \* |\* \(1\.0 \+ self\.weight", text)
     if (
         epsilon is None
-        or not weighs
+        or not has_weight
         or len(forward.args.args) != 2
         or "with_scale" in text
         or ".pow(2).mean(-1" not in text
@@ -276,10 +276,10 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
     fuses = _fuses(shape)
     given = ", fused=fused" if fused and fuses else ""
     x, cache = names[0], "past_key_values" if shape.cache else "None"
-    beyond = ", beyond_sdpa=True" if {"softcap", "sinks"} & set(shape.terms) else ""
+    beyond_sdpa = ", beyond_sdpa=True" if {"softcap", "sinks"} & set(shape.terms) else ""
     dropout = f", dropout={shape.dropout}" if shape.dropout else ""
     pages = ", pages=True" if shape.cache else ""
-    arguments = f"self, attention_mask, kwargs{dropout}{beyond}{pages}"
+    arguments = f"self, attention_mask, kwargs{dropout}{beyond_sdpa}{pages}"
     test = f"if layers.fallback_reason({arguments}):"
     body = [
         test if len(test) <= _WIDTH - 8 else f"if layers.fallback_reason(\n    {arguments}\n):",
@@ -290,9 +290,9 @@ def _attention(shape: Attention, functions: dict[str, ast.FunctionDef], fused: b
     norms = attention_lines.norms(shape)
     parts = attention_lines.projections(shape, x, "" if together else norms, given)
     if together:
-        body += attention_lines.together(shape, parts, cache, norms)
+        body += attention_lines.attend_lines(shape, parts, cache, norms)
     else:
-        body += [*parts, *attention_lines.apart(shape, cache, halves)]
+        body += [*parts, *attention_lines.attention_lines(shape, cache, halves)]
     heads = "output" if together else "output.flatten(2)"
     output = f"self.{shape.output}({heads})"
     if shape.output_dropout:

@@ -146,8 +146,8 @@ def release(version: str, shared: Environment, built: Path, *, aiter: bool = Fal
     if aiter:
         others = (*AITER, AITER_TRITON, DECODER)
     environment = Environment(ENVIRONMENTS / name)
-    made = (shared.path / ".made-from").read_text()
-    ingredients = digest(made, version, _requirements(built), *others)
+    base_stamp = (shared.path / ".made-from").read_text()
+    ingredients = digest(base_stamp, version, _requirements(built), *others)
     contents = hashlib.sha256(built.read_bytes()).hexdigest()
     if not environment.is_made_from(ingredients):
         with step(f"environment: transformers {version}{', amd-aiter' if aiter else ''}"):

@@ -1,6 +1,6 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-The text is without comments, docstrings and the annotations of functions, and in one layout, as for a digest. A body
+The text has no comments, docstrings or function annotations, and a uniform layout, as for a digest. A body
 that consists only of a docstring is shown as `pass`.
 """
 
@@ -23,8 +23,8 @@ def text_of(source: bytes | str, name: str) -> str:
     `A|B` means the first one that exists. The text is empty if there is no such definition.
     """
     statements = ast.parse(source).body
-    for one in name.split(EITHER):
-        owner, _, member = one.partition(".")
+    for alternative in name.split(EITHER):
+        owner, _, member = alternative.partition(".")
         bound = [_plain(statement) for statement in statements if _binds(statement, owner)]
         if member:
             bound = [
@@ -45,8 +45,8 @@ def changes(name: str, texts: Mapping[str, str], forms: Forms, known: Forms) -> 
         lines = texts[digest].splitlines()
         if digest not in known:
             shown = lines if before is None else _difference(texts[before].splitlines(), lines)
-            what = "is missing" if not lines else "is defined" if before is None else "has a new definition"
-            first = f"{name} {what} in {releases[0]}"
+            change = "is missing" if not lines else "is defined" if before is None else "has a new definition"
+            first = f"{name} {change} in {releases[0]}"
             yield "\n".join([first, *(f"    {line}".rstrip() for line in shown)])
         before = digest
 

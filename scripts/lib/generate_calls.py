@@ -144,7 +144,7 @@ def measure(
         # After these calls, the steps have been recorded and the recordings checked.
         for _ in range(3):
             expected, actual = (run() for run in runs)
-            wrong = wrong or never_slower.unlike(expected, actual, None, dtype)
+            wrong = wrong or never_slower.mismatch(expected, actual, None, dtype)
             if call.repeats and not torch.equal(expected, actual):
                 wrong = wrong or "its tokens differ from stock's"
         seconds: list[list[float]] = [[], []]
@@ -198,8 +198,8 @@ def _assistant(model: Any) -> Any:
     kinds = getattr(assistant.config, "layer_types", None)
     if kinds is not None:
         assistant.config.layer_types = kinds[:ASSISTANT_LAYERS]
-    how = assistant.generation_config
-    how.num_assistant_tokens, how.num_assistant_tokens_schedule = DRAFTED, "constant"
+    config = assistant.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFTED, "constant"
     return assistant
 
 

@@ -33,7 +33,7 @@ BUILD_NEEDS = (
 
 PYPI = "0.1.7.post2.dev18"
 PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0.1")
-PYPI_LACKS = (
+PYPI_LIMITATIONS = (
     "it ignores that a weight is shuffled (fixed in 0.1.7.post3)",
     "it never finds its table of tuned GEMMs, and its untuned GEMMs run in F.linear",
     "its attention has no sinks (added in 0.1.10), and drops a softcap on bf16 with head dim 128",
@@ -42,7 +42,7 @@ PYPI_LACKS = (
 )
 
 SERVED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
-KEEP = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "numpy")
+PINNED = ("torch", "triton", "pytorch-triton-rocm", "torchvision", "torchaudio", "numpy")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
 
     commands: tuple[tuple[str, ...], ...]
     variables: dict[str, str]
-    words: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Plan:
@@ -85,39 +85,39 @@ def plan(machine: Machine, *, release: str = RELEASE, pypi: bool = False) -> Pla
             f"hf_rocm uses aiter's kernels only on {', '.join(SERVED)}\n  found  {machine.arch}\n\n"
             "hint: nothing has to be installed; the other tiers serve this GPU"
         )
-    words: list[str] = []
+    notes: list[str] = []
     commands: list[tuple[str, ...]] = []
     if machine.other_aiter:
-        words.append("the unrelated package `aiter` (asyncio) is installed and is removed first")
+        notes.append("the unrelated package `aiter` (asyncio) is installed and is removed first")
         commands.append(("uninstall", "--yes", "aiter"))
     if pypi:
-        words += [
+        notes += [
             f"amd-aiter {PYPI} is the release on PyPI; compared with {RELEASE}:",
-            *(f"  {release}" for release in PYPI_LACKS),
+            *(f"  {limitation}" for limitation in PYPI_LIMITATIONS),
         ]
         commands.append(("install", *PYPI_NEEDS))
         commands.append(("install", "--no-deps", f"amd-aiter=={PYPI}"))
-        return Plan(tuple(commands), {}, tuple(words))
+        return Plan(tuple(commands), {}, tuple(notes))
     if not machine.hipcc:
         raise ScriptError(
             "aiter compiles its kernels, but there is no hipcc on PATH\n\n"
             "hint: install ROCm's compiler (hip-dev or rocm-hip-sdk), or add /opt/rocm/bin to PATH"
         )
     if machine.aiter == PYPI:
-        words += [f"this replaces amd-aiter {PYPI} from PyPI:", *(f"  {release}" for release in PYPI_LACKS)]
+        notes += [f"this replaces amd-aiter {PYPI} from PyPI:", *(f"  {limitation}" for limitation in PYPI_LIMITATIONS)]
     if machine.arch == "gfx90a":
-        words.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
-    words += _unchecked(release)
-    words.append(
+        notes.append("AMD doesn't list gfx90a for aiter: every kernel is checked before its first use")
+    notes += _unchecked(release)
+    notes.append(
         "a kernel is compiled when it is first used, which takes minutes; `hf-rocm warmup MODEL` does this in advance"
     )
     commands.append(("install", *BUILD_NEEDS))
     commands.append(("install", "--no-build-isolation", "--no-deps", f"{SOURCE}@v{release}"))
-    return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(words))
+    return Plan(tuple(commands), {"GPU_ARCHS": machine.arch}, tuple(notes))
 
 
 def _unchecked(release: str) -> list[str]:
-    """A note, if the release is newer than the last release that was checked."""
+    """Return a list with a note if the release is newer than the newest checked one, else an empty list."""
     sys.path.append(str(ROOT))
     from packaging.version import Version
 
@@ -140,10 +140,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pypi", action="store_true", help=f"the old build on PyPI ({PYPI}); prints its limitations")
     parser.add_argument("--arch", help="the target GPU (default: the one in this machine)")
     options = parser.parse_args(arguments)
-    machine = look(options.arch)
+    machine = inspect_machine(options.arch)
     chosen = plan(machine, release=options.release, pypi=options.pypi)
     echo(f"torch {machine.torch}, ROCm {machine.hip}, {machine.arch}")
-    for line in chosen.words:
+    for line in chosen.notes:
         echo(f"  {line}")
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def look(arch: str | None = None) -> Machine:
+def inspect_machine(arch: str | None = None) -> Machine:
     """Inspect this machine without importing torch or aiter."""
     sys.path.append(str(ROOT))
     from hf_rocm.overlay.facts import aiter_facts, torch_facts
@@ -178,7 +178,7 @@ def look(arch: str | None = None) -> Machine:
 def pins() -> list[str]:
     """Pins for the installed packages that must not change: torch, Triton, torchvision, torchaudio and numpy."""
     pins_read = []
-    for name in KEEP:
+    for name in PINNED:
         try:
             pins_read.append(f"{name}=={version(name)}")
         except PackageNotFoundError:

@@ -61,7 +61,7 @@ def hooked(model: Any) -> None:
     """A user's hook on every MLP."""
     for module in model.modules():
         if type(module).__name__.endswith("MLP"):
-            module.register_forward_hook(_look)
+            module.register_forward_hook(_no_op)
 
 
 def patched(model: Any) -> None:
@@ -160,7 +160,7 @@ def _measure(case: Case, device: Any, size: Size, rounds: int) -> Outcome:
     # After these calls, the steps that can be recorded have been recorded and compared.
     for _ in range(3):
         expected, actual = (call() for call in calls)
-        wrong = wrong or unlike(expected, actual, reference, dtype)
+        wrong = wrong or mismatch(expected, actual, reference, dtype)
     seconds: list[list[float]] = [[], []]
     for turn in range(rounds):
         for side in (1, 0) if turn % 2 else (0, 1):
@@ -207,7 +207,7 @@ def _call(case: Case, model: Any, ids: Any, size: Size) -> Callable[[], Any]:
     return {"generate": generate, "forward": forward, "train": train}[case.run]
 
 
-def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None:
+def mismatch(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None:
     """The error of hf_rocm's result, in a sentence, or None.
     reference: the float64 result; None for tokens. In 16 bits, the logits of two tokens may be equal within rounding,
     so only the number of tokens is compared.
@@ -221,9 +221,9 @@ def unlike(expected: Any, actual: Any, reference: Any, dtype: Any) -> str | None
         return f"its output is {list(actual.shape)}, not {list(expected.shape)}"
     if reference is None:
         return None if dtype.itemsize < 4 or torch.equal(expected, actual) else "its tokens differ from stock's"
-    eager, off = (float((result.double() - reference).abs().max()) for result in (expected, actual))
+    eager, error = (float((result.double() - reference).abs().max()) for result in (expected, actual))
     allowed = allowed_error(eager, dtype, float(reference.abs().max()))
-    return None if off <= allowed else f"the error of its output is {off:.3g}, but only {allowed:.3g} is allowed"
+    return None if error <= allowed else f"the error of its output is {error:.3g}, but only {allowed:.3g} is allowed"
 
 
 def timed(call: Callable[[], Any], device: Any) -> float:
@@ -247,7 +247,7 @@ def _span(seconds: Sequence[float]) -> str:
     return f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 
-def _look(module: Any, arguments: Any, output: Any) -> None:
+def _no_op(module: Any, arguments: Any, output: Any) -> None:
     """A hook that changes nothing."""
 
 

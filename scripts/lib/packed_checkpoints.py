@@ -76,16 +76,16 @@ def write(
     nbytes = 0
     with torch.device(device or "cpu"):
         for path, parameter in model.named_parameters():
-            before, _, within = path.partition(".layers.")
-            number, _, within = within.partition(".")
-            place = within or before
+            outer, _, inner = path.partition(".layers.")
+            number, _, inner = inner.partition(".")
+            key = inner or outer
             is_packed = packed.packs(path, parameter)
-            if place not in drawn:
+            if key not in drawn:
                 tensors = _packed(packed, path, parameter, group) if is_packed else {"": _plain(path, parameter, dtype)}
-                drawn[place] = {part: tensor.cpu().contiguous() for part, tensor in tensors.items()}
+                drawn[key] = {part: tensor.cpu().contiguous() for part, tensor in tensors.items()}
             prefix = path.removesuffix("weight") if is_packed and not packed.experts else path
-            files[number or "other"] |= {prefix + part: tensor for part, tensor in drawn[place].items()}
-            nbytes += sum(tensor.nbytes for tensor in drawn[place].values()) if is_packed else 0
+            files[number or "other"] |= {prefix + part: tensor for part, tensor in drawn[key].items()}
+            nbytes += sum(tensor.nbytes for tensor in drawn[key].values()) if is_packed else 0
     facts = {"architectures": [cls.__name__], "quantization_config": packed.config(group)}
     # The second name is that of transformers before 4.56.
     facts |= dict.fromkeys(("dtype", "torch_dtype"), "bfloat16")
@@ -97,12 +97,12 @@ def _save(folder: Path, files: dict[str, Tensors], config: dict[str, Any]) -> No
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, tensors in files.items():
         file = f"model-{number}.safetensors"
         save_file(tensors, str(folder / file), metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+        weight_map |= dict.fromkeys(tensors, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
 
 

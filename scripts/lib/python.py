@@ -24,7 +24,7 @@ def require_supported_python():
 
 def use_base_environment(package="packaging"):
     # type: (str) -> None
-    """Return if the script's package can be imported; else run the script in .envs/base, or exit with an error."""
+    """Return if this package can be imported; else run the script in .envs/base, or exit with an error."""
     require_supported_python()
     if importlib.util.find_spec(package) is not None:
         return

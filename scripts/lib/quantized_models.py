@@ -73,9 +73,9 @@ def _measure_batch(run: Run, batch: int, models: dict[str, Any], failures: list[
         turns = [kinds]
     else:
         turns = [[kind] for kind in (*kinds, BF16)]
-    how = "in turn, round by round" if len(turns) == 1 else "one after another"
+    order = "in turn, round by round" if len(turns) == 1 else "one after another"
     print(
-        f"\nbatch {batch}, prompt {run.prompt}, {how}\n"
+        f"\nbatch {batch}, prompt {run.prompt}, {order}\n"
         f"  {'':15}{'ms per token':>14}{'× bf16':>8}{'replay alone':>14}{'× bf16':>8}{'prefill, ms':>13}{'× bf16':>8}",
         flush=True,
     )
@@ -98,22 +98,22 @@ def _time(run: Run, batch: int, models: dict[str, Any], failures: list[str]) -> 
 
     case = Case("decode", batch, run.prompt, run.new)
     ids = inputs.tokens(next(iter(models.values())).model, batch, run.prompt)
-    taken: dict[str, list[Any]] = {kind: [] for kind in models}
+    timings: dict[str, list[Any]] = {kind: [] for kind in models}
     for number in range(_WARM_UP + run.rounds):
-        for kind in list(taken):
+        for kind in list(timings):
             try:
                 timed = generate(models[kind], ids, case)
             except Exception as error:  # noqa: BLE001 - the other kinds are still measured
                 _failed(kind, f"batch {batch}", error, failures)
-                del taken[kind]
+                del timings[kind]
                 models[kind].release()
                 _free(run.device)
                 continue
             if number >= _WARM_UP:
-                taken[kind].append(timed)
+                timings[kind].append(timed)
     result: dict[str, tuple[float, ...]] = {}
-    for kind, times in taken.items():
-        later, first = (statistics.median(getattr(one, name) for one in times) for name in ("later", "first"))
+    for kind, times in timings.items():
+        later, first = (statistics.median(getattr(timing, name) for timing in times) for name in ("later", "first"))
         replay = models[kind].replay_alone()
         result[kind] = 1000 * later, math.nan if replay is None else replay, 1000 * first
     for side in models.values():
@@ -170,8 +170,8 @@ def _checkpoint(run: Run, kind: str) -> tuple[Any, int]:
     with tempfile.TemporaryDirectory() as folder:
         packed = checkpoints.write(Path(folder), kind, run.shape, group=run.group, layers=run.layers, device=run.device)
         _free(run.device)
-        on: dict[str, Any] = {} if run.device.type == "cpu" else {"device_map": {"": run.device}}
-        return hf_rocm.from_pretrained(folder, force=True, **on), packed
+        placement: dict[str, Any] = {} if run.device.type == "cpu" else {"device_map": {"": run.device}}
+        return hf_rocm.from_pretrained(folder, force=True, **placement), packed
 
 
 def _quantized(run: Run, kind: str) -> tuple[Any, int]:
@@ -199,17 +199,17 @@ def _checked(model: Any, device: torch.device) -> str:
         expected = model(input_ids=ids, use_cache=False).logits.float()
     if not bool(logits.isfinite().all()):
         raise ValueError("the logits are not finite")
-    off = ((logits - expected).norm() / expected.norm()).item()
-    used = {
+    error = ((logits - expected).norm() / expected.norm()).item()
+    kernels = {
         f"{route.tier}/{route.name}" for route in routes if "linear" in route.operation or "mxfp4" in route.operation
     }
-    return f"{off:.2%} off, {', '.join(sorted(used)) or 'no GEMMs'}"
+    return f"{error:.2%} off, {', '.join(sorted(kernels)) or 'no GEMMs'}"
 
 
-def _failed(kind: str, where: str, error: Exception, failures: list[str]) -> None:
+def _failed(kind: str, phase: str, error: Exception, failures: list[str]) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    failures.append(f"{kind}, {where}: {text[:300]}")
-    print(textwrap.fill(f"{kind:13} failed, {where}: {text[:300]}", 120, subsequent_indent=14 * " "), flush=True)
+    failures.append(f"{kind}, {phase}: {text[:300]}")
+    print(textwrap.fill(f"{kind:13} failed, {phase}: {text[:300]}", 120, subsequent_indent=14 * " "), flush=True)
 
 
 def _allocated(device: torch.device) -> int:

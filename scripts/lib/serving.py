@@ -40,14 +40,14 @@ class Side(NamedTuple):
     """The result of one side.
 
     seconds: the time of the measured batch. tokens: the number of generated tokens. gap: as defined in the module
-    docstring. how: stock's attention implementation, or the line about batching in hf_rocm's explanation.
+    docstring. detail: stock's attention implementation, or the line about batching in hf_rocm's explanation.
     """
 
     name: str
     seconds: float
     tokens: int
     gap: float
-    how: str
+    detail: str
 
     @property
     def rate(self) -> float:
@@ -83,15 +83,15 @@ def measure(device: Any, load: Load, progress: Any) -> Outcome:
     hf_rocm.prepare(model, force=True)
     progress("hf_rocm")
     seconds, actual = _batches(model, prompts, load)
-    how = next((line for line in str(hf_rocm.explain(model).details()).splitlines() if "batching" in line), "")
+    batching = next((line for line in str(hf_rocm.explain(model).details()).splitlines() if "batching" in line), "")
     hf_rocm.restore(model)
     spread, gaps = _gaps(model, prompts, (expected, actual))
     total = sum(map(len, expected))
     sides = [
-        Side(name, seconds, total, gap, how)
-        for name, seconds, gap, how in (
+        Side(name, seconds, total, gap, detail)
+        for name, seconds, gap, detail in (
             ("stock", stock[0], gaps[0], model.config._attn_implementation),
-            ("hf_rocm", seconds, gaps[1], how.strip()),
+            ("hf_rocm", seconds, gaps[1], batching.strip()),
         )
     ]
     equal = sum(_common(one, other) for one, other in zip(expected, actual, strict=True))
@@ -101,10 +101,10 @@ def measure(device: Any, load: Load, progress: Any) -> Outcome:
 def table(outcome: Outcome) -> str:
     lines = [f"{'':<10}{'tokens/s':>10}{'seconds':>10}{'gap':>10}"]
     for side in (outcome.stock, outcome.prepared):
-        lines.append(f"{side.name:<10}{side.rate:>10.0f}{side.seconds:>10.2f}{side.gap:>10.4f}  {side.how}")
+        lines.append(f"{side.name:<10}{side.rate:>10.0f}{side.seconds:>10.2f}{side.gap:>10.4f}  {side.detail}")
     ratio = outcome.prepared.rate / outcome.stock.rate
-    before = "of the tokens come before the first different token of their request"
-    lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} {before}")
+    meaning = "of the tokens come before the first different token of their request"
+    lines.append(f"{ratio:.2f} times stock; {outcome.same:.0%} {meaning}")
     if outcome.wrong:
         lines.append(
             f"WRONG: the logit of a token is {outcome.prepared.gap:.3g} below the largest one "
@@ -130,7 +130,7 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
 
     from hf_rocm.tools.bench.clock import now
 
-    how = {
+    options = {
         "generation_config": GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1),
         "continuous_batching_config": ContinuousBatchingConfig(**dict(load.batching), allow_block_sharing=False),
         "persistent_manager": True,
@@ -140,12 +140,12 @@ def _batches(model: Any, prompts: list[list[int]], load: Load) -> tuple[float, l
         for _ in range(2):
             gc.collect()
             began = now(model.device)
-            results = model.generate_batch(prompts, **how)
+            results = model.generate_batch(prompts, **options)
             seconds = now(model.device) - began
     finally:
         model.destroy_cached_continuous_batching_manager()
     tokens = [list(result.generated_tokens) for result in results.values()]
-    if len(tokens) != len(prompts) or any(len(token) != load.new for token in tokens):
+    if len(tokens) != len(prompts) or any(len(row) != load.new for row in tokens):
         raise RuntimeError(f"expected {len(prompts)} requests of {load.new} tokens, got {[len(row) for row in tokens]}")
     return seconds, tokens
 

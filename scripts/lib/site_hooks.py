@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# If a cell after the first column has more characters, the table is a text table.
+# A text table has a cell with more characters after the first column.
 LONG = 60
 # If the first column has more characters of code, there is too little room for a second column.
 WIDE_NAME = 24
@@ -46,9 +46,9 @@ def table(html: str) -> str:
         html = re.sub(r"<thead>.*?</thead>\n?", "", html, flags=re.DOTALL)
     cells = [_text(cell) for cell in re.findall(r"</td>\s*<td[^>]*>(.*?)(?=</td>)", html, re.DOTALL)]
     names = re.findall(r"<tr>\s*<td[^>]*>\s*<code>(.*?)</code>", html)
-    few = len(head) > 2 or max(map(len, names), default=0) > WIDE_NAME
+    crowded = len(head) > 2 or max(map(len, names), default=0) > WIDE_NAME
     kind = ""
-    if few and len(head) <= FEW and max(map(len, cells), default=0) > LONG:
+    if crowded and len(head) <= FEW and max(map(len, cells), default=0) > LONG:
         kind = " texts"
         html = re.sub(r"<tr>\n<td.*?</tr>", lambda row: _named(row[0], head), html, flags=re.DOTALL)
     elif len(head) >= MANY:

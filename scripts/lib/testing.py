@@ -115,7 +115,7 @@ PARTS = {
 
 # Tests with AMD's package and stand-ins for its compiled kernels, in a separate environment.
 AITER_TESTS = "tests/aiter"
-BESIDE_AITER = f"{NEWEST}, amd-aiter"
+WITH_AITER = f"{NEWEST}, amd-aiter"
 
 # Tests from transformers' own mixins, which are in its source distribution, with tiny models.
 UPSTREAM_TESTS = "tests/upstream"
@@ -131,8 +131,8 @@ INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 
 # Separate suites: name of the suite → folder.
-APART = {
-    BESIDE_AITER: AITER_TESTS,
+SEPARATE = {
+    WITH_AITER: AITER_TESTS,
     INTERPRETED: TRITON_TESTS,
     INSTRUCTIONS: INSTRUCTION_TESTS,
     UPSTREAM: UPSTREAM_TESTS,
@@ -156,7 +156,7 @@ LONGEST = (
     " 5.0.0",
     " 5.19.0",
     "5.19.0, every model",
-    BESIDE_AITER,
+    WITH_AITER,
 )
 
 # The reason that conftest.py gives for skipping tests without the hardware → the command that runs these tests.
@@ -218,8 +218,8 @@ def main(arguments: Sequence[str]) -> int:
             outcomes = run_all(plan(chosen, options.pytest, quick=not options.all))
             return summarise(outcomes, began, everything=True)
         environments = {NEWEST: release(NEWEST, shared, built)}
-        beside = release(NEWEST, shared, built, aiter=True)
-        environments |= dict.fromkeys((BESIDE_AITER, INTERPRETED, INSTRUCTIONS), beside)
+        with_aiter = release(NEWEST, shared, built, aiter=True)
+        environments |= dict.fromkeys((WITH_AITER, INTERPRETED, INSTRUCTIONS), with_aiter)
         if options.all or any(word.startswith(UPSTREAM_TESTS) for word in options.pytest):
             environments[UPSTREAM] = environments[NEWEST]
             fetch_upstream(shared)
@@ -234,9 +234,9 @@ def main(arguments: Sequence[str]) -> int:
         heading("tests")
         suites = plan(environments, options.pytest, quick=not options.all)
         if not options.pytest:
-            suites += machine_code.suites(beside, share="large" if options.all else "sample")
+            suites += machine_code.suites(with_aiter, share="large" if options.all else "sample")
             if options.all:
-                suites += machine_code.suites(beside, share="few", architectures=machine_code.RELATIVES)
+                suites += machine_code.suites(with_aiter, share="few", architectures=machine_code.RELATIVES)
         outcomes += run_all(suites)
     return summarise(outcomes, began, everything=options.all)
 
@@ -247,26 +247,26 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
     parts = [folder for folders in PARTS.values() for folder in folders]
     paths = [word for word in extra if (ROOT / word.split("::")[0]).exists()]
     flags = [word for word in extra if word not in paths]
-    apart = _ignoring((*APART.values(), MODELS, *PROCESSES, *parts))
-    everything = ["tests", *apart, *([] if extra else _ignoring(checks.RULES))]
+    ignored = _ignoring((*SEPARATE.values(), MODELS, *PROCESSES, *parts))
+    everything = ["tests", *ignored, *([] if extra else _ignoring(checks.RULES))]
     dependent = [f"tests/{name}" for name in RELEASE_DEPENDENT if (ROOT / "tests" / name).exists()]
     dependent += ["--ignore", FAULTS]
     suites = []
     for name, environment in environments.items():
-        targets = everything if name == NEWEST else [APART[name]] if name in APART else dependent
+        targets = everything if name == NEWEST else [SEPARATE[name]] if name in SEPARATE else dependent
         left_out = LEFT_OUT.get(name, ())
         targets = [*(target for target in targets if target not in left_out), *_ignoring(left_out)]
         if paths:
-            targets = [path for path in paths if _place(path) == (name if name in APART else None)]
+            targets = [path for path in paths if _separate_suite(path) == (name if name in SEPARATE else None)]
         if targets:
             arguments = (*selection, *flags, *targets)
             suites.append(Suite(f"transformers {name}", environment, arguments, may_be_empty=bool(extra)))
-        if name not in APART and not paths:
+        if name not in SEPARATE and not paths:
             arguments = (*selection, *flags, MODELS, *_ignoring(left_out))
             suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
         if name in WITH_PROCESSES and not paths:
-            proven = () if name == NEWEST else WITHOUT_TRANSFORMERS
-            arguments = (*selection, *flags, *PROCESSES, *_ignoring(proven))
+            skipped = () if name == NEWEST else WITHOUT_TRANSFORMERS
+            arguments = (*selection, *flags, *PROCESSES, *_ignoring(skipped))
             suites.append(
                 Suite(
                     f"transformers {name}, several processes", environment, arguments, may_be_empty=quick or bool(extra)
@@ -281,7 +281,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
 
 def _rank(suite: Suite) -> int:
     """The position of a suite in `LONGEST`. The longest suite starts first, so that the cores finish together."""
-    return next((place for place, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
+    return next((index for index, name in enumerate(LONGEST) if suite.name.endswith(name)), len(LONGEST))
 
 
 def fetch_upstream(builder: Environment) -> None:
@@ -296,13 +296,13 @@ def _ignoring(folders: Sequence[str]) -> list[str]:
     return [word for folder in folders for word in ("--ignore", folder)]
 
 
-def _place(path: str) -> str | None:
+def _separate_suite(path: str) -> str | None:
     """The separate suite to which a path belongs, or None."""
-    return next((name for name, folder in APART.items() if path.startswith(folder)), None)
+    return next((name for name, folder in SEPARATE.items() if path.startswith(folder)), None)
 
 
 def summarise(outcomes: Sequence[Outcome], began: float, *, everything: bool) -> int:
-    """Print the table, the tests that did not run, and the total as the last line."""
+    """Print the table, the tests that did not run, and the total as the last line. Returns the exit code."""
     heading("summary")
     rows = [
         (outcome.name, str(outcome.passed), str(outcome.failed), str(outcome.skipped), duration(outcome.seconds))

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     with lock(), tempfile.TemporaryDirectory(prefix="hf-rocm-upstream-") as scratch:
         heading("set-up")
         environment, pip = _environments(options)
-        wanted = options.release_mixins or not options.source
-        mixins = source_distribution(options.release, pip) if wanted else None
+        needs_mixins = options.release_mixins or not options.source
+        mixins = source_distribution(options.release, pip) if needs_mixins else None
         tree = Path(scratch) / "tree"
         if options.source:
             files = from_checkout(tree, options.source, models, mixins=mixins)
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str]) -> int:
             site = overlaid_site(interpreter, Path(scratch) / "site")
         heading("tests")
         passes = {}
-        for name, where in (("stock", None), ("overlaid", site)):
+        for name, folder in (("stock", None), ("overlaid", site)):
             log = Path(scratch) / f"{name}.jsonl"
             with step(f"transformers {options.release}, {name}"):
-                settings = Pass(interpreter, tree, tuple(files), log, where, options.timeout, tuple(options.pytest))
+                settings = Pass(interpreter, tree, tuple(files), log, folder, options.timeout, tuple(options.pytest))
                 settings = replace(settings, spread=options.spread)
                 passes[name] = run(settings)
         detected = detect(settings, passes["stock"], passes["overlaid"]) if options.faults else []

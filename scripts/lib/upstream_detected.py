@@ -17,7 +17,7 @@ from lib.upstream_passes import FAULTS as PLUGIN
 from lib.upstream_passes import Interpreter, Pass, Result, run
 from lib.upstream_tree import model_of
 
-THEIRS, PREPARED = "transformers' tests", "hf_rocm's parity"
+TRANSFORMERS, PREPARED = "transformers' tests", "hf_rocm's parity"
 _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 
@@ -44,7 +44,7 @@ def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, R
     left_out = tuple(test for test in overlaid if test not in ran)
     faults = []
     for fault in FAULTS:
-        with step(f"{THEIRS}: {fault}"):
+        with step(f"{TRANSFORMERS}: {fault}"):
             results = run(replace(settings, fault=fault, left_out=left_out))
         faults += [count(fault, model, results) for model in sorted({model_of(test) for test in ran})]
     return faults
@@ -52,7 +52,7 @@ def detect(settings: Pass, stock: Mapping[str, Result], overlaid: Mapping[str, R
 
 def count(fault: str, model: str, results: Mapping[str, Result]) -> Detected:
     own = [result for test, result in results.items() if model_of(test) == model and result.reached]
-    return Detected(fault, THEIRS, model, len(own), sum(result.outcome != "passed" for result in own))
+    return Detected(fault, TRANSFORMERS, model, len(own), sum(result.outcome != "passed" for result in own))
 
 
 def parity(interpreter: Interpreter, scratch: Path, models: Sequence[str]) -> list[Detected]:

@@ -131,9 +131,11 @@ def as_json(comparison: Comparison, sources: Mapping[str, str], detected: Sequen
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in summary.items()]
     classes: dict[str, list[str]] = {}
     for test in sorted(comparison.stock.keys() | comparison.overlaid.keys()):
-        place, _, name = test.rpartition("::")
-        classes.setdefault(place, []).append(f"   {json.dumps(name)}: {json.dumps(_entry(comparison, test))}")
-    bodies = (f"  {json.dumps(place)}: {{\n" + ",\n".join(entries) + "\n  }" for place, entries in classes.items())
+        test_class, _, name = test.rpartition("::")
+        classes.setdefault(test_class, []).append(f"   {json.dumps(name)}: {json.dumps(_entry(comparison, test))}")
+    bodies = (
+        f"  {json.dumps(test_class)}: {{\n" + ",\n".join(entries) + "\n  }" for test_class, entries in classes.items()
+    )
     return "\n".join(["{", *lines, ' "tests": {', ",\n".join(bodies), " }", "}", ""])
 
 

@@ -113,17 +113,19 @@ def pytest_collection_finish(session: object) -> None:
 def pytest_runtest_logreport(report: Any) -> None:
     if log := os.environ.get("UPSTREAM_FAULT_LOG"):
         entry = {"test": report.nodeid, "outcome": report.outcome, "when": report.when, "reached": reached}
-        with Path(log).open("a", encoding="utf-8") as written:
-            written.write(json.dumps(entry) + "\n")
+        with Path(log).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def _plant(name: str) -> None:
     from hf_rocm.ops import registry
 
     operations, wrap = FAULTS[name]
-    for entry in operations:
-        operation = registry.operations()[entry]
-        operation.implementations[:] = [replace(one, call=wrap(one.call)) for one in operation.implementations]
+    for operation_name in operations:
+        operation = registry.operations()[operation_name]
+        operation.implementations[:] = [
+            replace(implementation, call=wrap(implementation.call)) for implementation in operation.implementations
+        ]
         operation.forget()
 
 

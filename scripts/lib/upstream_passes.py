@@ -76,7 +76,7 @@ class Pass:
 def run(settings: Pass) -> dict[str, Result]:
     """Run every test of the files once. Raises `ScriptError` if pytest can't run them."""
     results: dict[str, Result] = {}
-    _show_sources(settings)
+    _link_sources(settings)
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
         while True:
             settings.log.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def _package(interpreter: Interpreter) -> Path:
     return Path(_output(interpreter, ["-c", find], "transformers was not found")).parent
 
 
-def _show_sources(settings: Pass) -> None:
+def _link_sources(settings: Pass) -> None:
     """Create src/transformers in the tree as a link to transformers' sources, because some tests read them there."""
     link = settings.tree / "src" / "transformers"
     link.parent.mkdir(exist_ok=True)
@@ -161,13 +161,13 @@ def _run_pytest(settings: Pass, done: list[str], scratch: Path) -> tuple[int, st
         **({} if settings.site is None else {"HF_ROCM_FORCE": "1", "HF_ROCM_CACHE": str(scratch / "probes")}),
     )
     output = scratch / "output"
-    with output.open("w") as written:
+    with output.open("w") as stream:
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=settings.tree,
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=written,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             # Start a session, so that processes that a test leaves running are killed too.
             start_new_session=True,
@@ -218,9 +218,9 @@ def _read(log: Path, results: dict[str, Result]) -> str | None:
 def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) -> str:
     command = [str(interpreter.python), *arguments]
     # In a checkout, Python would import the checkout's modules first.
-    elsewhere = tempfile.gettempdir()
+    directory = tempfile.gettempdir()
     environ = interpreter.environ()
-    done = subprocess.run(command, env=environ, cwd=elsewhere, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout.strip()

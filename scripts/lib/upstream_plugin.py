@@ -28,9 +28,9 @@ SETTINGS: dict[str, Any] = json.loads(os.environ["UPSTREAM_TESTS"])
 PASSED, FAILED, SKIPPED, NETWORK, TIMEOUT = "passed", "failed", "skipped", "network", "timeout"
 
 # Names of the errors that show that a test needs the Hub. The libraries that define them differ between releases.
-WANTS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
+NEEDS_NETWORK = {"NetworkForbidden", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ProxyError"}
 
-_WORSE = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)
+_BY_SEVERITY = (PASSED, SKIPPED, NETWORK, FAILED, TIMEOUT)
 
 
 class NetworkForbidden(OSError):
@@ -51,7 +51,7 @@ class _Progress:
         self.changed = _changed_calls()
 
     def worsen(self, outcome: str, reason: str) -> None:
-        if _WORSE.index(outcome) > _WORSE.index(self.outcome):
+        if _BY_SEVERITY.index(outcome) > _BY_SEVERITY.index(self.outcome):
             self.outcome, self.reason = outcome, reason
 
 
@@ -123,7 +123,7 @@ def _kind(error: BaseException | None) -> str:
         seen.add(id(error))
         if isinstance(error, TooSlow):
             return TIMEOUT
-        if type(error).__name__ in WANTS_NETWORK:
+        if type(error).__name__ in NEEDS_NETWORK:
             return NETWORK
         error = error.__cause__ or error.__context__
     return FAILED

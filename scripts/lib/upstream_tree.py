@@ -55,9 +55,9 @@ def source_distribution(release: str, builder: Environment) -> Path:
             for member in members:
                 target = unpacked / "tests" / Path(member.name.removeprefix(root)).name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                reading = content.extractfile(member)
-                assert reading is not None
-                target.write_bytes(reading.read())
+                stream = content.extractfile(member)
+                assert stream is not None
+                target.write_bytes(stream.read())
         unpacked.replace(FETCHED / f"transformers-{release}")
     folder = fetched(release)
     assert folder is not None
@@ -93,10 +93,10 @@ def from_checkout(target: Path, checkout: Path, models: Sequence[str], *, mixins
         shutil.copytree(mixins, target / "tests", dirs_exist_ok=True)
         # Newer mixins import these modules.
         for standin in sorted((PREPARED / "standins").rglob("*.py")):
-            place = target / "tests" / standin.relative_to(PREPARED / "standins")
-            if not place.exists():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(standin, place)
+            copy = target / "tests" / standin.relative_to(PREPARED / "standins")
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(standin, copy)
     return files
 
 

@@ -43,7 +43,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             assert not isinstance(loaded, str), loaded
         yield standins.load_kernels()
         probe_worker.stop()
-        sys.meta_path[:] = [sy for sy in sys.meta_path if not isinstance(sy, standins.Finder)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, standins.Finder)]
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def mi300x(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
 
 @pytest.fixture
 def break_kernel(kernels: ModuleType) -> Iterator[Callable[[str], None]]:
-    """Return a function that breaks one kernel in this process and its children. Its argument is `name:how`."""
+    """Return a function that breaks one kernel in this process and its children. Its argument is `name:fault`."""
     file = Path(os.environ["STANDIN_BROKEN"])
 
-    def write(how: str) -> None:
-        file.write_text(how)
+    def write(fault: str) -> None:
+        file.write_text(fault)
 
     yield write
     file.write_text("")

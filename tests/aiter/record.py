@@ -40,13 +40,13 @@ def differences(checkout: Path, version: str) -> list[str]:
     results = []
     for kind in ("operators", "functions"):
         for name in DATA[kind]:
-            actual, expected = declares(checkout, kind, name), declared(kind, version, name)
+            actual, expected = declaration(checkout, kind, name), declared(kind, version, name)
             if actual != expected:
                 results.append(f"{kind} {name}\n  recorded  {expected}\n  found     {actual}")
     return results
 
 
-def declares(checkout: Path, kind: str, name: str) -> str | None:
+def declaration(checkout: Path, kind: str, name: str) -> str | None:
     """The argument list of an operator or a plain function in a checkout's sources, or None if it is not defined."""
     for file in FILES[name]:
         path = checkout / "aiter" / file
@@ -59,8 +59,8 @@ def declares(checkout: Path, kind: str, name: str) -> str | None:
                     for decorator in node.decorator_list
                 ]
                 names = {decorator.id for decorator in decorators if isinstance(decorator, ast.Name)}
-                here = bool(names & {*OPERATORS}) if kind == "operators" else "compile_ops" not in names
-                return _arguments(node.args) if here else None
+                matches = bool(names & {*OPERATORS}) if kind == "operators" else "compile_ops" not in names
+                return _arguments(node.args) if matches else None
     return None
 
 

@@ -38,11 +38,11 @@ def release(version: str) -> Release:
 
 def declared(kind: str, version: str, name: str) -> str | None:
     """The argument list of a name in a release, or None if the release does not have it."""
-    place = RELEASES.index(version)
+    index = RELEASES.index(version)
     for entry in DATA[kind].get(name, ()):
         for span in entry["releases"]:
             first, _, last = span.partition(" … ")
-            if RELEASES.index(first) <= place <= RELEASES.index(last or first):
+            if RELEASES.index(first) <= index <= RELEASES.index(last or first):
                 return str(entry["arguments"])
     return None
 
@@ -71,8 +71,8 @@ def _mha_fwd(version: Version, a: dict[str, Any]) -> tuple[Tensor, ...]:
     kernels.check_attention(a["q"], a["k"], a["v"])
     sides = a["window_size_left"], a["window_size_right"]
     ends = a.get("cu_seqlens_kv")
-    where = (a["softmax_scale"], a["is_causal"] and a["q"].shape[1] > 1, *sides)
-    output, lse = kernels.attend(a["q"], a["k"], a["v"], *where, name="mha_fwd", ends=ends)
+    settings = (a["softmax_scale"], a["is_causal"] and a["q"].shape[1] > 1, *sides)
+    output, lse = kernels.attend(a["q"], a["k"], a["v"], *settings, name="mha_fwd", ends=ends)
     if a.get("sink_ptr") is not None:
         sinks = a["sink_ptr"]
         kernels.need(
@@ -104,8 +104,8 @@ def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     # The real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS.
     tile = a["config"]
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
-    how = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
-    output, lse = kernels.attend(a["q"], a["k"], a["v"], *how, name="triton")
+    settings = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)
+    output, lse = kernels.attend(a["q"], a["k"], a["v"], *settings, name="triton")
     if a.get("sink") is not None:
         share = torch.sigmoid(lse - a["sink"][None, :, None])
         output = (output.float() * share.transpose(1, 2)[..., None]).to(output.dtype)

@@ -50,7 +50,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def install() -> None:
     """Install the stand-ins in this process."""
-    if not any(isinstance(sy, Finder) for sy in sys.meta_path):
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 

@@ -100,8 +100,8 @@ def test_the_real_package_is_found_and_logs_only_warnings(kernels, caplog):
 def test_aiters_additions_to_the_path_are_moved_to_the_end(kernels):
     import torch
 
-    added = [place for place, entry in enumerate(sys.path) if "aiter_meta" in entry or entry.endswith("jit/utils/")]
-    own = next(place for place, entry in enumerate(sys.path) if entry and torch.__file__.startswith(entry + "/"))
+    added = [index for index, entry in enumerate(sys.path) if "aiter_meta" in entry or entry.endswith("jit/utils/")]
+    own = next(index for index, entry in enumerate(sys.path) if entry and torch.__file__.startswith(entry + "/"))
     assert added and min(added) > own
 
 

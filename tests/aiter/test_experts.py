@@ -92,7 +92,7 @@ def test_a_model_with_shuffled_copies_of_its_experts_runs_fused_moe(kernels):
     with torch.inference_mode():
         expected = model(**given).logits
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
-    granted = sum(parameter.nbytes for parameter in experts)
+    nbytes = sum(parameter.nbytes for parameter in experts)
     with options.override(probe=False), torch.no_grad():
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=2**30)
         with ops.recording() as routes:
@@ -107,7 +107,7 @@ def test_a_model_with_shuffled_copies_of_its_experts_runs_fused_moe(kernels):
         with ops.recording() as routes:
             halved = model(**given).logits
         assert "shuffled_experts" in [route.operation for route in routes] and not torch.equal(halved, actual)
-        hf_rocm.prepare(model, force=True, preshuffle="all", budget=granted - 1)
+        hf_rocm.prepare(model, force=True, preshuffle="all", budget=nbytes - 1)
         with ops.recording() as routes:
             model(**given)
         assert "shuffled_experts" not in [route.operation for route in routes]

@@ -42,16 +42,16 @@ def test_the_default_is_a_build_from_source_for_this_gpu(installer, machine):
 def test_the_build_on_pypi_is_reported_with_its_limitations(installer, machine):
     plan = installer.plan(machine, pypi=True)
     assert plan.commands[-1] == ("install", "--no-deps", f"amd-aiter=={installer.PYPI}")
-    text = "\n".join(plan.words)
+    text = "\n".join(plan.notes)
     assert "ignores that a weight is shuffled" in text and "table of tuned GEMMs" in text
     replaced = installer.plan(dataclasses.replace(machine, aiter=installer.PYPI))
-    assert "ignores that a weight is shuffled" in "\n".join(replaced.words)
+    assert "ignores that a weight is shuffled" in "\n".join(replaced.notes)
 
 
 def test_an_unchecked_release_is_reported(installer, machine):
-    words = "0.1.22 is newer than 0.1.21.dev46, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
-    assert words in installer.plan(machine, release="0.1.22").words
-    assert not any("newer" in word for word in installer.plan(machine).words)
+    note = "0.1.22 is newer than 0.1.21.dev46, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
+    assert note in installer.plan(machine, release="0.1.22").notes
+    assert not any("newer" in note for note in installer.plan(machine).notes)
 
 
 def test_the_unrelated_package_is_uninstalled_first(installer, machine):

@@ -225,11 +225,18 @@ def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
         # This release refuses the call (see test_refusals.py).
         return
     packed = random(14, 4, d, dtype=dtype), random(21, 2, d, dtype=dtype, seed=1), random(21, 2, d, dtype=dtype, seed=2)
-    how = {"longest_query": 8, "longest_key": 8, "scale": 0.2, "causal": True, "window": window, "softcap": softcap}
-    output, _, calls = run(kernels, "varlen_attention", *packed, QUERY_ENDS, KEY_ENDS, family="attention", **how)
+    settings = {
+        "longest_query": 8,
+        "longest_key": 8,
+        "scale": 0.2,
+        "causal": True,
+        "window": window,
+        "softcap": softcap,
+    }
+    output, _, calls = run(kernels, "varlen_attention", *packed, QUERY_ENDS, KEY_ENDS, family="attention", **settings)
     assert [call.kernel for call in calls] == [kernel if assembly else "mha_varlen_fwd"]
-    expected = eager_varlen(*(call.double() for call in packed), QUERY_ENDS, KEY_ENDS, **how)
-    assert_as_good_as_eager(output, eager_varlen(*packed, QUERY_ENDS, KEY_ENDS, **how), expected)
+    expected = eager_varlen(*(tensor.double() for tensor in packed), QUERY_ENDS, KEY_ENDS, **settings)
+    assert_as_good_as_eager(output, eager_varlen(*packed, QUERY_ENDS, KEY_ENDS, **settings), expected)
 
 
 @each_dtype
@@ -242,14 +249,14 @@ def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_h
     for row, length in enumerate((1, 4, 9)):
         key[row, :, length:] = value[row, :, length:] = 1e4
     lengths = torch.tensor([1, 4, 9], dtype=torch.int32)
-    how = {"scale": 0.25, "sinks": torch.linspace(-1, 1, 4).to(dtype) if sinks else None}
-    output, name, calls = run(kernels, "decode_attention", query, key, value, lengths, family="attention", **how)
+    settings = {"scale": 0.25, "sinks": torch.linspace(-1, 1, 4).to(dtype) if sinks else None}
+    output, name, calls = run(kernels, "decode_attention", query, key, value, lengths, family="attention", **settings)
     assert name == "mha_fwd, lengths" and output.shape == (3, 1, 4, 16)
     (call,) = calls
     assert call.arguments["cu_seqlens_kv"][0] == torch.int32 and call.arguments["is_causal"] is False
     for row, length in enumerate((1, 4, 9)):
         own = query[row : row + 1], key[row : row + 1, :, :length], value[row : row + 1, :, :length]
-        complete = {"causal": False, "mask": None, "window": None, "softcap": None, **how}
+        complete = {"causal": False, "mask": None, "window": None, "softcap": None, **settings}
         eager, _ = eager_attention(*own, **complete)
         doubled = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in complete.items()}
         expected, _ = eager_attention(*(tensor.double() for tensor in own), **doubled)
@@ -267,8 +274,8 @@ def test_add_rms_norm(kernels, dtype, shape):
     if x.numel():
         measure = eager_add_rms_norm(x, residual, weight, 1e-6, False)
         expected = eager_add_rms_norm(x.double(), residual.double(), weight.double(), 1e-6, False)
-        for output in zip(outputs, measure, expected, strict=True):
-            assert_as_good_as_eager(*output)
+        for entry in zip(outputs, measure, expected, strict=True):
+            assert_as_good_as_eager(*entry)
 
 
 @each_dtype
@@ -283,8 +290,8 @@ def test_rope(kernels, dtype, interleaved, rotated):
     assert [call.kernel for call in calls] == ["rope_cached_2c_fwd_impl"]
     assert calls[0].arguments["input_x"][1] == (5, 2, 4, 16)
     expected = eager_rope(query.double(), key.double(), *(table.double() for table in tables), interleaved)
-    for table in zip(outputs, eager_rope(query, key, *tables, interleaved), expected, strict=True):
-        assert_as_good_as_eager(*table)
+    for entry in zip(outputs, eager_rope(query, key, *tables, interleaved), expected, strict=True):
+        assert_as_good_as_eager(*entry)
 
 
 def test_the_shuffled_order_matches_aiter(kernels):
@@ -297,10 +304,10 @@ def test_the_shuffled_order_matches_aiter(kernels):
 def test_operations_compile_without_a_graph_break(kernels):
     def operations(query, key, x, weight, matrix):
         attended, _ = ops.attention(query, key, key, scale=0.3, causal=True)
-        sunk, _ = ops.attention(query, key, key, scale=0.3, causal=True, sinks=query[0, :, 0, 0])
+        with_sinks, _ = ops.attention(query, key, key, scale=0.3, causal=True, sinks=query[0, :, 0, 0])
         long, _ = ops.attention(query.repeat(1, 1, 1, 8), key.repeat(1, 1, 1, 8), key.repeat(1, 1, 1, 8), scale=0.3)
         normed = ops.rms_norm(ops.act_and_mul(x, activation="silu"), weight, eps=1e-6)
-        return attended, sunk, long, ops.linear(normed, matrix)
+        return attended, with_sinks, long, ops.linear(normed, matrix)
 
     torch._dynamo.reset()
     compiled = torch.compile(operations, fullgraph=True, backend="aot_eager")

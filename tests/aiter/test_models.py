@@ -51,10 +51,10 @@ def build(name, **changes):
 def generate(model):
     """Generate greedily. Returns (tokens, logits of the new tokens [B, new, V])."""
     with torch.no_grad():
-        made = model.generate(
+        result = model.generate(
             PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
-    return made.sequences, torch.stack(made.logits, dim=1)
+    return result.sequences, torch.stack(result.logits, dim=1)
 
 
 def check(model, wide):

@@ -85,10 +85,10 @@ def attend_chunk(head_dim=16):
     return routes[0]
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_kernel_is_found_and_the_next_one_is_used(how, break_kernel):
-    call, instead, words = BROKEN[how]
-    break_kernel(how)
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_kernel_is_found_and_the_next_one_is_used(fault, break_kernel):
+    call, instead, words = BROKEN[fault]
+    break_kernel(fault)
     with pytest.warns(RuntimeWarning, match="in this process") as caught:
         route = call()
     assert route.name == instead
@@ -102,17 +102,17 @@ def newest(recorded_as, monkeypatch):
     """Simulate release 0.1.20.post1 from its recorded declarations, and run its checks in this process."""
     recorded_as("0.1.20.post1")
 
-    def here(question, timeout):
+    def check_here(question, timeout):
         kind = probe_worker.decode(question["kind"])
         return probe_cases.check(question["operation"], question["tier"], question["name"], kind)
 
-    monkeypatch.setattr(probe_worker, "send", here)
+    monkeypatch.setattr(probe_worker, "send", check_here)
 
 
 def test_a_dropped_sink_is_found(newest, monkeypatch):
-    whole = recorded.COMPUTE["mha_fwd"]
+    compute = recorded.COMPUTE["mha_fwd"]
     assert attend(sinks=True).name == "mha_fwd"
-    monkeypatch.setitem(recorded.COMPUTE, "mha_fwd", lambda version, a: whole(version, {**a, "sink_ptr": None}))
+    monkeypatch.setitem(recorded.COMPUTE, "mha_fwd", lambda version, a: compute(version, {**a, "sink_ptr": None}))
     probe.forget()
     # No result is cached.
     monkeypatch.setenv("HF_ROCM_CACHE", "/dev/null")

@@ -46,7 +46,7 @@ def run(kernels, x, weight, scale, bias, shuffled):
     return output, routes[0].name, list(kernels.CALLS)
 
 
-def is_right(output, x, weight, scale, bias):
+def assert_right(output, x, weight, scale, bias):
     format = weight.dtype
     doubled = (x.double(), weight.double(), scale.double(), None if bias is None else bias.double())
     expected = eager_linear(QuantizedCall(*doubled, format, False))
@@ -67,7 +67,7 @@ class TestRealPackage:
             assert calls == []
             return
         assert [call.kernel for call in calls] == ["gemm_a8w8"]
-        is_right(output, *given)
+        assert_right(output, *given)
 
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("m", [1, 33, 0])
@@ -77,7 +77,7 @@ class TestRealPackage:
         assert name == "gemm_a8w8_bpreshuffle" and output.shape == (m, WHOLE_TILES[0])
         assert [call.kernel for call in calls] == ["gemm_a8w8_bpreshuffle"] * (m > 0)
         if m:
-            is_right(output, *given)
+            assert_right(output, *given)
 
     def test_the_shuffled_order_matches_aiter(self, kernels):
         from aiter.ops.shuffle import shuffle_weight
@@ -98,7 +98,7 @@ class TestRealPackage:
         with options.override(tiers={"linear": "aiter"}, probe=False), torch.no_grad():
             compiled = torch.compile(ops.quantized_linear, backend=backend, fullgraph=True)
             output = compiled(x, weight, scale, bias)
-        is_right(output, x, weight, scale, bias)
+        assert_right(output, x, weight, scale, bias)
         (graph,) = graphs
         assert sum("aiter_quantized_linear" in str(node.target) for node in graph.graph.nodes) == 1
 
@@ -111,7 +111,7 @@ class TestRealPackage:
         ):
             output = ops.quantized_linear(x, weight, scale)
         assert [route.name for route in routes] == [eight_bit.served_by(INT8, BF16)]
-        is_right(output, x, weight, scale, bias)
+        assert_right(output, x, weight, scale, bias)
 
     def test_a_model_is_shuffled_in_place_and_runs_the_kernel(self, kernels):
         """Both kernels are first checked in a child process, which also has the stand-ins."""
@@ -147,7 +147,7 @@ def test_every_release_serves_or_refuses_with_a_reason(recorded_as, version, for
         return
     output, route, calls = run(recorded.kernels, *given, shuffled=shuffled)
     assert route == name == calls[0].kernel
-    is_right(output, *given)
+    assert_right(output, *given)
 
 
 SPEC = QuantizedSpec(dtype=BF16, format=FP8_FNUZ, device=CPU, n=256, k=512, bias_dtype=None, shuffled=False)

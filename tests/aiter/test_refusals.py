@@ -261,7 +261,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[3])
 def test_unsupported_calls_are_refused(recorded_as, case):
-    refuses, spec, changes, sentence, *where = case
-    version, arch = (*where, *(NEWEST, "gfx942")[len(where) :])
+    refuses, spec, changes, sentence, *rest = case
+    version, arch = (*rest, *(NEWEST, "gfx942")[len(rest) :])
     recorded_as(version, arch)
     assert refuses(spec._replace(**changes), Device("cuda", rocm=True, arch=arch)) == sentence

@@ -24,7 +24,7 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-def by(operation, *arguments, family=None, **keywords):
+def run(operation, *arguments, family=None, **keywords):
     """Run an op in the aiter tier. Returns (outputs, kernel name, the call that reached aiter)."""
     del recorded.kernels.CALLS[:]
     with options.override(tiers={family or operation: "aiter"}, probe=False), ops.recording() as routes:
@@ -50,15 +50,15 @@ def test_attention(recorded_as, version, form):
     recorded_as(version)
     s_q, s_k = {"decode": (1, 9), "chunk": (3, 9), "sinks, one query": (1, 9)}.get(form, (9, 9))
     query, key = random(2, 4, s_q, 32), random(2, 2, s_k, 32, seed=1)
-    how = {"scale": 0.3, "causal": True, "mask": None, "window": None, "softcap": None, "sinks": None}
-    how["window"] = 3 if form == "window" else None
-    how["softcap"] = 2.0 if form == "softcap" else None
-    how["sinks"] = random(4, seed=2) if form.startswith("sinks") else None
+    settings = {"scale": 0.3, "causal": True, "mask": None, "window": None, "softcap": None, "sinks": None}
+    settings["window"] = 3 if form == "window" else None
+    settings["softcap"] = 2.0 if form == "softcap" else None
+    settings["sinks"] = random(4, seed=2) if form.startswith("sinks") else None
     if not served(version) and form != "softcap":
-        assert "has no mha_fwd" in refusal("attention", query, key, key, **how)
+        assert "has no mha_fwd" in refusal("attention", query, key, key, **settings)
         return
-    (output, _), name, call = by("attention", query, key, key, **how)
-    expected, _ = eager_attention(query.float(), key.float(), key.float(), **how)
+    (output, _), name, call = run("attention", query, key, key, **settings)
+    expected, _ = eager_attention(query.float(), key.float(), key.float(), **settings)
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
     has_sinks = Version(version) >= Version("0.1.10")
@@ -80,7 +80,7 @@ def test_flash_attn_func(recorded_as, version):
     recorded_as(version)
     query, key = random(2, 4, 9, 128), random(2, 2, 9, 128, seed=1)
     with options.override(tier="aiter", probe=False):
-        (output, _), name, call = by("attention", query, key, key, scale=0.1, causal=True)
+        (output, _), name, call = run("attention", query, key, key, scale=0.1, causal=True)
     assert name == "flash_attn_func" and call.arguments["window_size"] == (-1, -1)
     expected, _ = ops.attention(query.float(), key.float(), key.float(), scale=0.1, causal=True)
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
@@ -92,14 +92,14 @@ def test_decode_attention(recorded_as, version, sinks):
     recorded_as(version)
     query, key = random(2, 4, 1, 32), random(2, 2, 9, 32, seed=1)
     lengths = torch.tensor([3, 9], dtype=torch.int32)
-    how = {"scale": 0.3, "sinks": random(4, seed=2) if sinks else None}
+    settings = {"scale": 0.3, "sinks": random(4, seed=2) if sinks else None}
     if not served(version):
-        words = refusal("decode_attention", query, key, key, lengths, family="attention", **how)
+        words = refusal("decode_attention", query, key, key, lengths, family="attention", **settings)
         assert "has no mha_fwd" in words
         return
-    output, _, call = by("decode_attention", query, key, key, lengths, family="attention", **how)
+    output, _, call = run("decode_attention", query, key, key, lengths, family="attention", **settings)
     with options.override(tier="eager"):
-        expected = ops.decode_attention(query, key, key, lengths, **how)
+        expected = ops.decode_attention(query, key, key, lengths, **settings)
     torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
     assert "cu_seqlens_kv" in call.arguments and "sink_ptr" not in call.arguments
 
@@ -109,15 +109,15 @@ def test_decode_attention(recorded_as, version, sinks):
 def test_radeon_attention_is_served_from_the_first_release_that_supports_it(recorded_as, version, form):
     recorded_as(version, "gfx1100")
     query, key = random(2, 4, 1 if form == "decode" else 9, 32), random(2, 2, 9, 32, seed=1)
-    how = {"scale": 0.3, "causal": True, "mask": None, "window": 3 if form == "window" else None, "softcap": None}
-    how["sinks"] = random(4, seed=2) if form == "sinks" else None
+    settings = {"scale": 0.3, "causal": True, "mask": None, "window": 3 if form == "window" else None, "softcap": None}
+    settings["sinks"] = random(4, seed=2) if form == "sinks" else None
     if Version(version) < Version("0.1.19"):
-        words = refusal("attention", query, key, key, **how)
+        words = refusal("attention", query, key, key, **settings)
         assert f"aiter supports gfx1100 from 0.1.19 on, but this is amd-aiter {version}" in words
         return
-    (output, _), name, _ = by("attention", query, key, key, **how)
+    (output, _), name, _ = run("attention", query, key, key, **settings)
     assert name == "triton flash_attn_func"
-    expected, _ = eager_attention(query.float(), key.float(), key.float(), **how)
+    expected, _ = eager_attention(query.float(), key.float(), key.float(), **settings)
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
@@ -128,7 +128,7 @@ def test_linear(recorded_as, version):
     if not served(version):
         assert "has no gemm_a16w16" in refusal("linear", x, weight, bias)
         return
-    output, _, call = by("linear", x, weight, bias)
+    output, _, call = run("linear", x, weight, bias)
     torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.05)
     assert (call.arguments["bias"] is None) is (Version(version) < recorded.READS_SHUFFLED)
 
@@ -144,7 +144,7 @@ def test_shuffled_linear(recorded_as, version, arch):
     elif Version(version) < recorded.READS_SHUFFLED:
         assert "ignores that a weight is shuffled" in refusal("shuffled_linear", x, shuffled, bias, family="linear")
     else:
-        output, _, call = by("shuffled_linear", x, shuffled, bias, family="linear")
+        output, _, call = run("shuffled_linear", x, shuffled, bias, family="linear")
         torch.testing.assert_close(output, torch.nn.functional.linear(x, weight, bias), rtol=0.02, atol=0.05)
         assert call.arguments["B"].is_shuffled is True and not hasattr(shuffled.data, "is_shuffled")
 
@@ -156,15 +156,15 @@ def test_norms_are_served_or_refused_with_a_reason(recorded_as, version, one_plu
     recorded_as(version)
     x, residual, weight = random(2, 3, 16), random(2, 3, 16, seed=1), random(16, seed=2)
     operation, inputs = ("add_rms_norm", (x, residual)) if with_add else ("rms_norm", (x,))
-    how = {"eps": 1e-6, "one_plus": one_plus, "family": "rms_norm"}
+    settings = {"eps": 1e-6, "one_plus": one_plus, "family": "rms_norm"}
     if (one_plus and Version(version) < Version("0.1.17")) or (not served(version) and not with_add):
-        words = refusal(operation, *inputs, weight, **how)
+        words = refusal(operation, *inputs, weight, **settings)
         assert "has no argument `gemma_norm`" in words or "has no r" in words
         return
     if not served(version):
-        assert "has no rmsnorm2d_fwd_with_add" in refusal(operation, *inputs, weight, **how)
+        assert "has no rmsnorm2d_fwd_with_add" in refusal(operation, *inputs, weight, **settings)
         return
-    outputs, _, call = by(operation, *inputs, weight, **how)
+    outputs, _, call = run(operation, *inputs, weight, **settings)
     with options.override(tier="eager"):
         expected = getattr(ops, operation)(*inputs, weight, eps=1e-6, one_plus=one_plus)
     torch.testing.assert_close(outputs, expected, rtol=0.02, atol=0.02)
@@ -179,7 +179,7 @@ def test_act_and_mul(recorded_as, version, activation):
     if not served(version):
         assert f"has no {activation}_and_mul" in refusal("act_and_mul", x, activation=activation)
         return
-    output, _, _ = by("act_and_mul", x, activation=activation)
+    output, _, _ = run("act_and_mul", x, activation=activation)
     with options.override(tier="eager"):
         torch.testing.assert_close(output, ops.act_and_mul(x, activation=activation), rtol=0.02, atol=0.02)
 
@@ -191,7 +191,7 @@ def test_rope(recorded_as, version):
     if not served(version):
         assert "has no rope_cached_2c_fwd_impl" in refusal("rope", query, key, angles, angles)
         return
-    outputs, _, _ = by("rope", query, key, angles, angles)
+    outputs, _, _ = run("rope", query, key, angles, angles)
     with options.override(tier="eager"):
         expected = ops.rope(query, key, angles, angles)
     torch.testing.assert_close(outputs, expected, rtol=0.02, atol=0.05)
@@ -205,10 +205,10 @@ def test_the_recorded_wheel_is_the_installed_one(kernels):
     data = recorded.release(str(installed.version))
     for kind in ("operators", "functions"):
         for name in recorded.DATA[kind]:
-            look = "operator" if kind == "operators" else "function"
-            expected = getattr(data, look)(name)
+            attribute = "operator" if kind == "operators" else "function"
+            expected = getattr(data, attribute)(name)
             if expected is not None:
-                declared = getattr(installed, look)(name)
+                declared = getattr(installed, attribute)(name)
                 assert declared is not None and declared.arguments == expected.arguments, name
 
 

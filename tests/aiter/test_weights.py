@@ -35,10 +35,10 @@ def test_every_gemm_of_a_routed_model_runs_in_aiter(backend):
         with options.override(probe=False), ops.recording() as routes:
             actual = logits(model)
         assert_as_good_as_eager(actual, eager, logits(wide))
-        products = [route for route in routes if route.operation == "linear"]
-        assert {(route.tier, route.name) for route in products} == {("aiter", "gemm_a16w16")}
+        gemms = [route for route in routes if route.operation == "linear"]
+        assert {(route.tier, route.name) for route in gemms} == {("aiter", "gemm_a16w16")}
         # Two groups, o_proj and down_proj of each layer, and lm_head.
-        assert len(products) == 4 * LAYERS + 1
+        assert len(gemms) == 4 * LAYERS + 1
         with options.override(probe=False):
             assert f"routed × {7 * LAYERS + 1}: {backend}" in hf_rocm.explain(model).details()
     finally:
@@ -53,9 +53,9 @@ def test_a_release_that_ignores_shuffling_gets_no_shuffled_weight():
     with options.override(probe=False, preshuffle_threshold=0):
         hf_rocm.prepare(model, force=True, preshuffle="all", budget=1.0)
     try:
-        account = model.__dict__["_hf_rocm_report"]["preshuffle"]
-        assert not account["shuffled"] and account["bytes"] == 0
-        assert all("ignores that a weight is shuffled" in reason for reason in account["skipped"].values())
+        report = model.__dict__["_hf_rocm_report"]["preshuffle"]
+        assert not report["shuffled"] and report["bytes"] == 0
+        assert all("ignores that a weight is shuffled" in reason for reason in report["skipped"].values())
         assert "not shuffled × 9: amd-aiter" in hf_rocm.explain(model).details()
     finally:
         hf_rocm.restore(model)

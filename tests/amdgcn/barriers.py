@@ -14,7 +14,7 @@ from tests.amdgcn.implied import waited
 from tests.amdgcn.machine import Program
 
 
-def unwaited(program: Program) -> Iterator[tuple[int, int]]:
+def without_wait(program: Program) -> Iterator[tuple[int, int]]:
     """Yield (barrier, store) for every barrier that a path reaches from a store to LDS without a wait for the store."""
     counter = program.target.counters["lds"]
     seen = set[int]()

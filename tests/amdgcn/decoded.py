@@ -59,52 +59,52 @@ def compare(text: Sequence[str], binary: bytes, arch: str) -> int:
     (s_nop) is skipped, and only padding may follow the last instruction.
     """
     family = "cdna" if arch.startswith("gfx9") else "rdna3" if arch.startswith("gfx11") else "rdna4"
-    code, at = section(binary, b".text"), 0
+    code, offset = section(binary, b".text"), 0
     for line in text:
         mnemonic = line.split(None, 1)[0]
         if arch == "gfx90a" and mnemonic.startswith("v_mfma_"):
-            at = _matrix_of_gfx90a(line, mnemonic, code, at)
+            offset = _matrix_of_gfx90a(line, mnemonic, code, offset)
             continue
-        decoded = _decode(code, at, family)
+        decoded = _decode(code, offset, family)
         while _name(decoded) == "s_nop" != mnemonic:
-            at += decoded.size()
-            decoded = _decode(code, at, family)
-        _same(line, mnemonic, decoded, at)
-        at += decoded.size()
-    rest = code[at:]
+            offset += decoded.size()
+            decoded = _decode(code, offset, family)
+        _check_same(line, mnemonic, decoded, offset)
+        offset += decoded.size()
+    rest = code[offset:]
     for (word,) in struct.iter_unpack("<I", rest):
         if word not in _PADDING:
-            raise Mismatch(f"at {at:#x} the code object has more code than the text: {word:#x}")
+            raise Mismatch(f"at {offset:#x} the code object has more code than the text: {word:#x}")
     return len(text)
 
 
 def compare_once(text: Sequence[str], binary: bytes, arch: str, stamp: Path) -> None:
     """Compare, unless the decoder is missing or the stamp records an earlier comparison of the same files by the same
     code."""
-    wanted = hashlib.sha256("\n".join(text).encode() + binary + Path(__file__).read_bytes()).hexdigest()
-    if not available() or (stamp.exists() and stamp.read_text() == wanted):
+    digest = hashlib.sha256("\n".join(text).encode() + binary + Path(__file__).read_bytes()).hexdigest()
+    if not available() or (stamp.exists() and stamp.read_text() == digest):
         return
     compare(text, binary, arch)
     draft = stamp.with_suffix(f".draft{os.getpid()}")
-    draft.write_text(wanted)
+    draft.write_text(digest)
     draft.replace(stamp)
 
 
-def _matrix_of_gfx90a(line: str, mnemonic: str, code: bytes, at: int) -> int:
+def _matrix_of_gfx90a(line: str, mnemonic: str, code: bytes, offset: int) -> int:
     """Compare one of CDNA 2's matrix instructions, which the decoder mistakes for those of CDNA 3. Returns the next
     offset.
 
     Source of the opcodes and fields: AMD Instinct MI200 ISA, VOP3P-MAI.
     """
-    low, high = struct.unpack_from("<II", code, at)
+    low, high = struct.unpack_from("<II", code, offset)
     while low == _NOP:
-        at += 4
-        low, high = struct.unpack_from("<II", code, at)
+        offset += 4
+        low, high = struct.unpack_from("<II", code, offset)
     named = [number for _, number in _registers(line)]
     fields = {low & 0xFF, high & 0xFF, high >> 9 & 0xFF, high >> 18 & 0xFF}
     if low >> 23 != 0x1A7 or low >> 16 & 0x7F != _MATRIX_GFX90A.get(mnemonic) or not fields.issuperset(named):
-        raise Mismatch(f"at {at:#x} the text has {line!r}, the code {low:#010x} {high:#010x}")
-    return at + 8
+        raise Mismatch(f"at {offset:#x} the text has {line!r}, the code {low:#010x} {high:#010x}")
+    return offset + 8
 
 
 def section(binary: bytes, name: bytes) -> bytes:
@@ -119,12 +119,12 @@ def section(binary: bytes, name: bytes) -> bytes:
     raise Mismatch(f"the code object has no section {name.decode()}")
 
 
-def _decode(code: bytes, at: int, family: str) -> Any:
+def _decode(code: bytes, offset: int, family: str) -> Any:
     """Decode the instruction at an offset. RDNA's buffer instructions are decoded separately, because `decode_inst`
     does not try their encoding."""
     from tinygrad.renderer.amd import decode_inst
 
-    data = code[at : at + 20]
+    data = code[offset : offset + 20]
     try:
         return decode_inst(data, family)
     except (ValueError, AssertionError) as error:
@@ -133,11 +133,11 @@ def _decode(code: bytes, at: int, family: str) -> Any:
         elif family == "rdna4":
             from tinygrad.runtime.autogen.amd.rdna4.ins import VBUFFER as Buffer
         else:
-            raise Mismatch(f"no instruction at {at:#x}: {error}") from error
+            raise Mismatch(f"no instruction at {offset:#x}: {error}") from error
         encoding = dict(Buffer._fields)["encoding"]
         word = int.from_bytes(data[:4], "little")
         if len(data) < 8 or word >> 26 != encoding.default:
-            raise Mismatch(f"no instruction at {at:#x}: {error}") from error
+            raise Mismatch(f"no instruction at {offset:#x}: {error}") from error
         return Buffer.from_bytes(data)
 
 
@@ -147,20 +147,20 @@ def _name(decoded: Any) -> str:
     return str(decoded.op_name.lower())
 
 
-def _same(line: str, mnemonic: str, decoded: Any, at: int) -> None:
+def _check_same(line: str, mnemonic: str, decoded: Any, offset: int) -> None:
     expected = mnemonic
     if "::" in line:
         expected = f"{mnemonic} :: {line.split('::')[1].split()[0]}"
     expected = " :: ".join(_plain(part) for part in expected.split(" :: "))
     actual = " :: ".join(_plain(part) for part in _name(decoded).split(" :: "))
     if expected != actual:
-        raise Mismatch(f"at {at:#x} the text has {line!r}, the code {actual}")
+        raise Mismatch(f"at {offset:#x} the text has {line!r}, the code {actual}")
     named, coded = set(_registers(line)), set(_fields(decoded))
     if actual in _WRITES_SCALARS:
         named, coded = ({("s", number) for _, number in registers} for registers in (named, coded))
     missing = named - coded
     if missing:
-        raise Mismatch(f"at {at:#x} the text has {line!r}, the code {decoded!r} without {sorted(missing)}")
+        raise Mismatch(f"at {offset:#x} the text has {line!r}, the code {decoded!r} without {sorted(missing)}")
 
 
 def _plain(name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.amdgcn import barriers, decoded, sequences
 from tests.amdgcn.device import Gpu
-from tests.amdgcn.equivalent import Kept
+from tests.amdgcn.equivalent import RecordedLaunch
 from tests.amdgcn.kernarg import pack, scalar
 from tests.amdgcn.machine import Garbage, Memory, Program, Race, Rounding, launch
 from tests.amdgcn.machine.vector_memory import Contract
@@ -53,15 +53,15 @@ class Code:
         """
         if self.checked is self.program:
             return
-        for barrier, store in barriers.unwaited(self.program):
+        for barrier, store in barriers.without_wait(self.program):
             first, second = (f"{self.program.instructions[index].text!r} at {index}" for index in (store, barrier))
             raise Race(f"{first} of {self.name} may be in flight at {second}: some path has no wait between them")
         compiled = list(sequences.wrong(self.compiled))
-        left = Counter(why for _, why in compiled if why != sequences.DIVISION)
-        for index, why in compiled if self.program is self.compiled else sequences.wrong(self.program):
-            left[why] -= 1
-            if left[why] < 0:
-                raise Rounding(f"{self.program.instructions[index].text!r} at {index} of {self.name}: {why}")
+        left = Counter(reason for _, reason in compiled if reason != sequences.DIVISION)
+        for index, reason in compiled if self.program is self.compiled else sequences.wrong(self.program):
+            left[reason] -= 1
+            if left[reason] < 0:
+                raise Rounding(f"{self.program.instructions[index].text!r} at {index} of {self.name}: {reason}")
         self.checked = self.program
 
     def instructions(self) -> list[str]:
@@ -142,15 +142,15 @@ class Launcher:
         space.hide()
         waves = self.metadata.num_warps
         kernarg = pack(code.program, values, (x, y, z), waves * self.metadata.warp_size)
-        how = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED + code.launches}
+        settings = {"grid": (x, y, z), "waves": waves, "lds": self.metadata.shared, "seed": SEED + code.launches}
         code.launches += 1
         code.check_text()
         for keeper in KEEPERS:
-            keeper(code, space, kernarg, how)
-        report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **how)
+            keeper(code, space, kernarg, settings)
+        report = launch(code.program, kernarg=kernarg, memory=space.memory, limit=LIMIT, **settings)
         space.check_numbers(report.written)
         for watcher in WATCHERS:
-            watcher(code, report, how)
+            watcher(code, report, settings)
 
 
 # The seed of a compiled kernel's first launch. The seed increases with every launch, which varies the wave order and
@@ -164,21 +164,21 @@ WATCHERS: list[Watcher] = []
 KEEPERS: list[Callable[[Code, Space, bytes, dict[str, Any]], None]] = []
 
 
-def base(place: int, turn: int, size: int, start: int) -> int:
-    """The address for the storage with index `place` in a launch. No 32-bit offset leads from one storage into another.
+def base(index: int, turn: int, size: int, start: int) -> int:
+    """The address of the storage with this index in a launch. No 32-bit offset leads from one storage into another.
 
     All 48 bits of an address matter. Most of bits 47:32 are ones, and the others differ between storages, so that a
     lost address bit is detected. Every other storage, if it is larger than two pages, crosses a multiple of 2³², so
     that a lost carry is detected. The bits and the crossings vary with `turn`, the index of the launch. start: the
     storage's address on the CPU, for its alignment.
     """
-    high = 0xFFFF_0000_0000 - _PATTERNS[(place + turn) % len(_PATTERNS)]
-    across = -(size // 2 // _PAGE + 1) * _PAGE if (place + turn) % 2 else _PAGE
-    return high + across + start % _PAGE
+    high = 0xFFFF_0000_0000 - _PATTERNS[(index + turn) % len(_PATTERNS)]
+    page_offset = -(size // 2 // _PAGE + 1) * _PAGE if (index + turn) % 2 else _PAGE
+    return high + page_offset + start % _PAGE
 
 
 _CLEARED = [1 << bit for bit in range(33, 47)]
-_PATTERNS = [0, *_CLEARED, *(one | other for place, one in enumerate(_CLEARED) for other in _CLEARED[:place])]
+_PATTERNS = [0, *_CLEARED, *(one | other for index, one in enumerate(_CLEARED) for other in _CLEARED[:index])]
 
 
 class Space:
@@ -205,7 +205,7 @@ class Space:
         self.tensors.setdefault(start, []).append(tensor)
         return self.bases[start] + tensor.data_ptr() - start
 
-    def kept(self, kernarg: bytes, how: dict[str, Any]) -> Kept:
+    def recorded(self, kernarg: bytes, settings: dict[str, Any]) -> RecordedLaunch:
         """A copy of a launch's inputs."""
         buffers = []
         for start, tensors in self.tensors.items():
@@ -213,7 +213,7 @@ class Space:
                 buffer = self.memory.buffer_at(self.bases[start])
                 hidden = buffer.hidden_units[1][buffer.start : buffer.length] != 0 if buffer.hidden_units else None
                 buffers.append((self.bases[start], buffer.data.copy(), hidden, tensors[0].dtype))
-        return Kept(kernarg, tuple(buffers), self.memory.contract, how)
+        return RecordedLaunch(kernarg, tuple(buffers), self.memory.contract, settings)
 
     def check_numbers(self, written: Mapping[int, np.ndarray]) -> None:
         """Raise `Garbage` if a NaN was stored with bits that no operation produces. written: from a `Report`."""

@@ -30,7 +30,7 @@ _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1
 # Maximum launches per kind of bits, with different values in the lanes that differ.
 FILLS = 3
 # Maximum bytes of a recorded launch.
-_MOST = 1 << 22
+_MAX_BYTES = 1 << 22
 # Maximum instructions of a repeated launch.
 _LIMIT = 2_000_000
 # The faulty instruction may name a register beyond those of the original program.
@@ -40,13 +40,13 @@ _MEMORY = ("ds_", "global_", "buffer_", "scratch_", "s_load", "s_buffer")
 
 
 @dataclass(frozen=True)
-class Kept:
+class RecordedLaunch:
     """One recorded launch. buffers: address, bytes, hidden bytes or None, dtype of the elements."""
 
     kernarg: bytes
     buffers: tuple[tuple[int, np.ndarray, np.ndarray | None, Any], ...]
     contract: Any
-    how: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Kept:
 
     @property
     def worth_keeping(self) -> bool:
-        return self.size <= _MOST
+        return self.size <= _MAX_BYTES
 
     def outcome(self, program: Program, bits: str, seed: int) -> Any:
         """Repeat the launch and return the resulting memory, or the name of the error. bits: the key in `BITS` of the
@@ -69,7 +69,7 @@ class Kept:
                 memory.buffer_at(address).hide(hidden)
             copies.append(copy)
         try:
-            launch(program, kernarg=self.kernarg, memory=memory, **{**self.how, "limit": _LIMIT})
+            launch(program, kernarg=self.kernarg, memory=memory, **{**self.settings, "limit": _LIMIT})
         except MachineError as error:
             return type(error).__name__
         return tuple(copy.tobytes() for copy in copies)
@@ -103,7 +103,7 @@ BITS: dict[str, Callable[[np.ndarray, Any, np.random.Generator], None]] = {
 }
 
 
-def proof(whole: Program, changed: Program, index: int, launches: Sequence[Kept]) -> str | None:
+def proof(whole: Program, changed: Program, index: int, launches: Sequence[RecordedLaunch]) -> str | None:
     """Return the reason why a fault changes nothing, or None if there is no proof."""
     texts = whole.instructions[index].text, changed.instructions[index].text
     if texts[0].startswith("s_wait") and texts[1] == "s_nop 0":
@@ -136,19 +136,19 @@ class _Watched:
         self.differed: set[int] = set()
         self.random = np.random.default_rng(0)
 
-    def unharmed(self, launches: Sequence[Kept]) -> bool:
+    def unharmed(self, launches: Sequence[RecordedLaunch]) -> bool:
         """Whether all launches store the same bytes as without the fault, even if the registers in which the two
         instructions differ are filled with random values."""
         banks = {name: max(getattr(self.whole, name), getattr(self.changed, name)) for name in _BANKS}
         program = replace(self.whole, steps=tuple(self._steps()), **banks)
-        for seed, kept in enumerate(launches):
+        for seed, recorded in enumerate(launches):
             for bits in BITS:
-                before = kept.outcome(self.whole, bits, seed)
-                if kept.outcome(self.changed, bits, seed) != before:
+                before = recorded.outcome(self.whole, bits, seed)
+                if recorded.outcome(self.changed, bits, seed) != before:
                     return False
                 known = set(self.differed)
                 for _ in range(FILLS):
-                    if kept.outcome(program, bits, seed) != before:
+                    if recorded.outcome(program, bits, seed) != before:
                         return False
                     if not self.differed - known:
                         # Every register that differed had also differed in an earlier launch.
@@ -161,13 +161,13 @@ class _Watched:
 
     def _both(self, state: State) -> Any:
         before = self._snapshot(state)
-        where = self.whole.steps[self.index](state)
+        target = self.whole.steps[self.index](state)
         expected = self._snapshot(state)
         self._restore(state, before)
         self.changed.steps[self.index](state)
         actual = self._snapshot(state)
         self._restore(state, self._filled(expected, actual))
-        return where
+        return target
 
     def _snapshot(self, state: State) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return state.v[self.rows].copy(), state.s.copy(), state.scc.copy()
@@ -181,7 +181,7 @@ class _Watched:
         vectors, scalars, scc = (part.copy() for part in expected)
         other = expected[0] != actual[0]
         self.differed |= {row for row, any_ in zip(self.rows, other.any((1, 2)), strict=True) if any_}
-        vectors[other] = _anything(self.random, int(other.sum()))
+        vectors[other] = _random_bits(self.random, int(other.sum()))
         other = expected[1] != actual[1]
         self.differed |= {SCALAR + row for row in np.flatnonzero(other.any(1)).tolist()}
         # Change only the bits that differ, such as some lanes of a mask.
@@ -194,8 +194,8 @@ class _Watched:
         return vectors, scalars, scc
 
 
-_ODD = np.array([0, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000], np.uint32)
+_SPECIAL_BITS = np.array([0, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000], np.uint32)
 
 
-def _anything(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.where(rng.random(count) < 0.5, rng.choice(_ODD, count), rng.integers(0, 2**32, count, np.uint32))
+def _random_bits(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < 0.5, rng.choice(_SPECIAL_BITS, count), rng.integers(0, 2**32, count, np.uint32))

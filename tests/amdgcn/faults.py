@@ -23,7 +23,7 @@ import pytest
 
 from tests.amdgcn import driver, equivalent, mutate, suite
 from tests.amdgcn.driver import Code
-from tests.amdgcn.equivalent import Kept
+from tests.amdgcn.equivalent import RecordedLaunch
 from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
@@ -31,7 +31,7 @@ _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE
 # The number of cases of a variant that run before a fault counts as not detected.
 CASES = 40
 # The number of recorded launches per variant, for proofs.
-KEPT = 4
+LAUNCHES = 4
 # A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
 SLOWER = 4
 
@@ -67,10 +67,10 @@ class Faults:
         self.reached: dict[str, set[int]] = {}
         self.executed: dict[str, int] = {}
         self.cases: dict[str, dict[int, int]] = {}  # variant: {case: number of executed instructions}
-        self.kept: dict[str, list[Kept]] = {}
+        self.launches: dict[str, list[RecordedLaunch]] = {}
         self.current = 0
 
-    def watch(self, code: Code, report: Any, how: dict[str, Any]) -> None:
+    def watch(self, code: Code, report: Any, settings: dict[str, Any]) -> None:
         """Record a launch without a fault. Called after every such launch."""
         self.codes[code.key] = code
         self.reached.setdefault(code.key, set()).update(report.reached)
@@ -78,25 +78,25 @@ class Faults:
         cases = self.cases.setdefault(code.key, {})
         cases[self.current] = cases.get(self.current, 0) + report.instructions
 
-    def keep(self, code: Code, space: driver.Space, kernarg: bytes, how: dict[str, Any]) -> None:
+    def keep(self, code: Code, space: driver.Space, kernarg: bytes, settings: dict[str, Any]) -> None:
         """Record the inputs of a launch without a fault, for proofs. Called before every such launch."""
-        launches = self.kept.setdefault(code.key, [])
-        if len(launches) < KEPT:
-            kept = space.kept(kernarg, how)
-            if kept.worth_keeping:
-                launches.append(kept)
+        launches = self.launches.setdefault(code.key, [])
+        if len(launches) < LAUNCHES:
+            recorded = space.recorded(kernarg, settings)
+            if recorded.worth_keeping:
+                launches.append(recorded)
 
     def survey(self) -> list[str]:
         """Run every case without faults. Returns the names of the cases that fail; they are excluded."""
-        good = []
+        passing = []
         with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
             for number in range(len(self.items)):
                 self.current = number
                 if self._failure(number) is None:
-                    good.append(number)
+                    passing.append(number)
         for key, cases in list(self.cases.items()):
-            self.cases[key] = {case: count for case, count in cases.items() if case in good}
-        return [item.nodeid for number, item in enumerate(self.items) if number not in good]
+            self.cases[key] = {case: count for case, count in cases.items() if case in passing}
+        return [item.nodeid for number, item in enumerate(self.items) if number not in passing]
 
     def plant(self, count: int) -> Iterator[Planted]:
         """Plant `count` faults, taking the kernels in turn."""
@@ -107,9 +107,9 @@ class Faults:
         names = sorted(kernels)
         for number in range(count):
             key = self.random.choice(kernels[names[number % len(names)]])
-            yield self._one(self.codes[key])
+            yield self._plant_one(self.codes[key])
 
-    def _one(self, code: Code) -> Planted:
+    def _plant_one(self, code: Code) -> Planted:
         texts = code.instructions()
         whole = code.program
         for fault in mutate.drawn(texts, sorted(self.reached[code.key]), self.random):
@@ -118,7 +118,7 @@ class Faults:
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
                 # The fault is not valid assembly.
                 continue
-            return self._tried(code, fault, changed)
+            return self._try(code, fault, changed)
         raise AssertionError("drawn() is endless")
 
     def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
@@ -132,7 +132,7 @@ class Faults:
             _, key, index = min(places)
             fault = mutate.Fault(index, fault["kind"], fault["before"], fault["after"])
             code = self.codes[key]
-            yield self._tried(code, fault, code.program.with_instruction(index, fault.after))
+            yield self._try(code, fault, code.program.with_instruction(index, fault.after))
 
     def _places(self, fault: Mapping[str, Any]) -> list[tuple[tuple[bool, int], str, int]]:
         """Return (distance, variant, index) for every instruction in which the fault can be planted."""
@@ -145,7 +145,7 @@ class Faults:
                         places.append(((key != fault.get("form"), distance), key, index))
         return places
 
-    def _tried(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
+    def _try(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
         """Run up to `CASES` cases of a variant with a fault, until one fails."""
         whole = code.program
         detected, ran = None, 0
@@ -161,10 +161,10 @@ class Faults:
                     break
         finally:
             code.program, driver.LIMIT = whole, driver.DEFAULT_LIMIT
-        why = equivalent.proof(whole, changed, fault.index, self.kept[code.key]) if detected is None else None
+        proof = equivalent.proof(whole, changed, fault.index, self.launches[code.key]) if detected is None else None
         kind = (fault.kind, fault.index, fault.before, fault.after)
         names = tuple(self.items[case].nodeid for case in order[: min(ran, 3)])
-        return Planted(code.arch, code.name, code.key, *kind, detected, ran, names, why)
+        return Planted(code.arch, code.name, code.key, *kind, detected, ran, names, proof)
 
     def _failure(self, case: int) -> str | None:
         item = self.items[case]
@@ -181,14 +181,14 @@ def run(session: pytest.Session, path: Path) -> None:
     for name in faults.survey():
         if terminal is not None:
             terminal.write_line(f"{name} fails without a fault")
-    known, count = (session.config.getoption(f"--machine-code-{name}") for name in ("again", "faults"))
-    again = [] if known is None else json.loads(known.read_text(encoding="utf-8"))
-    for fault in faults.plant(count) if known is None else faults.again(again):
+    earlier, count = (session.config.getoption(f"--machine-code-{name}") for name in ("again", "faults"))
+    again = [] if earlier is None else json.loads(earlier.read_text(encoding="utf-8"))
+    for fault in faults.plant(count) if earlier is None else faults.again(again):
         planted.append(fault)
         if terminal is not None:
             outcome = "detected" if fault.detected else "no change" if fault.proof else "NOT DETECTED"
-            where = "" if fault.detected or fault.proof else f"  in {', '.join(fault.names)}"
-            terminal.write_line(f"{outcome}  {fault.kernel}  {fault.before} -> {fault.after}{where}")
+            names = "" if fault.detected or fault.proof else f"  in {', '.join(fault.names)}"
+            terminal.write_line(f"{outcome}  {fault.kernel}  {fault.before} -> {fault.after}{names}")
         path.write_text(json.dumps([asdict(fault) for fault in planted], indent=1))
     if terminal is not None:
         missed = sum(fault.detected is None and fault.proof is None for fault in planted)

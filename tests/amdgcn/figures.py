@@ -89,9 +89,9 @@ class Figures:
     programs: int
     requested: int
     needed: int
-    flight_of_a_wave: int
-    flight_of_a_unit: float
-    flight_needed: float
+    in_flight_per_wave: int
+    in_flight_per_unit: float
+    in_flight_needed: float
 
 
 def in_flight(instructions: list[str], arch: str) -> int:
@@ -101,23 +101,23 @@ def in_flight(instructions: list[str], arch: str) -> int:
     The instructions are read in the order of the text. A wait for all but n operations leaves the last n in flight.
     """
     lanes = 64 if arch.startswith("gfx9") else 32
-    flying: deque[int] = deque()
-    most = 0
+    in_flight_bytes: deque[int] = deque()
+    maximum = 0
     for text in instructions:
         if match := _ACCESS.match(text):
             if match[1] == "load":
-                flying.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
+                in_flight_bytes.append(lanes * _BYTES[match[2].removeprefix("d16_").removeprefix("hi_").split("_")[0]])
             elif lanes == 64:
                 # On CDNA, stores use the same counter.
-                flying.append(0)
-            most = max(most, sum(flying))
+                in_flight_bytes.append(0)
+            maximum = max(maximum, sum(in_flight_bytes))
         elif match := _WAIT.match(text):
             left = int(match[1] or match[2], 0)
             if not match[1] and "dscnt" in text:
                 left >>= 8
-            while len(flying) > left:
-                flying.popleft()
-    return most
+            while len(in_flight_bytes) > left:
+                in_flight_bytes.popleft()
+    return maximum
 
 
 def measure(case: Case, arch: str) -> list[Figures]:
@@ -126,19 +126,19 @@ def measure(case: Case, arch: str) -> list[Figures]:
 
     memory, out = MEMORIES[arch], list[Figures]()
 
-    def watch(code: Any, report: Any, how: dict[str, Any]) -> None:
-        x, y, z = how["grid"]
-        warps, lds = how["waves"], how["lds"]
-        vgprs = _noted(code.text, r"\.vgpr_count:\s*(\d+)")
-        by_registers = _noted(code.text, r"; Occupancy: (\d+)")
+    def watch(code: Any, report: Any, settings: dict[str, Any]) -> None:
+        x, y, z = settings["grid"]
+        warps, lds = settings["waves"], settings["lds"]
+        vgprs = _number_in(code.text, r"\.vgpr_count:\s*(\d+)")
+        by_registers = _number_in(code.text, r"; Occupancy: (\d+)")
         groups = memory.lds // lds if lds else 1 << 30
         by_lds = min(memory.waves, groups * warps // memory.simds)
         programs = round(x * y * z * case.larger)
         wave = in_flight(code.instructions(), arch)
         resident = min(by_registers, by_lds) * memory.simds
         # bytes that several programs request, such as x of a GEMM, are read from memory once
-        once = report.bytes_needed / max(1, report.bytes_requested)
-        unit = wave * once * min(resident, warps * programs / memory.units)
+        needed_share = report.bytes_needed / max(1, report.bytes_requested)
+        unit = wave * needed_share * min(resident, warps * programs / memory.units)
         figures = (warps, vgprs, lds, by_registers, by_lds, programs, report.bytes_requested, report.bytes_needed)
         out.append(Figures(case.name, code.name, arch, *figures, wave, unit, memory.needed()))
 
@@ -194,13 +194,13 @@ def cases() -> list[Case]:
     ]
 
 
-def _noted(text: str, pattern: str) -> int:
+def _number_in(text: str, pattern: str) -> int:
     match = re.search(pattern, text)
     assert match is not None, pattern
     return int(match[1])
 
 
-def of(arch: str) -> list[Figures]:
+def figures_of(arch: str) -> list[Figures]:
     """Run all cases on one architecture in this process."""
     from tests.amdgcn.device import GPUS
     from tests.amdgcn.driver import presented
@@ -217,7 +217,7 @@ def table(rows: list[Figures]) -> str:
     for row in rows:
         ratio = f"{row.requested / row.needed:.2f}" if row.needed else "–"
         waves = f"{row.waves_by_registers}, {row.waves_by_lds}"
-        flight = f"{row.flight_of_a_unit / 1000:.1f} kB | {row.flight_needed / 1000:.1f} kB"
+        flight = f"{row.in_flight_per_unit / 1000:.1f} kB | {row.in_flight_needed / 1000:.1f} kB"
         cells = (row.case, row.kernel, row.arch, row.warps, row.vgprs, row.lds, waves, row.programs)
         lines.append(f"| {' | '.join(map(str, (*cells, ratio, flight)))} |")
     return "\n".join(lines)
@@ -225,7 +225,7 @@ def table(rows: list[Figures]) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--one"]:
-        print(json.dumps([asdict(figures) for figures in of(arguments[1])]))
+        print(json.dumps([asdict(figures) for figures in figures_of(arguments[1])]))
         return 0
     rows = list[Figures]()
     # One process per architecture, because Triton caches compiled kernels.

@@ -17,7 +17,7 @@ Flight = frozenset[int]
 
 
 def waited(program: Program, index: int) -> list[tuple[str, int]]:
-    """The (counter, remaining operations) of a wait; empty for any other instruction."""
+    """The (counter, remaining operations) pairs of a wait; empty for any other instruction."""
     return limits(Compiling(program.instructions[index], program.target, None, index)) or []
 
 
@@ -35,39 +35,39 @@ def counter(program: Program, index: int) -> str | None:
 
 def implied(program: Program, index: int) -> str | None:
     """Return the reason why the wait at this index has no effect, or None if there is no proof."""
-    flying = _in_flight(program).get(index)
-    if flying is None:
+    in_flight = _in_flight(program).get(index)
+    if in_flight is None:
         return None
-    open_ = {name: left for name, left in waited(program, index) if _of(program, flying, name)}
-    if not open_:
+    pending = {name: left for name, left in waited(program, index) if _counted_by(program, in_flight, name)}
+    if not pending:
         return "no operation that it waits for can be in flight"
-    awaited = [operation for name in open_ for operation in _of(program, flying, name)]
+    awaited = [operation for name in pending for operation in _counted_by(program, in_flight, name)]
     registers = frozenset[int]().union(*(flow.writes(program.instructions[operation]) for operation in awaited))
     # Counter → number of operations issued after the wait.
-    issued = dict.fromkeys(open_, 0)
+    issued = dict.fromkeys(pending, 0)
     unordered = {counter(program, operation) for operation in awaited if _scalar(program, operation)}
-    for place in range(index + 1, len(program.instructions)):
-        instruction = program.instructions[place]
+    for later in range(index + 1, len(program.instructions)):
+        instruction = program.instructions[later]
         if instruction.mnemonic.startswith("s_wait"):
-            for name, left in waited(program, place):
-                if name in open_ and (left == 0 or (name not in unordered and left - issued[name] <= open_[name])):
-                    del open_[name]
-            if not open_:
+            for name, left in waited(program, later):
+                if name in pending and (left == 0 or (name not in unordered and left - issued[name] <= pending[name])):
+                    del pending[name]
+            if not pending:
                 return "a later wait completes the same operations before their results are read"
             continue
         if instruction.mnemonic.startswith(("s_barrier", "s_branch", "s_cbranch", "s_endpgm", "s_setpc", "s_swappc")):
             return None
         if not registers.isdisjoint(flow.reads(instruction) | flow.writes(instruction)):
             return None
-        name = counter(program, place)
+        name = counter(program, later)
         if name in issued:
             issued[name] += 1
-            unordered |= {name} if _scalar(program, place) else set()
+            unordered |= {name} if _scalar(program, later) else set()
     return None
 
 
-def _of(program: Program, flying: Flight, name: str) -> list[int]:
-    return [operation for operation in flying if counter(program, operation) == name]
+def _counted_by(program: Program, in_flight: Flight, name: str) -> list[int]:
+    return [operation for operation in in_flight if counter(program, operation) == name]
 
 
 def _scalar(program: Program, index: int) -> bool:
@@ -80,13 +80,13 @@ def _in_flight(program: Program) -> dict[int, Flight]:
     before: dict[int, Flight] = {}
     left: list[tuple[int, Flight]] = [(0, frozenset()), (program.source.entry, frozenset())]
     while left:
-        index, flying = left.pop()
+        index, in_flight = left.pop()
         known = before.get(index)
-        if known is not None and flying <= known:
+        if known is not None and in_flight <= known:
             continue
-        before[index] = flying = flying | (known or frozenset())
+        before[index] = in_flight = in_flight | (known or frozenset())
         ended = {name for name, count in waited(program, index) if count == 0}
-        after = frozenset(operation for operation in flying if counter(program, operation) not in ended)
+        after = frozenset(operation for operation in in_flight if counter(program, operation) not in ended)
         if counter(program, index):
             after |= {index}
         left += [(operation, after) for operation in flow.followers(program, index)]

@@ -20,7 +20,7 @@ each_architecture = pytest.mark.parametrize("arch", STORE)
 
 
 def found(arch, *lines):
-    return list(barriers.unwaited(one.program(arch, list(lines))))
+    return list(barriers.without_wait(one.program(arch, list(lines))))
 
 
 @each_architecture

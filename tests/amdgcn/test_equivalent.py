@@ -36,7 +36,7 @@ def proof(index, after, bound="8"):
     whole = one.program(ARCH, [line.format(bound=bound) for line in waits])
     data = np.zeros(256, np.uint8)
     kernarg = struct.pack("<Qi", ADDRESS, 8)
-    kept = equivalent.Kept(
+    kept = equivalent.RecordedLaunch(
         kernarg, ((ADDRESS, data, None, torch.int32),), None, {"grid": (1, 1, 1), "waves": 1, "lds": 0}
     )
     return equivalent.proof(whole, whole.with_instruction(index, after), index, [kept])

@@ -82,7 +82,7 @@ def test_the_total_is_the_last_line_and_determines_the_result(
 def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
     """The test files of each suite."""
     environment = lib.environments.Environment(Path("nowhere"))
-    names = [lib.environments.NEWEST, *lib.testing.APART, *lib.environments.RUNNABLE[-2::-1]]
+    names = [lib.environments.NEWEST, *lib.testing.SEPARATE, *lib.environments.RUNNABLE[-2::-1]]
     files = {}
     for suite in lib.testing.plan(dict.fromkeys(names, environment), [], quick=quick):
         words = [word for word in suite.arguments if word not in ("-m", "not slow")]

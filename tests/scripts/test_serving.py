@@ -31,7 +31,7 @@ def test_the_stock_side_is_unchanged_and_the_other_side_runs_flash_attention(lib
         outcome = lib.measure(torch.device("cpu"), load, lambda side: routes.clear() if side == "stock" else None)
     assert {route.operation for route in routes if "attention" in route.operation} == {"varlen_attention"}
     assert outcome.same == 1.0 and not outcome.wrong and outcome.prepared.tokens == 12
-    assert "flash_attention_2" in outcome.prepared.how and "times stock" in lib.table(outcome)
+    assert "flash_attention_2" in outcome.prepared.detail and "times stock" in lib.table(outcome)
 
 
 def test_wrong_tokens_are_detected(lib, monkeypatch):

@@ -79,7 +79,7 @@ def lib(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def settings(lib: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Settings of a pass over `TESTS` that does not need transformers."""
-    monkeypatch.setattr(lib.passes, "_show_sources", lambda settings: None)
+    monkeypatch.setattr(lib.passes, "_link_sources", lambda settings: None)
     monkeypatch.setattr(lib.passes, "GRACE", 10.0)
     file = tmp_path / "tree" / "tests" / "models" / "llama" / "test_modeling_llama.py"
     file.parent.mkdir(parents=True)

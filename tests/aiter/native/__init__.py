@@ -2,7 +2,7 @@
 
 They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
 lose a gradient, so that a wrong call fails. The environment variable `STANDIN_BROKEN` contains the path of a file. If
-this file contains `name:how`, the kernel `name` fails in the way `how`, for example `nan` or `crash`.
+this file contains `name:fault`, the kernel `name` has this fault, for example `nan` or `crash`.
 """
 
 from __future__ import annotations

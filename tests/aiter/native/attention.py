@@ -28,24 +28,24 @@ def attend(
 
     Returns (output, log-sum-exp [B, H, S_q]).
     """
-    how = broken(name)
+    fault = broken(name)
     s_q, s_k, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if causal:
         right = 0
-    if how == "window" and left >= 0:
+    if fault == "window" and left >= 0:
         left += 1
     k, v = k.repeat_interleave(groups, dim=2).float(), v.repeat_interleave(groups, dim=2).float()
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), k) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)
-    row = torch.arange(s_q)[:, None] + (0 if how == "top_left" else s_k - s_q)
+    row = torch.arange(s_q)[:, None] + (0 if fault == "top_left" else s_k - s_q)
     column = torch.arange(s_k)[None, :]
     seen = torch.ones(s_q, s_k, dtype=torch.bool)
     if left >= 0:
         seen &= column >= row - left
     if right >= 0:
         seen &= column <= row + right
-    if ends is not None and how != "unwritten":
+    if ends is not None and fault != "unwritten":
         need(
             ends.dtype == torch.int32 and len(ends) == len(q) + 1,
             "the running sum of the lengths must be int32 with one entry more than there are rows",
@@ -55,7 +55,7 @@ def attend(
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     lse = torch.logsumexp(scores, -1)
-    return torch.einsum("bhij,bjhd->bihd", weights, v).to(q.dtype), lse + 100 if how == "no_lse" else lse
+    return torch.einsum("bhij,bjhd->bihd", weights, v).to(q.dtype), lse + 100 if fault == "no_lse" else lse
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:

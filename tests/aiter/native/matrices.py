@@ -28,7 +28,7 @@ def _and_mul(out: Tensor, input: Tensor, activation: Any) -> None:
     )
     need(
         input.shape[1] == 2 * out.shape[1] and out.shape[1] % 8 == 0,
-        "the input must be [gate | up], and the width of both a multiple of 8",
+        "the input must be [gate | up], and the width of both must be a multiple of 8",
     )
     gate, up = input.float().chunk(2, -1)
     out.copy_(activation(gate) * up)
@@ -95,12 +95,12 @@ def rope_cached_2c_fwd_impl(
     need(cos.shape == (input_x.shape[0], 1, 1, r), "angles must have the shape [s, 1, 1, d]")
     for source, target in ((input_x, output_x), (input_y, output_y)):
         need(source.stride(-1) == target.stride(-1) == 1, "the last dim must be dense")
-        turning = source[..., :r].float()
+        part = source[..., :r].float()
         if rotate_style == 0:
-            crossed = torch.cat((-turning[..., r // 2 :], turning[..., : r // 2]), -1)
+            rotated = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), -1)
         else:
-            crossed = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
-        target[..., :r] = turning * cos.float() + crossed * sin.float()
+            rotated = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        target[..., :r] = part * cos.float() + rotated * sin.float()
         target[..., r:] = source[..., r:]
 
 

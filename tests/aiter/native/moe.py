@@ -35,10 +35,10 @@ def moe_sorting_fwd(
         while pairs:
             part, pairs = pairs[:unit_size], pairs[unit_size:]
             sorted_expert_ids[block] = expert
-            for place in range(unit_size):
-                token, slot = part[place] if place < len(part) else (tokens, top)
+            for index in range(unit_size):
+                token, slot = part[index] if index < len(part) else (tokens, top)
                 sorted_token_ids[row] = token | slot << SLOT
-                sorted_weights[row] = topk_weights[token, slot] if place < len(part) else 0.0
+                sorted_weights[row] = topk_weights[token, slot] if index < len(part) else 0.0
                 row += 1
             block += 1
     num_valid_ids[0], num_valid_ids[1] = row, tokens

@@ -34,8 +34,8 @@ def need(condition: object, sentence: str) -> None:
 
 def broken(name: str) -> str | None:
     file = os.environ.get("STANDIN_BROKEN")
-    wanted, _, how = (Path(file).read_text() if file else "").partition(":")
-    return how if wanted == name else None
+    kernel, _, fault = (Path(file).read_text() if file else "").partition(":")
+    return fault if kernel == name else None
 
 
 def leaf(function: Any) -> Any:
@@ -43,7 +43,7 @@ def leaf(function: Any) -> Any:
     name = function.__name__
 
     @functools.wraps(function)
-    def called(*positional: Any, **keywords: Any) -> Any:
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         arguments = {**dict(zip(names, positional, strict=False)), **keywords}
         tensors = [argument for argument in arguments.values() if isinstance(argument, Tensor)]
@@ -60,19 +60,19 @@ def leaf(function: Any) -> Any:
         return result
 
     # aiter does not compare the signatures of functions whose docstring starts like this.
-    called.__doc__ = "Members:"
-    return called
+    wrapper.__doc__ = "Members:"
+    return wrapper
 
 
 def _misbehave(name: str) -> None:
-    how = broken(name)
-    if how == "raise":
+    fault = broken(name)
+    if fault == "raise":
         raise RuntimeError("hipErrorLaunchFailure")
-    if how == "hang":
+    if fault == "hang":
         time.sleep(3600)
-    if how == "crash":
+    if fault == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "build":
+    if fault == "build":
         raise SystemExit("[aiter] build failed !!!!!!")
 
 

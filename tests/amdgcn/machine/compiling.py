@@ -65,8 +65,8 @@ class Compiling:
     def has(self, name: str) -> bool:
         return name in self.instruction.modifiers
 
-    def refuse(self, why: str) -> UnknownInstruction:
-        return UnknownInstruction(f"{self.instruction.text!r} on {self.target.name}: {why}")
+    def refuse(self, reason: str) -> UnknownInstruction:
+        return UnknownInstruction(f"{self.instruction.text!r} on {self.target.name}: {reason}")
 
     def finish(self) -> None:
         """Raise `UnknownInstruction` if a modifier was not read."""

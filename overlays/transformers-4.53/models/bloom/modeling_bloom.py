@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.bloom.modeling_bloom, 4.53 and up.
 
 Served: attention with ALiBi, whose bias is added to the mask. Stock implements only `eager`. LayerNorm, the MLP,
-which has no gate, and the sliced product of `slow_but_exact` stay stock, as do calls that pass a head mask or request
+which has no gate, and the sliced GEMM of `slow_but_exact` stay stock, as do calls that pass a head mask or request
 attention weights.
 """
 
@@ -21,7 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(BloomAttention)
     def bloom_attention(self, stock, hidden_states, residual, alibi, attention_mask, *more, **kwargs):
-        extra_reason = _what_stays(self, more)
+        extra_reason = _refusal(self, more)
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):
@@ -37,7 +37,7 @@ if overlay is not None and overlay.wanted(__name__):
         output = dropout_add(self.dense(output.flatten(2)), residual, self.hidden_dropout, self.training)
         return (output, cache) if with_cache else (output, None)
 
-    def _what_stays(self, more):
+    def _refusal(self, more):
         if self.pretraining_tp > 1 and self.slow_but_exact:
             return "the sliced output (slow_but_exact) stays stock"
         return "the call has extra positional arguments" if more else None

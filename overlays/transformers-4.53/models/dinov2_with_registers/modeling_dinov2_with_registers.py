@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     # before 4.56, attention and layers return tuples, with the attention weights only on request; from 4.56 on,
     # attention returns a pair, and layers return a tensor
-    alone = layers.before("4.56")
+    old_outputs = layers.before("4.56")
 
     @overlay.replaces(Dinov2WithRegistersSwiGLUFFN)
     def dinov2_with_registers_mlp(self, stock, hidden_state):
@@ -34,13 +34,13 @@ if overlay is not None and overlay.wanted(__name__):
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         key, value, seen = layers.visible_keys(self, query, key, value, None, kwargs)
         output, weights = ops.attention(query, key, value, scale=self.scaling, **seen)
-        return (output.flatten(2),) if alone else (output.flatten(2), weights)
+        return (output.flatten(2),) if old_outputs else (output.flatten(2), weights)
 
     @overlay.replaces(Dinov2WithRegistersLayer)
     def dinov2_with_registers_layer(self, stock, hidden_states, *args, **kwargs):
         attended = self.attention(self.norm1(hidden_states), *args, **kwargs)
-        output = attended[0] if alone else attended
+        output = attended[0] if old_outputs else attended
         output = self.drop_path(self.layer_scale1(output))
         normed, total = layers.norm_and_sum(self.norm2, output, hidden_states)
         output = self.drop_path(self.layer_scale2(self.mlp(normed))) + total
-        return (output, *attended[1:]) if alone else output
+        return (output, *attended[1:]) if old_outputs else output

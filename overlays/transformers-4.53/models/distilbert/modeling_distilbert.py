@@ -23,7 +23,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(DistilBertSdpaAttention, fuses=("q_lin", "k_lin", "v_lin"))
     def distilbert_attention(self, stock, query, key, value, mask, *more, **kwargs):
-        extra_reason = _what_stays(self, query, key, value, more)
+        extra_reason = _refusal(self, query, key, value, more)
         if layers.fallback_reason(self, mask, kwargs, dropout=self.dropout_prob, extra_reason=extra_reason):
             return stock(self, query, key, value, mask, *more, **kwargs)
         names = ("q_lin", "k_lin", "v_lin")
@@ -32,7 +32,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
         return (self.out_lin(output.flatten(2)),)
 
-    def _what_stays(self, query, key, value, more):
+    def _refusal(self, query, key, value, more):
         if query is not key or key is not value:
             return "calls with different inputs for queries, keys and values stay stock"
         if self.pruned_heads or any(value is not None and value is not False for value in more):

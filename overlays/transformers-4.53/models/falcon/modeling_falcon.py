@@ -19,14 +19,14 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(FalconAttention)
     def falcon_attention(self, stock, hidden_states, *more, **kwargs):
-        mask, cache, extra_reason = kwargs.get("attention_mask"), kwargs.get("layer_past"), _what_stays(more, kwargs)
+        mask, cache, extra_reason = kwargs.get("attention_mask"), kwargs.get("layer_past"), _refusal(more, kwargs)
         if layers.fallback_reason(self, mask, kwargs, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         parts = self._split_heads(self.query_key_value(hidden_states))
         query, key, value = (part.transpose(1, 2) for part in parts)  # [B, H | Hkv, S, D]
         query, key = layers.rotate(apply_rotary_pos_emb, query, key, kwargs["position_embeddings"])
         key, value = layers.update_cache(self, key, value, cache, kwargs, kwargs["position_embeddings"])
-        # In this architecture, stock expands the heads before it caches them.
+        # In the new architecture, stock expands the heads before it caches them.
         if self.new_decoder_architecture:
             groups = self.num_heads // self.num_kv_heads
             key, value = key[:, ::groups], value[:, ::groups]
@@ -34,7 +34,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, _ = ops.attention(query, key, value, scale=self.head_dim**-0.5, **seen)
         return self.dense(output.flatten(2)), cache if with_cache else None
 
-    def _what_stays(more, kwargs):
+    def _refusal(more, kwargs):
         if kwargs.get("alibi") is not None:
             return "ALiBi stays stock"
         return "the call has extra positional arguments" if more else None

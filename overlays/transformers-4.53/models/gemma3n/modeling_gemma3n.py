@@ -28,8 +28,10 @@ if overlay is not None and overlay.wanted(__name__):
     def gemma3n_attention(
         self, stock, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
     ):
-        old = self.is_kv_shared_layer and keys_in_cache
-        extra_reason = "layers that reuse another layer's keys stay stock before transformers 4.56" if old else None
+        reads_cache = self.is_kv_shared_layer and keys_in_cache
+        extra_reason = (
+            "layers that reuse another layer's keys stay stock before transformers 4.56" if reads_cache else None
+        )
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):
@@ -37,7 +39,7 @@ if overlay is not None and overlay.wanted(__name__):
         shared = _shared(past_key_values, kwargs)
         if self.is_kv_shared_layer and shared is not None:
             (query,) = layers.split_heads((self.q_proj(hidden_states),), self.config.head_dim)
-            key, value = shared[_place(self, "kv_shared_layer_index")]
+            key, value = shared[_shared_key(self, "kv_shared_layer_index")]
         else:
             query, key, value = layers.heads(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, H | Hkv, S, D]
             key, value = apply_rotary_pos_emb(self.k_norm(key), *position_embeddings), self.v_norm(value)
@@ -45,7 +47,7 @@ if overlay is not None and overlay.wanted(__name__):
                 key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
         query = apply_rotary_pos_emb(self.q_norm(query), *position_embeddings)
         if shared is not None and self.store_full_length_kv:
-            shared[_place(self, "layer_idx")] = key, value
+            shared[_shared_key(self, "layer_idx")] = key, value
         window = self.sliding_window
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs, window=window)
         output, weights = ops.attention(query, key, value, scale=getattr(self, "scaling", 1.0), **seen)
@@ -63,8 +65,8 @@ if overlay is not None and overlay.wanted(__name__):
             cache.shared_layers = {}
         return cache.shared_layers
 
-    def _place(self, number):
-        return getattr(self, number) if hasattr(self, "kv_shared_layer_index") else self.layer_type
+    def _shared_key(self, attribute):
+        return getattr(self, attribute) if hasattr(self, "kv_shared_layer_index") else self.layer_type
 
     gated = layers.GatedMLP()
 

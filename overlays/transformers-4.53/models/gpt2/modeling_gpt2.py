@@ -17,7 +17,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(GPT2Attention)
     def gpt2_attention(self, stock, hidden_states, past_key_values=None, *more, **kwargs):
-        mask, extra_reason = kwargs.get("attention_mask"), _what_stays(more, kwargs)
+        mask, extra_reason = kwargs.get("attention_mask"), _refusal(more, kwargs)
         if layers.fallback_reason(
             self, mask, kwargs, dropout=self.training and self.attn_dropout.p, extra_reason=extra_reason
         ):
@@ -31,7 +31,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, _ = ops.attention(query, key, value, scale=getattr(self, "scaling", self.head_dim**-0.5), **seen)
         return self.resid_dropout(self.c_proj(output.flatten(2))), None
 
-    def _what_stays(more, kwargs):
+    def _refusal(more, kwargs):
         if kwargs.get("encoder_hidden_states") is not None:
             return "cross-attention stays stock"
         return "the call has extra positional arguments" if more else None

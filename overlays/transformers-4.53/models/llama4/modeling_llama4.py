@@ -46,7 +46,7 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """Scale a query by position. query: [B, S, H, D]; positions: [S]; None: after the cached tokens."""
+        """Scale a query by position. query: [B, S, H, D]; positions: [S], or None for those after the cached tokens."""
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start

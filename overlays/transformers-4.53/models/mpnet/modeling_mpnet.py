@@ -35,9 +35,9 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(MPNetAttention)
     def mpnet_attention_and_norm(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         terms = {**dict(zip(more_names, more, strict=False)), **kwargs}
-        places = [terms.get(name) for name in more_names[:-1]]
+        arguments = [terms.get(name) for name in more_names[:-1]]
         attended = self.attn(
-            hidden_states, attention_mask, *places, output_attentions=terms.get("output_attentions", False)
+            hidden_states, attention_mask, *arguments, output_attentions=terms.get("output_attentions", False)
         )
         output = layers.norm_of_sum(self.LayerNorm, attended[0], hidden_states, self.dropout)
         return (output, *attended[1:])

@@ -21,23 +21,23 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(RoCBertOutput, layers.PostNormOutput())
 
     # Before 4.54, attention returns (output,), not (output, None), and a decoder's cache is a tuple.
-    alone = layers.before("4.54")
+    old_outputs = layers.before("4.54")
 
     @overlay.replaces(RoCBertSelfAttention, fuses=("query", "key", "value"))
     def roc_bert_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
-        extra_reason = _what_stays(self, more, kwargs)
+        extra_reason = _refusal(self, more, kwargs)
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.dropout, extra_reason=extra_reason):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         names = ("query", "key", "value")
         query, key, value = layers.heads(self, hidden_states, *names, head_dim=self.attention_head_size)  # [B, H, S, D]
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, {"is_causal": False})
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
-        return (output.flatten(2),) if alone else (output.flatten(2), None)
+        return (output.flatten(2),) if old_outputs else (output.flatten(2), None)
 
-    def _what_stays(self, more, kwargs):
+    def _refusal(self, more, kwargs):
         if self.position_embedding_type != "absolute":
             return f"position embeddings of type {self.position_embedding_type!r} stay stock"
-        if alone and self.is_decoder:
+        if old_outputs and self.is_decoder:
             return "decoders, which return their cache as a tuple in this release, stay stock"
         given = [name for name, value in kwargs.items() if value is not None and value is not False]
         unserved = [name for name in given if name != "cache_position"]

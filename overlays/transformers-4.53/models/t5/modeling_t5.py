@@ -15,7 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     overlay.binds(T5LayerNorm, layers.RMSNorm(eps="variance_epsilon"))
 
-    with_cache, by_place = layers.before("4.54"), layers.before("5.4")
+    with_cache, by_cache_position = layers.before("4.54"), layers.before("5.4")
 
     @overlay.replaces(T5Attention, fuses=("q", "k", "v"))
     def t5_attention(
@@ -46,19 +46,19 @@ if overlay is not None and overlay.wanted(__name__):
             if mask is not None:
                 position_bias = position_bias + mask[..., : key.shape[2]]
         output, _ = ops.attention(query, key, value, scale=1.0, mask=position_bias)  # [B, S, H, D]
-        answer = (self.o(output.flatten(2)), position_bias)
-        return (answer[0], past_key_values, position_bias) if with_cache else answer
+        outputs = (self.o(output.flatten(2)), position_bias)
+        return (outputs[0], past_key_values, position_bias) if with_cache else outputs
 
     def _position_bias(self, query, key, seen_before, kwargs):
         s_q, s_k = query.shape[2], key.shape[2]
         if not self.has_relative_attention_bias:
             return torch.zeros((1, query.shape[1], s_q, s_k), device=query.device, dtype=query.dtype)
-        if not by_place:
+        if not by_cache_position:
             return self.compute_bias(s_q, s_k, device=query.device, past_seen_tokens=seen_before)
-        place = kwargs.get("cache_position")
+        cache_position = kwargs.get("cache_position")
         length = kwargs.get("query_length")
-        length = (s_q if place is None else place[-1] + 1) if length is None else length
-        return self.compute_bias(length, s_k, device=query.device, cache_position=place)[:, :, -s_q:]
+        length = (s_q if cache_position is None else cache_position[-1] + 1) if length is None else length
+        return self.compute_bias(length, s_k, device=query.device, cache_position=cache_position)[:, :, -s_q:]
 
     gated = layers.GatedMLP(fuses=("wi_0", "wi_1"), activation="act", down="wo")
 

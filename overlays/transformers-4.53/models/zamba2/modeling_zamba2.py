@@ -38,9 +38,11 @@ if overlay is not None and overlay.wanted(__name__):
             return stock(self, hidden_states, layer_idx, attention_mask, past_key_values, position_embeddings, **kwargs)
         parts = layers.project(self, hidden_states, "q_proj", "k_proj", "v_proj")  # [B, S, heads · D]
         if self.config.use_shared_attention_adapter:
-            lists = (self.linear_q_adapter_list, self.linear_k_adapter_list, self.linear_v_adapter_list)
-            place = self.layer_dic[layer_idx]
-            parts = tuple(part + adapters[place](hidden_states) for part, adapters in zip(parts, lists, strict=True))
+            adapter_lists = (self.linear_q_adapter_list, self.linear_k_adapter_list, self.linear_v_adapter_list)
+            index = self.layer_dic[layer_idx]
+            parts = tuple(
+                part + adapters[index](hidden_states) for part, adapters in zip(parts, adapter_lists, strict=True)
+            )
         query, key, value = layers.split_heads(parts, self.head_dim)  # [B, H | Hkv, S, D]
         if self.config.use_mem_rope:
             query, key = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings)

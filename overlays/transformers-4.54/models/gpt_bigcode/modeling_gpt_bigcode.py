@@ -18,7 +18,7 @@ if overlay is not None and overlay.wanted(__name__):
 
     @overlay.replaces(GPTBigCodeAttention)
     def gpt_bigcode_attention(self, stock, hidden_states, *more, **kwargs):
-        mask, extra_reason = kwargs.get("attention_mask"), _what_stays(self, more)
+        mask, extra_reason = kwargs.get("attention_mask"), _refusal(self, more)
         if layers.fallback_reason(self, mask, kwargs, dropout=self.attn_pdrop, extra_reason=extra_reason):
             return stock(self, hidden_states, *more, **kwargs)
         joined = self.c_attn(hidden_states)
@@ -34,7 +34,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, _ = ops.attention(query, key, value, scale=self.scaling, **seen)
         return self.resid_dropout(self.c_proj(output.flatten(2))), None
 
-    def _what_stays(self, more):
+    def _refusal(self, more):
         if self.is_cross_attention:
             return "cross-attention stays stock"
         return "the call has extra positional arguments" if more else None

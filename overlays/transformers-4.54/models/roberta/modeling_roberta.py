@@ -28,7 +28,7 @@ if overlay is not None and overlay.wanted(__name__):
     @overlay.replaces(RobertaSdpaSelfAttention, fuses=("query", "key", "value"))
     def roberta_attention(self, stock, hidden_states, attention_mask=None, *more, **kwargs):
         if layers.fallback_reason(
-            self, attention_mask, kwargs, dropout=self.dropout_prob, extra_reason=_what_stays(self, more, kwargs)
+            self, attention_mask, kwargs, dropout=self.dropout_prob, extra_reason=_refusal(self, more, kwargs)
         ):
             return stock(self, hidden_states, attention_mask, *more, **kwargs)
         names = ("query", "key", "value")
@@ -38,7 +38,7 @@ if overlay is not None and overlay.wanted(__name__):
         output, _ = ops.attention(query, key, value, scale=self.attention_head_size**-0.5, **seen)
         return output.flatten(2), None
 
-    def _what_stays(self, more, kwargs):
+    def _refusal(self, more, kwargs):
         if self.position_embedding_type != "absolute":
             return f"position embeddings of type {self.position_embedding_type!r} stay stock"
         given = [name for name, value in kwargs.items() if value is not None and value is not False]

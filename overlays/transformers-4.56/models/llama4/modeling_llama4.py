@@ -47,7 +47,10 @@ if overlay is not None and overlay.wanted(__name__):
         return self.o_proj(output.flatten(2)), weights
 
     def _by_temperature(self, query, cache, positions):
-        """Scale a query by position. query: [B, S, H, D]; positions: [S]; None (5.4 and up): after cached tokens."""
+        """Scale a query by position. query: [B, S, H, D].
+
+        positions: [S], or None (5.4 and up) for those after the cached tokens.
+        """
         if positions is None:
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             positions = torch.arange(query.shape[1], device=query.device) + start

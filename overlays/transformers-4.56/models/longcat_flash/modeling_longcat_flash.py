@@ -31,21 +31,21 @@ if overlay is not None and overlay.wanted(__name__):
     ):
         if layers.fallback_reason(self, attention_mask, kwargs, dropout=self.attention_dropout):
             return stock(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        narrow, both = layers.project(self, hidden_states, "q_a_proj", "kv_a_proj_with_mqa")
-        query = self.q_b_proj(self.q_a_layernorm(narrow)) * self.mla_scale_q_lora
+        latent, compressed = layers.project(self, hidden_states, "q_a_proj", "kv_a_proj_with_mqa")
+        query = self.q_b_proj(self.q_a_layernorm(latent)) * self.mla_scale_q_lora
         (query,) = layers.split_heads((query,), self.qk_head_dim)  # [B, H, S, D]
         plain, query_part = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
-        narrow, key_part = both.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
-        narrow = self.kv_a_layernorm(narrow) * self.mla_scale_kv_lora
+        latent, key_part = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+        latent = self.kv_a_layernorm(latent) * self.mla_scale_kv_lora
         query_part, key_part = apply_rotary_pos_emb_interleave(query_part, key_part[:, None], *position_embeddings)
         query = torch.cat((plain, query_part), dim=-1)
         if hasattr(self, "expand_kv"):
             # The cache stores the latent form.
-            cached = layers.update_cache(self, narrow[:, None], key_part, past_key_values, kwargs)
+            cached = layers.update_cache(self, latent[:, None], key_part, past_key_values, kwargs)
             key, value = self.expand_kv(*cached)
         else:
-            (both,) = layers.split_heads((self.kv_b_proj(narrow),), self.qk_nope_head_dim + self.v_head_dim)
-            key, value = both.split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
+            (expanded,) = layers.split_heads((self.kv_b_proj(latent),), self.qk_nope_head_dim + self.v_head_dim)
+            key, value = expanded.split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
             key = torch.cat((key, key_part.expand(-1, key.shape[1], -1, -1)), dim=-1)
             key, value = layers.update_cache(self, key, value, past_key_values, kwargs, position_embeddings)
         key, value, seen = layers.visible_keys(self, query, key, value, attention_mask, kwargs)

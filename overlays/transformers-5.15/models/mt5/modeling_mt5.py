@@ -46,8 +46,8 @@ if overlay is not None and overlay.wanted(__name__):
         bias = position_bias[..., : key.shape[2]]
         if mask is not None:
             mask = mask[..., : key.shape[2]]
-            least = torch.finfo(bias.dtype).min
-            bias = bias.masked_fill(~mask, least) if mask.dtype == torch.bool else bias + mask
+            minimum = torch.finfo(bias.dtype).min
+            bias = bias.masked_fill(~mask, minimum) if mask.dtype == torch.bool else bias + mask
         output, weights = ops.attention(query, key, value, scale=self.scaling, causal=seen["causal"], mask=bias)
         return self.o(output.flatten(2)), position_bias, weights
 

@@ -39,8 +39,11 @@ if overlay is not None and overlay.wanted(__name__):
         fused=None,
         **kwargs,
     ):
-        no_angles = more or kwargs.get("position_embeddings") is None
-        extra_reason = "the call has no position embeddings" if no_angles else None
+        extra_reason = (
+            "the call has no position embeddings, or has extra positional arguments"
+            if more or kwargs.get("position_embeddings") is None
+            else None
+        )
         if layers.fallback_reason(
             self, attention_mask, kwargs, dropout=self.attention_dropout, extra_reason=extra_reason
         ):

@@ -27,7 +27,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
     # Number that is rounded → index of the instruction that reads its lowest kept bit.
     halves: dict[int, int] = {}
     rounded = set[int]()
-    constants = _set_before(program)
+    constants = _constant_registers(program)
     for index, instruction, name in values.walk(program):
         if name == "v_div_fixup_f32" and not _is_division(values, *values.operands(instruction)):
             yield index, DIVISION
@@ -44,7 +44,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
         yield halves[source], "the conversion to bfloat16 that begins here does not end"
 
 
-def _set_before(program: Program) -> frozenset[int]:
+def _constant_registers(program: Program) -> frozenset[int]:
     """The registers to which a constant of a conversion is written anywhere in the program, such as before a loop."""
     moves = (move for move in program.instructions if move.mnemonic.startswith(("v_mov", "s_mov")))
     copies = [move for move in moves if move.operands[-1] in map(hex, _NAN)]
@@ -100,8 +100,8 @@ def _converted(values: Values, instruction: Instruction, constants: frozenset[in
     core = values.keys[kept]
     while core[0] == "shifted":
         core = values.keys[core[1]]
-    judged = known and core[0] not in ("written", "register")
-    return -1 if judged else None
+    is_error = known and core[0] not in ("written", "register")
+    return -1 if is_error else None
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
@@ -120,6 +120,6 @@ def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[
             low = values.field(source, values.constant(16), values.constant(1))
             if low in left:
                 left.remove(low)
-                known = {values.constant(_NAN[0]), *(values.of("register", register) for register in constants)}
-                if len(left) == 1 and left[0] in known:
+                biases = {values.constant(_NAN[0]), *(values.of("register", register) for register in constants)}
+                if len(left) == 1 and left[0] in biases:
                     yield source

@@ -15,7 +15,7 @@ from tests.coverage.observed import FEATURES, NONE, YES, _joined, _rank, merged,
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "support"
 FILE = RECORDS / f"{transformers.__version__}.json"
-HERE = sorted({case.overlay for case in CASES if case.here})
+HERE = sorted({case.overlay for case in CASES if case.applies})
 
 # there are no claims about a release without a record
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="nothing is recorded for this release")
@@ -35,7 +35,7 @@ def seen():
 @pytest.mark.parametrize("overlay", HERE)
 def test_the_record_equals_the_observation(overlay, recorded, seen):
     for case in CASES:
-        if case.overlay == overlay and case.here:
+        if case.overlay == overlay and case.applies:
             for name, row in observed(case).items():
                 seen.setdefault(name, []).append({**row, "cases": [case.id]})
                 assert name in recorded, f"{name} is served and not recorded: python -m tests.coverage.observed"
@@ -47,7 +47,7 @@ def test_the_record_equals_the_observation(overlay, recorded, seen):
 
 def test_every_entry_was_observed(recorded, seen):
     """This test runs after the tests above, whose merged observations must equal the record."""
-    if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.here}:
+    if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.applies}:
         pytest.skip("not every case ran")
     assert {name: _joined(rows) for name, rows in sorted(seen.items())} == recorded
 

@@ -39,7 +39,7 @@ class Messages(logging.Handler):
     def emit(self, record):
         self.words.append(record.getMessage())
 
-    def since(self):
+    def drain(self):
         words, self.words = self.words, []
         return words
 
@@ -76,9 +76,9 @@ def main(checkpoint: str, undivided: str) -> None:
     assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a model that stays stock is loaded without a handshake with the other ranks
     before = next(agree._calls[rank, "0,1"])
-    messages.since()
+    messages.drain()
     stock = load(force=None)
-    seen["stock messages"] = messages.since()
+    seen["stock messages"] = messages.drain()
     assert next(agree._calls[rank, "0,1"]) == before + 1
     assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a single-process load waits for no other rank
@@ -86,9 +86,9 @@ def main(checkpoint: str, undivided: str) -> None:
         load(tp_plan=None)
     dist.barrier()
     # in a single-process load, rank 1 logs only messages that rank 0 has not logged
-    messages.since()
+    messages.drain()
     load(tp_plan=None, quantize="int8")
-    seen["own messages"] = messages.since()
+    seen["own messages"] = messages.drain()
     # the behaviour of stock with heads that can't be divided
     try:
         with torch.no_grad():

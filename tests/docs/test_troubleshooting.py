@@ -72,7 +72,7 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
     assert [word for word, _ in dockerfile][:2] == ["ARG", "FROM"] and dockerfile[-1][0] == "CMD"
     for word, text in dockerfile:
         if word in ("CMD", "VOLUME"):
-            assert all(isinstance(load, str) for load in json.loads(text))
+            assert all(isinstance(argument, str) for argument in json.loads(text))
         if word == "RUN":
             assert subprocess.run(["sh", "-n", "-c", text], check=False).returncode == 0, text
         if word == "ENV":

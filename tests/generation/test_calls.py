@@ -36,8 +36,8 @@ def test_calls_that_are_not_recorded_run_as_in_stock_with_a_reason(arguments, re
     prepared, stock = pair(graphs=None)
     results = []
     for model in (prepared, stock):
-        given = {name: value() if callable(value) else value for name, value in arguments.items()}
-        results.append(generate(model, prompt(), **given))
+        options = {name: value() if callable(value) else value for name, value in arguments.items()}
+        results.append(generate(model, prompt(), **options))
     tokens = [result if isinstance(result, torch.Tensor) else result.sequences for result in results]
     assert torch.equal(*tokens)
     assert counted(prepared) == (0, 0)

@@ -136,8 +136,8 @@ def test_a_users_compile_config_is_unchanged(model, requests):
 
 def test_copies_and_pickles_keep_the_settings(model, requests):
     hf_rocm.prepare(model, force=True, graphs=False)
-    for dump in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        generate(dump)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        generate(twin)
     assert [options["mode"] for options in requests] == [None, None]
 
 

@@ -49,7 +49,7 @@ class Share:
 
 def source_lines(text: str) -> list[str]:
     """The Python line of every instruction, in order, such as `decode.py:120`."""
-    files, here, out = dict[str, str](), "", list[str]()
+    files, current, out = dict[str, str](), "", list[str]()
     for raw in text[: text.index(".amdhsa_kernel")].splitlines():
         line = raw.split(";", 1)[0].strip()
         if match := _FILE.match(line):
@@ -57,9 +57,9 @@ def source_lines(text: str) -> list[str]:
         elif match := _LOCATION.match(line):
             # Line 0 means code without a source line, which is counted with the line before it.
             if match[2] != "0":
-                here = f"{files.get(match[1], '?')}:{match[2]}"
+                current = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
-            out.append(here)
+            out.append(current)
     return out
 
 

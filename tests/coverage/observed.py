@@ -48,15 +48,15 @@ def observed(case: Case) -> dict[str, Row]:
     with the operations inside it, and a mark for each feature.
     """
     model = hf_rocm.prepare(case.build(), force=True)
-    with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:
+    with torch.inference_mode(), ops.recording() as routes, _watched(routes) as routes_by_class:
         result = model(**inputs.arguments(case, model))
         if case.kind == "text" and "cache" not in case.unsupported_by_stock:
             past = model(input_ids=inputs.tokens(2, 9), use_cache=True).past_key_values
             model(input_ids=inputs.tokens(2, 1, seed=1), past_key_values=past, use_cache=True)
         assert result is not None
     rows = {}
-    for name in sorted({cls.__module__.split(".")[-2] for cls in seen}):
-        classes = {cls: routes for cls, routes in seen.items() if cls.__module__.split(".")[-2] == name}
+    for name in sorted({cls.__module__.split(".")[-2] for cls in routes_by_class}):
+        classes = {cls: routes for cls, routes in routes_by_class.items() if cls.__module__.split(".")[-2] == name}
         rows[name] = _row(name, model, classes)
     return rows
 
@@ -84,14 +84,14 @@ def _rank(mark: str) -> int:
 @contextmanager
 def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
     """Yield, by stock class, the operations that ran inside its replaced forward."""
-    seen: dict[type, list[Any]] = {}
+    routes_by_class: dict[type, list[Any]] = {}
     kept = [(binding, binding.replacement) for binding in bind.bindings()]
 
     def watching(cls: type, replacement: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = len(routes)
             result = replacement(self, *args, **kwargs)
-            seen.setdefault(cls, []).extend(routes[before:])
+            routes_by_class.setdefault(cls, []).extend(routes[before:])
             return result
 
         return forward
@@ -99,7 +99,7 @@ def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
     for binding, replacement in kept:
         binding.replacement = watching(binding.cls, replacement)
     try:
-        yield seen
+        yield routes_by_class
     finally:
         for binding, replacement in kept:
             binding.replacement = replacement

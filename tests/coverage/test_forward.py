@@ -39,7 +39,7 @@ def compare(case, models, run):
     assert len(prepared_choices.scores) == len(stock_choices.scores) == len(exact_choices.scores)
     if prepared_choices.scores:
         left, reference = (
-            numbered(score.to(dtype) for score in seen.scores) for seen in (prepared_choices, stock_choices)
+            numbered(score.to(dtype) for score in choices.scores) for choices in (prepared_choices, stock_choices)
         )
         assert_run_as_good_as_eager(left, reference, numbered(exact_choices.scores))
     assert_run_as_good_as_eager(actual, same_dtype, expected)

@@ -79,7 +79,9 @@ def plain(folder: Path) -> None:
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.allclose(alone[weight], prepared.get_parameter(weight).grad)
     for settings in ({"static_graph": True}, {"gradient_as_bucket_view": True}):
-        equal_to_stock(models.build, unchanged, lambda model, given=settings: DistributedDataParallel(model, **given))
+        equal_to_stock(
+            models.build, unchanged, lambda model, options=settings: DistributedDataParallel(model, **options)
+        )
 
 
 def checkpointed(folder: Path) -> None:

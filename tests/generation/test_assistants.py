@@ -162,10 +162,10 @@ def faulty(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     inherited = Runner._recorder
 
-    def set_fault(model, fault, **when):
+    def set_fault(model, fault, **options):
         def recorder(self, device):
             if self._state is known(model):
-                return self.cache.recordings.setdefault("recorder", faults.recorder_with(fault, **when)(device))
+                return self.cache.recordings.setdefault("recorder", faults.recorder_with(fault, **options)(device))
             return inherited(self, device)
 
         monkeypatch.setattr(Runner, "_recorder", recorder)

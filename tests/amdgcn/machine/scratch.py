@@ -43,9 +43,9 @@ def compile_scratch(c: Compiling) -> Step | None:
         issue(state, Ticket(counter, "vmem", index, registers, result, True if state.full else state.x))
 
     def store_step(state: State) -> None:
-        where = words(state)
-        old = machine.scratch.data[where, state.waves]
-        machine.scratch.data[where, state.waves] = np.where(state.x, state.v[first : first + count], old)
+        indices = words(state)
+        old = machine.scratch.data[indices, state.waves]
+        machine.scratch.data[indices, state.waves] = np.where(state.x, state.v[first : first + count], old)
         issue(state, Ticket(counter, "vmem", index, frozenset(), [], True))
 
     return load_step if load else store_step

@@ -188,9 +188,9 @@ def _load(c: Compiling, kind: str, addresses, target: Operand) -> Step:
     registers = frozenset(range(target.register, target.register + count))
 
     def step(state: State) -> None:
-        where, lanes = addresses(state, size)
-        words, accesses = machine.memory.load(where, size, state, index, lanes=lanes)
-        machine.memory.requested += where.size * size
+        lane_addresses, lanes = addresses(state, size)
+        words, accesses = machine.memory.load(lane_addresses, size, state, index, lanes=lanes)
+        machine.memory.requested += lane_addresses.size * size
         words = extended(words, size, signed)
         values = _spread(words, state, lanes)
         if half is not None:
@@ -220,10 +220,10 @@ def _store(c: Compiling, kind: str, addresses, data: Operand) -> Step:
     size = _D16[kind] if kind in _D16 else SIZES[kind][0]
 
     def step(state: State) -> None:
-        where, lanes = addresses(state, size)
+        lane_addresses, lanes = addresses(state, size)
         octets = gathered(state, data, size, lanes, high=high)
-        accesses = machine.memory.store(where, octets, state, index, lanes=lanes)
-        machine.memory.requested += where.size * size
+        accesses = machine.memory.store(lane_addresses, octets, state, index, lanes=lanes)
+        machine.memory.requested += lane_addresses.size * size
         issue(state, Ticket(counter, "vmem", index, frozenset(), [], True, accesses=accesses))
 
     return step

@@ -93,7 +93,7 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def neutral_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove environment variables that change how commands print. If scripts/test tests the wheel, also change to a
     folder outside the checkout.
 

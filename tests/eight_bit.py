@@ -15,7 +15,7 @@ from hf_rocm.ops.quantized import choose
 from hf_rocm.ops.specs.quantized import QuantizedSpec
 
 # The names of the 8-bit GEMMs in the torch tier, and of the fallback
-INSIDE, AFTER, WHOLE, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"
+SCALED_MM, SCALED_AFTER, INT_MM, EAGER = "_scaled_mm", "_scaled_mm, scaled after", "_int_mm", "dequantize, matmul"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 FORMATS = (INT8, FP8, FP8_FNUZ)
@@ -36,15 +36,15 @@ def rounding_error(x: Tensor, format: torch.dtype) -> Tensor:
     return torch.maximum(x.double().abs() / 2**4, half_a_step * scale)
 
 
-def product(format: torch.dtype, dtype: torch.dtype) -> str | None:
+def gemm_name(format: torch.dtype, dtype: torch.dtype) -> str | None:
     """The name of the torch tier's first 8-bit GEMM whose results are correct on this CPU, or None if there is none."""
-    named = [WHOLE] if format == INT8 else [INSIDE, AFTER] if dtype == torch.bfloat16 else [AFTER]
-    return next((name for name in named if _multiplies(name, format)), None)
+    names = [INT_MM] if format == INT8 else [SCALED_MM, SCALED_AFTER] if dtype == torch.bfloat16 else [SCALED_AFTER]
+    return next((name for name in names if _multiplies(name, format)), None)
 
 
 def served_by(format: torch.dtype, dtype: torch.dtype) -> str:
     """The name of the implementation that must be selected on a CPU."""
-    return product(format, dtype) or EAGER
+    return gemm_name(format, dtype) or EAGER
 
 
 def _multiplies(name: str, format: torch.dtype) -> bool:
@@ -64,9 +64,9 @@ def _multiplies(name: str, format: torch.dtype) -> bool:
 
 
 def _call(name: str, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if name == WHOLE:
+    if name == INT_MM:
         return torch._int_mm(rows, weight)
-    if name == AFTER:
+    if name == SCALED_AFTER:
         one = torch.ones(())
         return torch._scaled_mm(rows, weight, scale_a=one, scale_b=one, out_dtype=torch.float32)
     ones = {"scale_a": torch.ones(rows.shape[0], 1), "scale_b": torch.ones(1, weight.shape[1])}

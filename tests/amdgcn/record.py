@@ -36,12 +36,12 @@ class Record:
         self.arch = arch
         self.forms: dict[str, Executed] = {}
 
-    def launched(self, code: Code, report: Any, how: dict[str, Any]) -> None:
+    def launched(self, code: Code, report: Any, setup: dict[str, Any]) -> None:
         """Record a launch. Called after every launch."""
         form = self.forms.get(code.key)
         if form is None:
-            place = source_lines(code.text), code.program.source.entry
-            form = self.forms[code.key] = Executed(code.name, code.instructions(), *place)
+            source = source_lines(code.text), code.program.source.entry
+            form = self.forms[code.key] = Executed(code.name, code.instructions(), *source)
         form.launches += 1
         form.reached |= set(report.reached)
         form.executed += report.instructions

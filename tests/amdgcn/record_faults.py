@@ -23,7 +23,7 @@ from tests.amdgcn.one import ARCHITECTURES
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "machine-code-faults.md"
 REPORTS = ROOT / ".envs" / "reports"
-WANTED = 0.95
+REQUIRED = 0.95
 
 _SUMMARY = re.compile(r"(\d+) planted with seed \d+, (\d+) detected, (\d+) change nothing, (\d+) not detected\.")
 _HEAD = "| Kernel | Kind | Instruction | Fault | Detected by |\n|---|---|---|---|---|"
@@ -108,11 +108,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     for arch in options.architectures:
         text = section(arch, options.seed, plant(arch, options.seed, options.count))
-        known = sections_of(PAGE.read_text(encoding="utf-8")) | {arch: text}
-        ordered = {name: known[name] for name in sorted(known, key=_order)}
+        sections = sections_of(PAGE.read_text(encoding="utf-8")) | {arch: text}
+        ordered = {name: sections[name] for name in sorted(sections, key=_order)}
         PAGE.write_text(page(ordered), encoding="utf-8")
     planted, detected, proven, _ = totals(sections_of(PAGE.read_text(encoding="utf-8")))
-    return int(detected < WANTED * (planted - proven))
+    return int(detected < REQUIRED * (planted - proven))
 
 
 def _order(arch: str) -> int:

@@ -27,7 +27,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
     # Number that is rounded → index of the instruction that reads its lowest kept bit.
     halves: dict[int, int] = {}
     rounded = set[int]()
-    constants = _set_before(program)
+    constants = _constant_registers(program)
     for index, instruction, name in values.walk(program):
         if name == "v_div_fixup_f32" and not _is_division(values, *values.operands(instruction)):
             yield index, DIVISION
@@ -44,7 +44,7 @@ def wrong(program: Program) -> Iterator[tuple[int, str]]:
         yield halves[source], "the conversion to bfloat16 that begins here does not end"
 
 
-def _set_before(program: Program) -> frozenset[int]:
+def _constant_registers(program: Program) -> frozenset[int]:
     """The registers to which a constant of a conversion is written anywhere in the program, such as before a loop."""
     moves = (move for move in program.instructions if move.mnemonic.startswith(("v_mov", "s_mov")))
     copies = [move for move in moves if move.operands[-1] in map(hex, _NAN)]
@@ -81,27 +81,27 @@ def _lowest(values: Values, result: int | None) -> int | None:
 def _converted(values: Values, instruction: Instruction, constants: frozenset[int]) -> int | None:
     """The number whose conversion ends with this v_cndmask; -1 if the conversion is wrong, None if it is not a
     conversion."""
-    lost, kept = values.operands(instruction)[:2]
+    nan, rounded = values.operands(instruction)[:2]
     compares = "v_cmp_o_f32", "v_cmp_o_f16"
-    known = lost in map(values.constant, _NAN)
-    if kept in map(values.constant, _NAN):
-        lost, kept, compares = kept, lost, ("v_cmp_u_f32", "v_cmp_u_f16")
-    if lost not in {*map(values.constant, _NAN)} | {values.of("register", register) for register in constants}:
+    is_constant = nan in map(values.constant, _NAN)
+    if rounded in map(values.constant, _NAN):
+        nan, rounded, compares = rounded, nan, ("v_cmp_u_f32", "v_cmp_u_f16")
+    if nan not in {*map(values.constant, _NAN)} | {values.of("register", register) for register in constants}:
         return None
     mask = values.value(parse(instruction.operands[3])) if len(instruction.operands) > 3 else None
     mask = values.registers.get(SCALAR + VCC) if mask is None else mask
     compared = values.keys[mask] if mask is not None else ()
     # the result of a comparison before a label is unknown, and counts as correct
     ordered = compared[:1] in ((), ("register",)) or (compared[0] in compares and compared[1] == compared[2])
-    source = next(iter(_sources(values, kept, constants)), None) if ordered else None
-    shifted = values.keys[kept][0] == "shifted" or "sdwa" in instruction.mnemonic
-    if source is not None and (shifted or lost != values.constant(_NAN[0])):
+    source = next(iter(_sources(values, rounded, constants)), None) if ordered else None
+    shifted = values.keys[rounded][0] == "shifted" or "sdwa" in instruction.mnemonic
+    if source is not None and (shifted or nan != values.constant(_NAN[0])):
         return source
-    core = values.keys[kept]
+    core = values.keys[rounded]
     while core[0] == "shifted":
         core = values.keys[core[1]]
-    judged = known and core[0] not in ("written", "register")
-    return -1 if judged else None
+    is_error = is_constant and core[0] not in ("written", "register")
+    return -1 if is_error else None
 
 
 def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[int]:
@@ -120,6 +120,6 @@ def _sources(values: Values, value: int, constants: frozenset[int]) -> Iterator[
             low = values.field(source, values.constant(16), values.constant(1))
             if low in left:
                 left.remove(low)
-                known = {values.constant(_NAN[0]), *(values.of("register", register) for register in constants)}
-                if len(left) == 1 and left[0] in known:
+                biases = {values.constant(_NAN[0]), *(values.of("register", register) for register in constants)}
+                if len(left) == 1 and left[0] in biases:
                     yield source

@@ -29,7 +29,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 
 # Modules that take minutes and add few compiled variants: whole models, and the first-use checks with realistic sizes.
-# They run only with all cases.
+# They run only in the share "all".
 LONG = frozenset({"test_models", "test_experts_models", "test_quantized_models", "test_trained", "test_probe_cases"})
 
 # Parts of the names of functions that test the host, some of them without a reference for the kernel's result. Every
@@ -111,22 +111,22 @@ def record() -> Record:
 def configure(config: pytest.Config) -> None:
     """Present the GPU to the process if --machine-code names one."""
     global _gpu, _record
-    wanted = config.getoption("--machine-code")
-    if wanted is None:
+    name = config.getoption("--machine-code")
+    if name is None:
         return
     from tests.amdgcn import driver
     from tests.amdgcn.device import GPUS
     from tests.amdgcn.record import Record
 
-    if wanted not in GPUS:
-        raise pytest.UsageError(f"--machine-code {wanted}: the architectures are {', '.join(GPUS)}")
+    if name not in GPUS:
+        raise pytest.UsageError(f"--machine-code {name}: the architectures are {', '.join(GPUS)}")
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
-    _gpu, _record = GPUS[wanted], Record(wanted)
+    _gpu, _record = GPUS[name], Record(name)
     driver.WATCHERS.append(_record.launched)
-    present = driver.presented(_gpu)
-    present.__enter__()
-    config.add_cleanup(lambda: present.__exit__(None, None, None))
+    context = driver.presented(_gpu)
+    context.__enter__()
+    config.add_cleanup(lambda: context.__exit__(None, None, None))
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,18 +19,18 @@ BARRIER = {
 each_architecture = pytest.mark.parametrize("arch", STORE)
 
 
-def found(arch, *lines):
+def unwaited_stores(arch, *lines):
     return list(barriers.without_wait(one.program(arch, list(lines))))
 
 
 @each_architecture
 def test_stores_must_complete_before_a_barrier(arch):
     store, wait, other, barrier = STORE[arch], WAIT[arch], OTHER[arch], BARRIER[arch]
-    assert found(arch, store, wait, *barrier) == []
-    assert found(arch, *barrier, store) == []
-    assert found(arch, store, *barrier) == [(1, 0)]
-    assert found(arch, store, other, *barrier) == [(2, 0)]
-    assert found(arch, store, wait, store, *barrier, wait, *barrier)[0] == (3, 2)
+    assert unwaited_stores(arch, store, wait, *barrier) == []
+    assert unwaited_stores(arch, *barrier, store) == []
+    assert unwaited_stores(arch, store, *barrier) == [(1, 0)]
+    assert unwaited_stores(arch, store, other, *barrier) == [(2, 0)]
+    assert unwaited_stores(arch, store, wait, store, *barrier, wait, *barrier)[0] == (3, 2)
 
 
 @each_architecture
@@ -39,12 +39,12 @@ def test_every_path_is_followed(arch):
     store, wait, barrier = STORE[arch], WAIT[arch], BARRIER[arch]
     loop = [wait, "again:", *barrier, store, "s_cbranch_scc1 again", wait, *barrier]
     end = len(barrier)
-    assert found(arch, *loop) == [(1, end + 1)]
+    assert unwaited_stores(arch, *loop) == [(1, end + 1)]
     # Insert a wait before the branch.
     loop.insert(-len(barrier) - 2, wait)
-    assert found(arch, *loop) == []
+    assert unwaited_stores(arch, *loop) == []
     skipped = [store, "s_cbranch_scc1 over", wait, "over:", *barrier]
-    assert found(arch, *skipped) == [(3, 0)]
+    assert unwaited_stores(arch, *skipped) == [(3, 0)]
 
 
 def test_a_launch_refuses_such_a_program():

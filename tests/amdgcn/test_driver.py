@@ -111,8 +111,8 @@ def test_bytes_outside_tensors_are_hidden():
     other = space.address(whole)
     space.hide()
     hidden = space.memory.buffer_at(start)
-    seen = hidden.hidden_units[1][hidden.start : hidden.length].reshape(3, 8, 4).all(2) == 0
-    assert np.array_equal(seen, [[0, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0], [0] * 8])
+    visible = hidden.hidden_units[1][hidden.start : hidden.length].reshape(3, 8, 4).all(2) == 0
+    assert np.array_equal(visible, [[0, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0, 0], [0] * 8])
     assert not space.memory.buffer_at(other).hidden_units
 
 

@@ -56,8 +56,8 @@ def proof(index, after, bound="8"):
     ],
 )
 def test_only_faults_without_effect_have_a_proof(index, after, words):
-    why = proof(index, after)
-    assert why is None if words is None else words in why
+    result = proof(index, after)
+    assert result is None if words is None else words in result
 
 
 @pytest.mark.parametrize(("index", "after"), [(6, "v_and_b32_e32 v5, 15, v0"), (1, "s_load_dword s6, s[0:1], 0xc")])

@@ -36,7 +36,7 @@ def loaded():
         assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, False), expected)
 
     launches = []
-    driver.WATCHERS.append(lambda code, report, how: launches.append((code, report)))
+    driver.WATCHERS.append(lambda code, report, setup: launches.append((code, report)))
     with driver.presented(GPUS[ARCH]):
         check()
         driver.WATCHERS.pop()

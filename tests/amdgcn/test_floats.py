@@ -44,8 +44,8 @@ def nearest(value: Fraction, dtype: type) -> float:
     """Round a fraction to float16 or float32, ties to even, by comparing its neighbours."""
     guess = dtype(float(value))
     with np.errstate(all="ignore"):
-        around = [np.nextafter(guess, dtype(-np.inf)), guess, np.nextafter(guess, dtype(np.inf))]
-    finite = [x for x in around if np.isfinite(x)]
+        candidates = [np.nextafter(guess, dtype(-np.inf)), guess, np.nextafter(guess, dtype(np.inf))]
+    finite = [x for x in candidates if np.isfinite(x)]
     best = min(abs(Fraction(float(x)) - value) for x in finite)
     closest = [x for x in finite if abs(Fraction(float(x)) - value) == best]
     bits = np.uint16 if dtype is f16 else np.uint32
@@ -136,23 +136,23 @@ def test_eight_bit_conversions_match_pytorch(arch, kind):
         np.testing.assert_array_equal(codes >> 8 & 255, expected)
     with pytest.raises(UnknownInstruction):
         in_batches(arch, f"v_cvt_scalef32_pk_{kind}_f32 v2, v1, v1, 2.0", source, np.uint32)
-    every = np.arange(256, dtype=np.uint32)
-    decoded = in_batches(arch, f"v_cvt_f32_{kind}_e32 v2, v1", every, f32)
+    all_codes = np.arange(256, dtype=np.uint32)
+    decoded = in_batches(arch, f"v_cvt_f32_{kind}_e32 v2, v1", all_codes, f32)
     np.testing.assert_array_equal(decoded, torch.arange(256).byte().view(dtype).float().numpy())
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf8"])
 @pytest.mark.parametrize("half", [0, 1])
 def test_two_codes_times_a_power_of_two(half, kind):
-    every = np.arange(256, dtype=np.uint32)
-    pairs = (every[::-1] << 8 | every) << 16 * half | 0x5A5A << 16 * (1 - half)
+    all_codes = np.arange(256, dtype=np.uint32)
+    pairs = (all_codes[::-1] << 8 | all_codes) << 16 * half | 0x5A5A << 16 * (1 - half)
     expected = torch.arange(256).byte().view(EIGHT_BIT["gfx950", kind]).float().numpy()
     # 0x40400000 is 3.0, of which only the exponent counts.
     for scale, factor in (("1.0", 1), ("4.0", 4), ("-0.5", 0.5), ("0x40400000", 2)):
         line = f"v_cvt_scalef32_pk_f32_{kind} v[2:3], v1, {scale} op_sel:[{half},0,0]"
         np.testing.assert_array_equal(in_batches("gfx950", line, pairs, f32), expected * f32(factor))
-        moved = [line, "v_mov_b32_e32 v2, v3"]
-        np.testing.assert_array_equal(in_batches("gfx950", moved, pairs, f32), expected[::-1] * f32(factor))
+        second = [line, "v_mov_b32_e32 v2, v3"]
+        np.testing.assert_array_equal(in_batches("gfx950", second, pairs, f32), expected[::-1] * f32(factor))
     with pytest.raises(UnknownInstruction):
         in_batches("gfx942", line, pairs, f32)
 

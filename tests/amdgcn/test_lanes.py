@@ -140,13 +140,14 @@ WAIT = {name: "s_wait_dscnt 0x0" if name == "gfx1201" else "s_waitcnt lgkmcnt(0)
 def test_swizzles(arch):
     """Offset bits 4:0 keep, 9:5 set and 14:10 flip bits of the lane index within 32; bit 15 selects a quad pattern."""
     source = np.arange(lanes(arch), dtype=np.uint32)
-    keep, either, flip = 0b11101, 0b00010, 0b10001
+    and_mask, or_mask, xor_mask = 0b11101, 0b00010, 0b10001
+    masks = xor_mask << 10 | or_mask << 5 | and_mask
     cases = {
         "swizzle(SWAP,16)": lambda lane: lane ^ 16,
         "swizzle(REVERSE,8)": lambda lane: lane // 8 * 8 + 7 - lane % 8,
         "swizzle(BROADCAST,8,3)": lambda lane: lane // 8 * 8 + 3,
         "swizzle(QUAD_PERM,3,1,0,2)": lambda lane: lane // 4 * 4 + (3, 1, 0, 2)[lane % 4],
-        str(flip << 10 | either << 5 | keep): lambda lane: lane & 32 | (lane & 31 & keep | either) ^ flip,
+        str(masks): lambda lane: lane & 32 | (lane & 31 & and_mask | or_mask) ^ xor_mask,
         str(0x8000 | 3 | 1 << 2 | 0 << 4 | 2 << 6): lambda lane: lane // 4 * 4 + (3, 1, 0, 2)[lane % 4],
     }
     for offset, formula in cases.items():

@@ -116,11 +116,11 @@ def test_products_match_the_published_map(arch, mnemonic, size, depth, kind):
     left, right = pack(arch, a_codes, bits), pack(arch, b_codes, bits)
     count, layout = size * size // lanes(arch), layout_of(arch, size)
     c = generator.integers(-5, 6, (size, size))
-    whole = kind in ("i8", "iu8", "iu4")
+    integer = kind in ("i8", "iu8", "iu4")
     registers, last = {}, len(left) - 1
     for i in range(len(left)):
         registers |= {f"v{i}": left[i], f"v{16 + i}": right[i]}
-    dtype = np.int32 if whole else np.float32
+    dtype = np.int32 if integer else np.float32
     for i in range(count):
         value = [c[row_of(layout, i, lane), lane % size] for lane in range(lanes(arch))]
         registers[f"v{32 + i}"] = np.array(value, dtype)
@@ -130,8 +130,8 @@ def test_products_match_the_published_map(arch, mnemonic, size, depth, kind):
     expected = a @ b.T + c
     for register in range(count):
         actual = state.v[48 + register, 0].view(dtype)
-        wanted = [expected[row_of(layout, register, lane), lane % size] for lane in range(lanes(arch))]
-        np.testing.assert_array_equal(actual, np.array(wanted, dtype))
+        lane_values = [expected[row_of(layout, register, lane), lane % size] for lane in range(lanes(arch))]
+        np.testing.assert_array_equal(actual, np.array(lane_values, dtype))
 
 
 def test_single_entries_of_the_published_map():

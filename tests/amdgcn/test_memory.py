@@ -118,9 +118,12 @@ def test_buffers_are_checked_against_the_compilers_rules(change, offsets, words)
     memory.contract = Contract(0x7FFFFFFE, 0x27000, 0x80000000)
     address = registers["s[4:5]"]
     resource = {"s8": address & 0xFFFFFFFF, "s9": address >> 32, "s10": 0x7FFFFFFE, "s11": 0x27000, **change}
-    lanes_ = np.resize(np.array(offsets, np.uint32), lanes(arch))
+    lane_offsets = np.resize(np.array(offsets, np.uint32), lanes(arch))
     call = lambda: execute(  # noqa: E731
-        arch, ["buffer_load_dword v4, v1, s[8:11], 0 offen", LOADED[arch]], {**resource, "v1": lanes_}, memory=memory
+        arch,
+        ["buffer_load_dword v4, v1, s[8:11], 0 offen", LOADED[arch]],
+        {**resource, "v1": lane_offsets},
+        memory=memory,
     )
     if words is None:
         assert vector(call(), "v4")[1] == 0

@@ -165,24 +165,24 @@ def test_carries(arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_64_bit_instructions_equal_their_formulas(arch):
-    low, high, by = values(arch, 4), values(arch, 5), values(arch, 6)
+    low, high, amount = values(arch, 4), values(arch, 5), values(arch, 6)
     wide = [int(h) << 32 | int(x) for x, h in zip(low, high, strict=True)]
-    registers = {"v2": low, "v3": high, "v4": by, "v5": values(arch, 7)}
+    registers = {"v2": low, "v3": high, "v4": amount, "v5": values(arch, 7)}
     suffix = "_e32" if arch == "gfx1201" else ""
     multiply = "v_mad_co_{0} v[6:7], null" if arch == "gfx1201" else "v_mad_{0} v[6:7], s[4:5]"
-    product = [int(x) * int(y) for x, y in zip(by, registers["v5"], strict=True)]
+    product = [int(x) * int(y) for x, y in zip(amount, registers["v5"], strict=True)]
     cases = {
-        f"v_lshlrev_b64{suffix} v[6:7], v4, v[2:3]": [x << (int(n) & 63) for x, n in zip(wide, by, strict=True)],
-        "v_lshrrev_b64 v[6:7], v4, v[2:3]": [x >> (int(n) & 63) for x, n in zip(wide, by, strict=True)],
-        "v_ashrrev_i64 v[6:7], v4, v[2:3]": [signed(x, 64) >> (int(n) & 63) for x, n in zip(wide, by, strict=True)],
+        f"v_lshlrev_b64{suffix} v[6:7], v4, v[2:3]": [x << (int(n) & 63) for x, n in zip(wide, amount, strict=True)],
+        "v_lshrrev_b64 v[6:7], v4, v[2:3]": [x >> (int(n) & 63) for x, n in zip(wide, amount, strict=True)],
+        "v_ashrrev_i64 v[6:7], v4, v[2:3]": [signed(x, 64) >> (int(n) & 63) for x, n in zip(wide, amount, strict=True)],
         multiply.format("u64_u32") + ", v4, v5, v[2:3]": [x + y for x, y in zip(product, wide, strict=True)],
         multiply.format("i64_i32") + ", v4, v5, v[2:3]": [
-            signed(int(x)) * signed(int(y)) + z for x, y, z in zip(by, registers["v5"], wide, strict=True)
+            signed(int(x)) * signed(int(y)) + z for x, y, z in zip(amount, registers["v5"], wide, strict=True)
         ],
     }
     if arch in ("gfx942", "gfx950"):
         cases["v_lshl_add_u64 v[6:7], v[2:3], 3, v[4:5]"] = [
-            (x << 3) + (int(y) | int(z) << 32) for x, y, z in zip(wide, by, registers["v5"], strict=True)
+            (x << 3) + (int(y) | int(z) << 32) for x, y, z in zip(wide, amount, registers["v5"], strict=True)
         ]
         cases["v_mov_b64_e32 v[6:7], v[2:3]"] = wide
     for text, expected in cases.items():

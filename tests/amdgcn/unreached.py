@@ -3,7 +3,7 @@
     python -m tests.amdgcn.unreached REPORT ...
 
 The reports are those of `pytest tests/triton --machine-code ARCH --machine-code-report REPORT`. Instructions that were
-not reached because all launches had preloaded arguments are counted separately, as explained.
+not reached because all launches had preloaded arguments are counted separately, as "explained".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Share:
 
 def source_lines(text: str) -> list[str]:
     """The Python line of every instruction, in order, such as `decode.py:120`."""
-    files, here, out = dict[str, str](), "", list[str]()
+    files, current, out = dict[str, str](), "", list[str]()
     for raw in text[: text.index(".amdhsa_kernel")].splitlines():
         line = raw.split(";", 1)[0].strip()
         if match := _FILE.match(line):
@@ -57,9 +57,9 @@ def source_lines(text: str) -> list[str]:
         elif match := _LOCATION.match(line):
             # Line 0 means code without a source line, which is counted with the line before it.
             if match[2] != "0":
-                here = f"{files.get(match[1], '?')}:{match[2]}"
+                current = f"{files.get(match[1], '?')}:{match[2]}"
         elif _INSTRUCTION.match(line):
-            out.append(here)
+            out.append(current)
     return out
 
 
@@ -78,15 +78,15 @@ def shares(arch: str, forms: Iterable[Mapping[str, Any]]) -> Iterator[Share]:
     kernels: dict[str, list[Mapping[str, Any]]] = {}
     for form in forms:
         kernels.setdefault(form["kernel"], []).append(form)
-    for kernel, its in sorted(kernels.items()):
+    for kernel, variants in sorted(kernels.items()):
         places = Counter[str]()
         total = reached = explained = 0
-        for form in its:
-            seen, lines = set(form["reached"]), form["lines"]
-            skipped = set(other_entry(form["instructions"], form["entry"])) - seen
-            total, reached, explained = total + len(lines), reached + len(seen), explained + len(skipped)
-            places.update(line for index, line in enumerate(lines) if index not in seen | skipped)
-        yield Share(arch, kernel, len(its), total, reached, explained, places)
+        for form in variants:
+            executed, lines = set(form["reached"]), form["lines"]
+            skipped = set(other_entry(form["instructions"], form["entry"])) - executed
+            total, reached, explained = total + len(lines), reached + len(executed), explained + len(skipped)
+            places.update(line for index, line in enumerate(lines) if index not in executed | skipped)
+        yield Share(arch, kernel, len(variants), total, reached, explained, places)
 
 
 def missed(shares: Sequence[Share]) -> float:
@@ -105,16 +105,16 @@ def table(shares: Iterable[Share]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    every: list[Share] = []
+    counted: list[Share] = []
     for path in arguments:
         report = json.loads(Path(path).read_text())
-        every += shares(report["arch"], report["forms"].values())
-    others = [share for share in every if share.kernel in OTHERS]
-    every = [share for share in every if share not in others]
-    print(table(every))
-    total, explained = (sum(getattr(share, name) for share in every) for name in ("instructions", "explained"))
-    count = sum(share.places.total() for share in every)
-    print(f"\n{count} of {total} instructions were not reached, {missed(every):.1%}, and {explained} are explained.")
+        counted += shares(report["arch"], report["forms"].values())
+    others = [share for share in counted if share.kernel in OTHERS]
+    counted = [share for share in counted if share not in others]
+    print(table(counted))
+    total, explained = (sum(getattr(share, name) for share in counted) for name in ("instructions", "explained"))
+    count = sum(share.places.total() for share in counted)
+    print(f"\n{count} of {total} instructions were not reached, {missed(counted):.1%}, and {explained} are explained.")
     if others:
         print(f"\nKernels of other projects, which are not counted:\n\n{table(others)}")
     return 0

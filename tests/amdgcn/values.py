@@ -40,13 +40,13 @@ class Values:
     def walk(self, program: Program) -> Iterator[tuple[int, Instruction, str]]:
         """Yield the index of every instruction, the instruction, and its name without `dual_`, `_e32` and `_e64`.
         Results are recorded afterwards. A dual instruction is yielded as its two halves, with the same index."""
-        goals = {
+        branch_targets = {
             program.source.labels[instruction.operands[0]]
             for instruction in program.instructions
             if instruction.mnemonic.startswith(("s_branch", "s_cbranch"))
         }
         for index, instruction in enumerate(program.instructions):
-            if index in goals:
+            if index in branch_targets:
                 self.registers = {}
             written: dict[int, int] = {}
             for half in [instruction, instruction.second] if instruction.second else [instruction]:

@@ -189,9 +189,9 @@ def test_the_commit_is_that_of_hf_rocms_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "__file__", str(file))
 
     def git(*arguments):
-        who = ("-c", "user.name=name", "-c", "user.email=name@example.com")
+        identity = ("-c", "user.name=name", "-c", "user.email=name@example.com")
         return subprocess.run(
-            ["git", *who, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+            ["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout
 
     git("init", "--quiet")

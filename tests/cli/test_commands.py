@@ -327,17 +327,19 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
 ) -> None:
     command("install-overlays", "bert")
     listed = [row for row in (site.metadata / "RECORD").read_text().splitlines() if row.startswith("transformers/")]
-    here = [row for row in listed if (site.path / row.split(",")[0]).is_file()]
-    (site.metadata / "RECORD").write_text("\n".join(here) + "\n")
+    present = [row for row in listed if (site.path / row.split(",")[0]).is_file()]
+    (site.metadata / "RECORD").write_text("\n".join(present) + "\n")
     shown = command("status", "--record")
     assert (shown.code, shown.err) == (0, "")
     assert "overlay  -           models/bert/modeling_bert.py" in shown.out
     summary = "1 with a block of hf-rocm appended; 0 neither stock nor written by hf-rocm"
-    assert f"{len(here)} files compared, {summary}" in shown.out
+    assert f"{len(present)} files compared, {summary}" in shown.out
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stderr, "isatty", lambda: True)
         shown = command("status", "--record")
-    assert f"{len(here)} of {len(here)} files compared" in shown.err and shown.err.endswith("\033[2K"), "not erased"
+    assert f"{len(present)} of {len(present)} files compared" in shown.err and shown.err.endswith("\033[2K"), (
+        "not erased"
+    )
     one_byte(site)
     shown = command("status", "--record", "--json")
     assert shown.code == 1

@@ -128,9 +128,9 @@ def test_a_report_of_twenty_five_lines_is_not_summarised(tmp_path, capsys):
     text = "import torch\ntorch.backends.cudnn.benchmark = True\ntorch.backends.cudnn.benchmark = True\nimport pynvml\n"
     (tmp_path / "a.py").write_text(text)
     main(["port-check", str(tmp_path), "--all"])
-    longer = 25 - len(capsys.readouterr().out.splitlines())
-    assert 0 < longer < 12, "this test needs other findings"
-    for added, full in ((longer, True), (longer + 1, False)):
+    room = 25 - len(capsys.readouterr().out.splitlines())
+    assert 0 < room < 12, "this test needs other findings"
+    for added, full in ((room, True), (room + 1, False)):
         (tmp_path / "a.py").write_text(text + "import pynvml\n" * added)
         main(["port-check", str(tmp_path)])
         out = capsys.readouterr().out

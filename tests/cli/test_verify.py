@@ -85,12 +85,12 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
     assert picture.read_text().startswith("<svg")
 
 
-@pytest.mark.parametrize("place", ["{there}/missing/g", "", "{there}", "{there}/file/g"])
+@pytest.mark.parametrize("path", ["{folder}/missing/g", "", "{folder}", "{folder}/file/g"])
 @pytest.mark.parametrize("option", ["--save-golden", "--picture"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, option, place, capsys, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, option, path, capsys, monkeypatch):
     monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
     (tmp_path / "file").touch()
-    assert verify("--config", "tiny-llama", option, place.format(there=tmp_path)) == 1
+    assert verify("--config", "tiny-llama", option, path.format(folder=tmp_path)) == 1
     err = capsys.readouterr().err
     assert "can't be written" in err and "hint: specify a file" in err
 

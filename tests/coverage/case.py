@@ -55,14 +55,14 @@ class Case:
     image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
     variant: str = ""  # the name of a further configuration of the same overlay
     # scenarios that are skipped because stock itself can't run them, with the reason
-    stock_can_not: Mapping[str, str] = field(default_factory=dict)
+    unsupported_by_stock: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         return f"{self.overlay}-{self.variant}" if self.variant else self.overlay
 
     @property
-    def here(self) -> bool:
+    def applies(self) -> bool:
         """Whether the case applies to the installed release."""
         return self.runs_in(RELEASE)
 
@@ -82,7 +82,7 @@ class Case:
         below = [expert for expert in sorted(self.experts, key=Version) if Version(expert) > RELEASE]
         return self.experts[below[0]] if below else None
 
-    def routes(self) -> bool:
+    def has_routed_experts(self) -> bool:
         """Whether the case declares routed experts for the installed release, served or stock."""
         return self.experts_stay_stock or self.moe_class() is not None
 
@@ -113,5 +113,5 @@ class Case:
 
 def params(cases: list[Case], without: str | None = None) -> Any:
     """Parametrise a test with the cases of this release. without: a scenario; omit cases that stock can't run in it."""
-    chosen = [case for case in cases if case.here and without not in case.stock_can_not]
+    chosen = [case for case in cases if case.applies and without not in case.unsupported_by_stock]
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in chosen])

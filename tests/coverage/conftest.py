@@ -19,10 +19,10 @@ def _built(case: Case, dtype: torch.dtype):
     stock = case.build(dtype)
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     exact = copy.deepcopy(stock).double()
-    if case.routes() and hasattr(exact, "set_experts_implementation"):
+    if case.has_routed_experts() and hasattr(exact, "set_experts_implementation"):
         # grouped_mm has no float64.
         exact.set_experts_implementation("eager")
-    if case.routes():
+    if case.has_routed_experts():
         route_in_float64(exact)
     return prepared, stock, exact
 

@@ -44,38 +44,38 @@ def arguments(case: Case, model: Any, padding: torch.Tensor | None = None) -> di
         patches = torch.randn(2, 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(
             dtype
         )
-        there = torch.arange(16)[None] < torch.tensor([[16], [12]])
+        present = torch.arange(16)[None] < torch.tensor([[16], [12]])
         shapes = torch.tensor([[4, 4], [3, 4]])
-        return {"pixel_values": patches, "pixel_attention_mask": there.long(), "spatial_shapes": shapes}
+        return {"pixel_values": patches, "pixel_attention_mask": present.long(), "spatial_shapes": shapes}
     # Two images of different sizes, with four patches per token.
     if case.kind == "images in text":
         ids = text["input_ids"]
         ids[0, 2:6], ids[1, 3:5] = IMAGE_TOKEN, IMAGE_TOKEN
         ids[0, 1], ids[1, 2] = IMAGE_START, IMAGE_START
         patches = torch.randn(24, 96, generator=torch.Generator().manual_seed(5), dtype=torch.float32).to(dtype)
-        given = {**text, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
-        known = inspect.signature(model.forward).parameters
-        if "mm_token_type_ids" in known:
-            given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
-        if "moe_mm_token_type_ids" in known:
-            given["moe_mm_token_type_ids"] = ((ids == IMAGE_TOKEN) | (ids == IMAGE_START)).long()
-        return given
+        call = {**text, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
+        parameters = inspect.signature(model.forward).parameters
+        if "mm_token_type_ids" in parameters:
+            call["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+        if "moe_mm_token_type_ids" in parameters:
+            call["moe_mm_token_type_ids"] = ((ids == IMAGE_TOKEN) | (ids == IMAGE_START)).long()
+        return call
     if case.kind == "towers":
         return {**text, "pixel_values": pixels(2, 16, dtype)}
     if case.kind == "image and text":
         image = torch.full((2, case.image_tokens), IMAGE_TOKEN)
-        given = {"input_ids": torch.cat([image, text["input_ids"]], dim=1), "pixel_values": pixels(2, 16, dtype)}
-        known = inspect.signature(model.forward).parameters
+        call = {"input_ids": torch.cat([image, text["input_ids"]], dim=1), "pixel_values": pixels(2, 16, dtype)}
+        parameters = inspect.signature(model.forward).parameters
         if case.overlay == "mistral3":
-            given["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
+            call["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
         # A list of images per text, here with one image; the widths differ.
-        if "pixel_attention_mask" in known:
-            given["pixel_values"] = given["pixel_values"][:, None]
-            given["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
-            given["pixel_attention_mask"][1, 0, :, 12:] = 0
-        if "token_type_ids" in known:
-            given["token_type_ids"] = (given["input_ids"] == IMAGE_TOKEN).long()
-        return given
+        if "pixel_attention_mask" in parameters:
+            call["pixel_values"] = call["pixel_values"][:, None]
+            call["pixel_attention_mask"] = torch.ones(2, 1, 16, 16, dtype=torch.long)
+            call["pixel_attention_mask"][1, 0, :, 12:] = 0
+        if "token_type_ids" in parameters:
+            call["token_type_ids"] = (call["input_ids"] == IMAGE_TOKEN).long()
+        return call
     if case.kind == "audio":
         features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(6), dtype=torch.float32).to(dtype)
         return {"input_features": features, "decoder_input_ids": tokens(2, 6, seed=1)}
@@ -91,8 +91,8 @@ def in_float64() -> Iterator[None]:
     Position tables are interpolated in float32, at points in float64.
     """
     kept, stock, sample, finfo = torch.get_default_dtype(), functional.softmax, functional.grid_sample, torch.finfo
-    least = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}
-    double = SimpleNamespace(**least, min=finfo(torch.float32).min)
+    fields = {name: getattr(finfo(torch.float64), name) for name in ("bits", "eps", "max", "tiny", "resolution")}
+    double = SimpleNamespace(**fields, min=finfo(torch.float32).min)
 
     def limits(dtype: torch.dtype = kept) -> Any:
         return double if dtype == torch.float64 else finfo(dtype)

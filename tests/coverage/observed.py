@@ -48,15 +48,15 @@ def observed(case: Case) -> dict[str, Row]:
     with the operations inside it, and a mark for each feature.
     """
     model = hf_rocm.prepare(case.build(), force=True)
-    with torch.inference_mode(), ops.recording() as routes, _watched(routes) as seen:
+    with torch.inference_mode(), ops.recording() as routes, _watched(routes) as routes_by_class:
         result = model(**inputs.arguments(case, model))
-        if case.kind == "text" and "cache" not in case.stock_can_not:
+        if case.kind == "text" and "cache" not in case.unsupported_by_stock:
             past = model(input_ids=inputs.tokens(2, 9), use_cache=True).past_key_values
             model(input_ids=inputs.tokens(2, 1, seed=1), past_key_values=past, use_cache=True)
         assert result is not None
     rows = {}
-    for name in sorted({cls.__module__.split(".")[-2] for cls in seen}):
-        classes = {cls: routes for cls, routes in seen.items() if cls.__module__.split(".")[-2] == name}
+    for name in sorted({cls.__module__.split(".")[-2] for cls in routes_by_class}):
+        classes = {cls: routes for cls, routes in routes_by_class.items() if cls.__module__.split(".")[-2] == name}
         rows[name] = _row(name, model, classes)
     return rows
 
@@ -84,14 +84,14 @@ def _rank(mark: str) -> int:
 @contextmanager
 def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
     """Yield, by stock class, the operations that ran inside its replaced forward."""
-    seen: dict[type, list[Any]] = {}
+    routes_by_class: dict[type, list[Any]] = {}
     kept = [(binding, binding.replacement) for binding in bind.bindings()]
 
     def watching(cls: type, replacement: Any) -> Any:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = len(routes)
             result = replacement(self, *args, **kwargs)
-            seen.setdefault(cls, []).extend(routes[before:])
+            routes_by_class.setdefault(cls, []).extend(routes[before:])
             return result
 
         return forward
@@ -99,7 +99,7 @@ def _watched(routes: list[Any]) -> Iterator[dict[type, list[Any]]]:
     for binding, replacement in kept:
         binding.replacement = watching(binding.cls, replacement)
     try:
-        yield seen
+        yield routes_by_class
     finally:
         for binding, replacement in kept:
             binding.replacement = replacement
@@ -127,7 +127,7 @@ def _support(
 ) -> dict[str, str]:
     attending = [cls for cls, operations in ran.items() if operations & ATTENTION]
     others = [cls for cls in ran if cls not in attending and not re.search("Attention|DeltaNet", cls.__name__)]
-    every = set().union(*ran.values()) if ran else set()
+    operations_run = set().union(*ran.values()) if ran else set()
     names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
     norms, moe_class = (
@@ -135,21 +135,23 @@ def _support(
         any(re.search("Experts|SparseMoe|Moe?E$|MoE", name) for name in names),
     )
     gated = any(GATES.fullmatch(child) for module in modules for child, _ in module.named_children())
-    here = [module for module in modules if type(module) in attending]
+    attention_modules = [module for module in modules if type(module) in attending]
     marks = {
-        "attention": _attention(modules, here, attending),
-        "fused QKV": _fused(here, classes),
+        "attention": _attention(modules, attention_modules, attending),
+        "fused QKV": _fused(attention_modules, classes),
         "fused gate/up": _fused([module for module in modules if type(module) in others], classes),
-        "activation": _ran({"act_and_mul"}, every, gated, "no operation of hf_rocm computes it"),
-        "norm": _ran({"rms_norm"}, every, norms, "hf_rocm does not serve its kind of norm"),
+        "activation": _ran({"act_and_mul"}, operations_run, gated, "no operation of hf_rocm computes it"),
+        "norm": _ran({"rms_norm"}, operations_run, norms, "hf_rocm does not serve its kind of norm"),
         "add+norm": _ran(
             {"add_rms_norm", "add_layer_norm"},
-            every,
-            norms or "rms_norm" in every,
+            operations_run,
+            norms or "rms_norm" in operations_run,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
-        "rope": _ran({"rope"}, every, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
-        "MoE": _ran({"experts", "shuffled_experts"}, every, moe_class, "hf_rocm does not serve its kind of experts"),
+        "rope": _ran({"rope"}, operations_run, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
+        "MoE": _ran(
+            {"experts", "shuffled_experts"}, operations_run, moe_class, "hf_rocm does not serve its kind of experts"
+        ),
         "recorded": _recorded(model),
     }
     if marks["fused gate/up"] == NONE and gated:
@@ -159,9 +161,9 @@ def _support(
     return {feature: marks[feature] for feature in FEATURES}
 
 
-def _attention(modules: list[nn.Module], here: list[nn.Module], attending: list[type]) -> str:
+def _attention(modules: list[nn.Module], attention_modules: list[nn.Module], attending: list[type]) -> str:
     kinds = {type(module) for module in modules if "Attention" in type(module).__name__}
-    requested = [*here, *(module for module in modules if type(module) in kinds)]
+    requested = [*attention_modules, *(module for module in modules if type(module) in kinds)]
     stayed = sorted({reason for options in requested if (reason := noted(options)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
@@ -197,8 +199,8 @@ def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
             shapes = {route.shapes[1][0] for route in classes[type(module)] if route.operation == "linear"}
             groups.append(rows in shapes)
             with torch.no_grad():
-                why = fuse.why_not(module, names) or "the layers ran one by one"
-            reasons += [why] if rows not in shapes else []
+                reason = fuse.why_not(module, names) or "the layers ran one by one"
+            reasons += [reason] if rows not in shapes else []
     if groups and all(groups):
         return YES
     if groups:
@@ -206,29 +208,30 @@ def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
     return JOINED if any(joined_already(module) for module in modules) else NONE
 
 
-def _ran(operations: set[str], every: set[str], has: bool, why_stock: str) -> str:
-    if operations & every:
+def _ran(operations: set[str], operations_run: set[str], has_feature: bool, reason: str) -> str:
+    if operations & operations_run:
         return YES
-    return f"stock: {why_stock}" if has else NONE
+    return f"stock: {reason}" if has_feature else NONE
 
 
-def record(models: Iterable[str] = (), known: dict[str, Row] | None = None) -> dict[str, Row]:
+def record(models: Iterable[str] = (), recorded: dict[str, Row] | None = None) -> dict[str, Row]:
     """Observe every overlay of the installed release in all cases that use it.
 
-    models: the overlays to observe, by default all. known: the recorded rows, which are kept for other overlays.
+    models: the overlays to observe, by default all. recorded: the recorded rows, which are kept for other overlays.
     """
     from tests.coverage.cases import CASES
 
-    known = known or {}
-    chosen = {case for name in models for case in known.get(name, {}).get("cases", ())}
+    recorded = recorded or {}
+    chosen = {case for name in models for case in recorded.get(name, {}).get("cases", ())}
     rows: dict[str, list[Row]] = {}
     for case in CASES:
-        if case.here and (not models or case.overlay in models or case.id in chosen):
+        if case.applies and (not models or case.overlay in models or case.id in chosen):
             for name, row in observed(case).items():
                 if not models or name in models:
                     rows.setdefault(name, []).append({**row, "cases": [case.id]})
-    made = {name: _joined(result) for name, result in rows.items()}
-    return dict(sorted({**{name: row for name, row in known.items() if models and name not in models}, **made}.items()))
+    observed_rows = {name: _joined(result) for name, result in rows.items()}
+    kept = {name: row for name, row in recorded.items() if models and name not in models}
+    return dict(sorted({**kept, **observed_rows}.items()))
 
 
 def _joined(rows: list[Row]) -> Row:
@@ -240,8 +243,8 @@ def main(folder: str, *models: str) -> None:
     torch.set_num_threads(1)
     target = Path(folder) / f"{transformers.__version__}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(target.read_text(encoding="utf-8")) if models and target.is_file() else {}
-    target.write_text(json.dumps(record(models, known), indent=1) + "\n", encoding="utf-8")
+    recorded = json.loads(target.read_text(encoding="utf-8")) if models and target.is_file() else {}
+    target.write_text(json.dumps(record(models, recorded), indent=1) + "\n", encoding="utf-8")
     print(target)
 
 

@@ -32,9 +32,9 @@ overlays = cache(catalog.load)
 def is_the_last(case: Case) -> bool:
     """Whether no newer tested release runs the case with the same overlay."""
     find = overlays().find
-    here = find(case.overlay, str(RELEASE))
+    current = find(case.overlay, str(RELEASE))
     newer = [find(case.overlay, str(version)) for version in TESTED if version > RELEASE and case.runs_in(version)]
-    return here not in newer
+    return current not in newer
 
 
 def is_drawn(case: Case) -> bool:

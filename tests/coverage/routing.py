@@ -22,11 +22,11 @@ _LARGEST = (torch.max, torch.Tensor.max)
 class Choices(TorchFunctionMode):
     """Record every selection of experts, or replay recorded ones. scores: the scores of each selection."""
 
-    def __init__(self, made: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, replay: list[torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.made: list[torch.Tensor] = []
+        self.selections: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
-        self.stock_choices = None if made is None else list(made)
+        self.stock_choices = None if replay is None else list(replay)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -41,7 +41,7 @@ class Choices(TorchFunctionMode):
         if self.stock_choices is not None:
             ids = self.stock_choices.pop(0)
             assert ids.shape == result[1].shape, "the shape of the selection differs from stock's"
-        self.made.append(ids)
+        self.selections.append(ids)
         dim = (kwargs or {}).get("dim", -1)
         if ids.ndim == scores.ndim:
             return type(result)((scores.gather(dim, ids), ids))
@@ -49,10 +49,10 @@ class Choices(TorchFunctionMode):
 
 
 @contextmanager
-def choosing(case: Case, like: Choices | None = None) -> Iterator[Choices]:
-    """Record the selections of a model. like: recorded selections to replay, all of which must be used."""
-    choices = Choices(None if like is None else like.made)
-    if not case.routes():
+def choosing(case: Case, replay: Choices | None = None) -> Iterator[Choices]:
+    """Record the selections of a model. replay: recorded selections to replay, all of which must be used."""
+    choices = Choices(None if replay is None else replay.selections)
+    if not case.has_routed_experts():
         yield choices
         return
     with choices:

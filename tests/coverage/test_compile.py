@@ -32,14 +32,14 @@ def test_a_model_compiles_into_one_graph_if_stock_does(case, trio):
     if case.id not in ALL_LAYERS:
         stock = shortened(copy.deepcopy(stock), case)
         prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    given = inputs.arguments(case, prepared)
+    arguments = inputs.arguments(case, prepared)
     with torch.inference_mode():
         try:
-            actual, origins = in_one_graph(prepared, given)
+            actual, origins = in_one_graph(prepared, arguments)
         except Exception:
-            skip_unless_it_compiles(stock, given)
+            skip_unless_it_compiles(stock, arguments)
             raise
-        expected = stock(**given)
+        expected = stock(**arguments)
     assert_prepared(case, prepared, origins)
     for part, value in inputs.outputs(actual).items():
         torch.testing.assert_close(value, inputs.outputs(expected)[part], rtol=1e-4, atol=1e-4)
@@ -67,7 +67,7 @@ def kind_of(layer):
     ]
 
 
-def in_one_graph(model, given):
+def in_one_graph(model, arguments):
     """The output, and for each operation of the graph the lines of code that it comes from."""
     origins = []
 
@@ -79,7 +79,7 @@ def in_one_graph(model, given):
     # Every garbage collection would traverse all of transformers.
     gc.disable()
     try:
-        return torch.compile(model, fullgraph=True, backend=backend)(**given), origins
+        return torch.compile(model, fullgraph=True, backend=backend)(**arguments), origins
     finally:
         gc.enable()
 
@@ -94,8 +94,8 @@ def assert_prepared(case, model, origins):
             assert own & lines, f"no operation comes from the replacement forward of {type(module).__name__}"
 
 
-def skip_unless_it_compiles(stock, given):
+def skip_unless_it_compiles(stock, arguments):
     try:
-        in_one_graph(stock, given)
+        in_one_graph(stock, arguments)
     except Exception as error:  # noqa: BLE001  the compiler's errors on stock are not about hf_rocm
         pytest.skip(f"stock doesn't compile to one graph in this release: {str(error).splitlines()[0]}")

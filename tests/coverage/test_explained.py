@@ -27,15 +27,15 @@ SHORT = (
 )
 
 # Operations whose calls are exactly those that are listed.
-ALIKE = ("rope", "add_rms_norm")
+EXACT = ("rope", "add_rms_norm")
 
 
 def constant(spec):
     return tuple(getattr(AttentionSpec(*spec), field) for field in CONSTANT)
 
 
-def of_calls(operation, spec):
-    """Return the operation and its fields, without those that depend on the tokens or the grad mode of a call."""
+def call_fields(operation, spec):
+    """Return the operation and the fields of its specification that do not depend on the tokens or the grad mode."""
     fields = registry.operations()[operation].spec_type(*spec)._asdict()
     return operation, *(value for name, value in fields.items() if name not in ("shared", "grad"))
 
@@ -45,15 +45,15 @@ def test_listed_heads_rotations_and_sums_match_the_calls(case, trio):
     prepared, _, _ = trio()
     attention = registry.operations()["attention"]
     with torch.inference_mode():
-        every = specifications(prepared)
+        listed_specifications = specifications(prepared)
         registry.forget_choices()
         prepared(**inputs.arguments(case, prepared))
-    listed = {constant(spec) for operation, _, spec in every if operation == "attention"}
+    listed = {constant(spec) for operation, _, spec in listed_specifications if operation == "attention"}
     called = {constant(spec) for spec in attention.calls}
     assert called and called <= listed
-    calls = {of_calls(name, spec) for name in ALIKE for spec in registry.operations()[name].calls}
-    assert calls == {of_calls(operation, spec) for operation, _, spec in every if operation in ALIKE}
-    assert case.overlay != "llama" or {operation for operation, *_ in calls} == set(ALIKE)
+    calls = {call_fields(name, spec) for name in EXACT for spec in registry.operations()[name].calls}
+    assert calls == {call_fields(operation, spec) for operation, _, spec in listed_specifications if operation in EXACT}
+    assert case.overlay != "llama" or {operation for operation, *_ in calls} == set(EXACT)
 
 
 @params([case for case in CASES if case.overlay in ("bloom", "mpnet", "mt5", "t5")])
@@ -74,7 +74,7 @@ def test_the_text_has_at_most_25_lines_after_generate(case, gradients, recorded,
     monkeypatch.setenv("COLUMNS", "80")
     with torch.inference_mode():
         prepared(**inputs.arguments(case, prepared))
-        if case.kind in ("text", "seq2seq") and "generate" not in case.stock_can_not:
+        if case.kind in ("text", "seq2seq") and "generate" not in case.unsupported_by_stock:
             prepared.generate(inputs.tokens(2, 5), max_new_tokens=3, do_sample=False)
     state = known(prepared)
     if recorded and state is not None:

@@ -24,22 +24,24 @@ def compare(case, models, run):
     prepared, stock, exact = models
     with torch.inference_mode():
         with recording() as routes:
-            with choosing(case) as chosen:
+            with choosing(case) as stock_choices:
                 same_dtype = run(stock)
-            with inputs.in_float64(), choosing(case, chosen) as exactly:
+            with inputs.in_float64(), choosing(case, stock_choices) as exact_choices:
                 expected = run(exact)
         # The other two models stayed stock.
         assert routes == []
-        with recording() as routes, counted() as hits, choosing(case, chosen) as alike:
+        with recording() as routes, counted() as hits, choosing(case, stock_choices) as prepared_choices:
             actual = run(prepared)
         assert_served(prepared, case.classes(), routes, hits)
         assert_experts_served(prepared, case.moe_class(), routes, hits)
     # Scores are fp32, but computed from results of GEMMs in this dtype.
     dtype = next(stock.parameters()).dtype
-    assert len(alike.scores) == len(chosen.scores) == len(exactly.scores)
-    if alike.scores:
-        left, reference = (numbered(score.to(dtype) for score in seen.scores) for seen in (alike, chosen))
-        assert_run_as_good_as_eager(left, reference, numbered(exactly.scores))
+    assert len(prepared_choices.scores) == len(stock_choices.scores) == len(exact_choices.scores)
+    if prepared_choices.scores:
+        left, reference = (
+            numbered(score.to(dtype) for score in choices.scores) for choices in (prepared_choices, stock_choices)
+        )
+        assert_run_as_good_as_eager(left, reference, numbered(exact_choices.scores))
     assert_run_as_good_as_eager(actual, same_dtype, expected)
 
 
@@ -75,17 +77,17 @@ def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(case, dtype,
     prompt, further = inputs.tokens(2, 9), inputs.tokens(2, 5, seed=1)
 
     def run(model):
-        past, results, seen = DynamicCache(config=model.config) if _takes_config() else DynamicCache(), {}, 0
+        past, results, length = DynamicCache(config=model.config) if _takes_config() else DynamicCache(), {}, 0
         for step, ids in (
             ("prefill", prompt),
             ("decode", further[:, :1]),
             ("chunk", further[:, 1:4]),
             ("again", further[:, 4:]),
         ):
-            mask = torch.ones(2, seen + ids.shape[1], dtype=torch.long)
+            mask = torch.ones(2, length + ids.shape[1], dtype=torch.long)
             result = model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True)
             results[step] = result.logits
-            seen += ids.shape[1]
+            length += ids.shape[1]
         return results
 
     compare(case, trio(dtype), run)

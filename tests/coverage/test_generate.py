@@ -16,14 +16,16 @@ from tests.coverage.cases import CASES
 from tests.coverage.hits import assert_served, counted, recording
 from tests.coverage.releases import EVERYWHERE, is_the_first, is_the_last
 
-HERE = [case for case in CASES if is_the_first() or case.id in EVERYWHERE or is_the_last(case)]
-GENERATING = [case for case in HERE if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")]
-TEXT = [case for case in HERE if case.kind == "text"]
+SELECTED = [case for case in CASES if is_the_first() or case.id in EVERYWHERE or is_the_last(case)]
+GENERATING = [
+    case for case in SELECTED if case.kind in ("text", "seq2seq", "audio", "images in text", "image and text")
+]
+TEXT = [case for case in SELECTED if case.kind == "text"]
 
 # the config of Cohere2 in 4.53 reads an attribute that it deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
 
-WAYS = {
+MODES = {
     "greedy": {},
     "static": {"cache_implementation": "static"},
     "beams": {"num_beams": 3},
@@ -31,30 +33,30 @@ WAYS = {
 }
 
 
-def generated(case, model, padding=None, **how):
-    given = inputs.arguments(case, model, padding)
-    given.pop("decoder_input_ids", None)
+def generated(case, model, padding=None, **options):
+    arguments = inputs.arguments(case, model, padding)
+    arguments.pop("decoder_input_ids", None)
     # the model must not generate image tokens, because generated tokens are fed back as text
     if case.kind in ("images in text", "image and text"):
-        how["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
+        options["suppress_tokens"] = [inputs.IMAGE_START, inputs.IMAGE_END, inputs.VIDEO_TOKEN, inputs.IMAGE_TOKEN]
     with torch.inference_mode():
-        return model.generate(**given, max_new_tokens=14, do_sample=False, **how)
+        return model.generate(**arguments, max_new_tokens=14, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @params(GENERATING, without="generate")
-def test_generated_tokens_equal_stock(case, way, trio):
-    if way in case.stock_can_not:
-        pytest.skip(f"stock can't run this: {case.stock_can_not[way]}")
+def test_generated_tokens_equal_stock(case, mode, trio):
+    if mode in case.unsupported_by_stock:
+        pytest.skip(f"stock can't run this: {case.unsupported_by_stock[mode]}")
     prepared, stock, _ = trio()
     try:
-        expected = generated(case, stock, **WAYS[way])
+        expected = generated(case, stock, **MODES[mode])
     except Exception as error:
-        if way != "static" or not (case.experts or "does not support" in str(error)):
+        if mode != "static" or not (case.experts or "does not support" in str(error)):
             raise
         pytest.skip(f"stock can't run this in this release: {str(error).splitlines()[0]}")
     with recording() as routes, counted() as hits:
-        actual = generated(case, prepared, **WAYS[way])
+        actual = generated(case, prepared, **MODES[mode])
     assert_served(prepared, case.classes(), routes, hits)
     assert torch.equal(actual, expected)
 

@@ -125,12 +125,12 @@ def test_attention_is_called_as_stock_calls_it(case, trio, calls):
     # A placeholder: only transformers' own attention for a paged cache reads it.
     cache = SimpleNamespace()
     with choosing(case) as chosen:
-        expected, wanted = run(stock, calls, cache)
+        expected, expected_calls = run(stock, calls, cache)
     with choosing(case, chosen), ops.recording() as routes:
-        actual, got = run(prepared, calls, cache)
+        actual, actual_calls = run(prepared, calls, cache)
 
-    assert len(got) == len(wanted) > 0
-    for (tensors, arguments), (stocks, stocks_arguments) in zip(got, wanted, strict=True):
+    assert len(actual_calls) == len(expected_calls) > 0
+    for (tensors, arguments), (stocks, stocks_arguments) in zip(actual_calls, expected_calls, strict=True):
         assert (arguments.keys() ^ stocks_arguments.keys()) <= UNREAD
         assert all(same(value, stocks_arguments.get(name)) for name, value in arguments.items() if name not in UNREAD)
         for tensor, other in zip(tensors, stocks, strict=True):

@@ -13,11 +13,11 @@ from tests.coverage.case import params
 from tests.coverage.cases import CASES
 from tests.tolerance import assert_as_good_as_eager
 
-SEEING = [case for case in CASES if case.kind in ("image", "towers", "image and text", "images in text")]
+VISION = [case for case in CASES if case.kind in ("image", "towers", "image and text", "images in text")]
 VIDEO = [case for case in CASES if case.overlay in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")]
 
 
-@params(SEEING)
+@params(VISION)
 def test_patches_are_embedded_by_a_gemm(case, trio):
     """Convolutions over patches are replaced. Other models, such as siglip2, flatten the patches for a linear layer."""
     prepared, stock, _ = trio()

@@ -15,7 +15,7 @@ from tests.coverage.observed import FEATURES, NONE, YES, _joined, _rank, merged,
 
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "support"
 FILE = RECORDS / f"{transformers.__version__}.json"
-HERE = sorted({case.overlay for case in CASES if case.here})
+OVERLAYS = sorted({case.overlay for case in CASES if case.applies})
 
 # there are no claims about a release without a record
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="nothing is recorded for this release")
@@ -27,17 +27,17 @@ def recorded():
 
 
 @pytest.fixture(scope="module")
-def seen():
+def observations():
     """The observed rows by overlay and case."""
     return {}
 
 
-@pytest.mark.parametrize("overlay", HERE)
-def test_the_record_equals_the_observation(overlay, recorded, seen):
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_record_equals_the_observation(overlay, recorded, observations):
     for case in CASES:
-        if case.overlay == overlay and case.here:
+        if case.overlay == overlay and case.applies:
             for name, row in observed(case).items():
-                seen.setdefault(name, []).append({**row, "cases": [case.id]})
+                observations.setdefault(name, []).append({**row, "cases": [case.id]})
                 assert name in recorded, f"{name} is served and not recorded: python -m tests.coverage.observed"
                 assert case.id in recorded[name]["cases"]
                 for feature, mark in row["support"].items():
@@ -45,11 +45,13 @@ def test_the_record_equals_the_observation(overlay, recorded, seen):
                     assert _rank(best) <= _rank(mark), f"{name}: {feature} is better than recorded: {mark}"
 
 
-def test_every_entry_was_observed(recorded, seen):
+def test_every_entry_was_observed(recorded, observations):
     """This test runs after the tests above, whose merged observations must equal the record."""
-    if {case for rows in seen.values() for row in rows for case in row["cases"]} != {c.id for c in CASES if c.here}:
+    if {case for rows in observations.values() for row in rows for case in row["cases"]} != {
+        c.id for c in CASES if c.applies
+    }:
         pytest.skip("not every case ran")
-    assert {name: _joined(rows) for name, rows in sorted(seen.items())} == recorded
+    assert {name: _joined(rows) for name, rows in sorted(observations.items())} == recorded
 
 
 def test_a_mark_requires_an_operation_of_hf_rocm(recorded):

@@ -28,7 +28,7 @@ def main(checkpoint: str, folder: str) -> None:
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
     assert (state.num_processes, state.backend) == (2, "gloo")
-    for check in (prompts_shared_out, wrapped_and_unwrapped, mixed_precision):
+    for check in (prompts_are_split, wrapped_and_unwrapped, mixed_precision):
         check(checkpoint, Path(folder))
         state.wait_for_everyone()
         state.print(check.__name__, flush=True)
@@ -47,7 +47,7 @@ def tokens(model, prompt):
     return model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
 
 
-def prompts_shared_out(checkpoint: str, folder: Path) -> None:
+def prompts_are_split(checkpoint: str, folder: Path) -> None:
     model, state = prepared(checkpoint), PartialState()
     with state.split_between_processes(PROMPTS) as share:
         assert 0 < len(share) < len(PROMPTS)

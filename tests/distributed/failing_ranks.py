@@ -14,11 +14,11 @@ import time
 import traceback
 from pathlib import Path
 
-WHAT, CHECKPOINT, EXTRA = sys.argv[1:]
+FAULT, CHECKPOINT, EXTRA = sys.argv[1:]
 RANK = int(os.environ["RANK"])
 SECOND = RANK == 1
 
-if (WHAT == "overlays" and SECOND) or (WHAT == "aiter" and not SECOND):
+if (FAULT == "overlays" and SECOND) or (FAULT == "aiter" and not SECOND):
     sys.path.insert(0, EXTRA)
 
 import torch  # noqa: E402 - sys.path must be changed before these imports
@@ -48,14 +48,14 @@ def broken():
     raise ValueError("this node's driver does not answer")
 
 
-if SECOND and WHAT == "killed":
+if SECOND and FAULT == "killed":
     PreTrainedModel._load_pretrained_model = die
-if SECOND and WHAT == "raises":
+if SECOND and FAULT == "raises":
     facts.aiter_facts = broken
-if SECOND and WHAT == "overlays":
+if SECOND and FAULT == "overlays":
     assert Path(hf_rocm.__file__).is_relative_to(EXTRA)
 
 print("loading", time.time(), flush=True)
-dtype = torch.float64 if SECOND and WHAT == "dtype" else torch.float32
+dtype = torch.float64 if SECOND and FAULT == "dtype" else torch.float32
 hf_rocm.from_pretrained(CHECKPOINT, tp_plan="auto", force=True, dtype=dtype)
 print("loaded", flush=True)

@@ -27,7 +27,7 @@ MARK = "HF_ROCM_TEST_RUN"
 
 # gloo runs on the CPU; if a GPU were visible, transformers would place the shards on it
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
-_TORCHRUNS = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
 _RANKS = {"RANK", "WORLD_SIZE"}
 
 
@@ -35,7 +35,7 @@ _RANKS = {"RANK", "WORLD_SIZE"}
 class Result:
     """The result of one rank (or of torchrun, with the output of all its ranks), and its duration in seconds.
 
-    code: the exit status; −9 is SIGKILL; None means that the process was killed at the time-out.
+    code: the exit status; −9 is SIGKILL; None means that the process was killed at the timeout.
     left: from `torchrun` only, the command lines of processes of the run that were still running; they are killed.
     """
 
@@ -151,7 +151,11 @@ def _start(command: Sequence[object], environ: Mapping[str, str], mark: str) -> 
 
 def _base() -> dict[str, str]:
     """This process's environment and import path, with one thread, and without rank variables, GPUs and warnings."""
-    kept = {name: value for name, value in os.environ.items() if name not in _RANKS and not name.startswith(_TORCHRUNS)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANKS and not name.startswith(_TORCHRUN_PREFIXES)
+    }
     places = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     own = {"PYTHONPATH": places, "PYTHONWARNINGS": "ignore", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     return {**kept, **own, **_NO_GPU}
@@ -180,9 +184,9 @@ def _marked() -> Iterator[str]:
     try:
         yield mark
     finally:
-        for number in _marked_processes(mark):
+        for pid in _marked_processes(mark):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def _left(mark: str, patience: float = 5.0) -> tuple[str, ...]:

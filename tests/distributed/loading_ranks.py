@@ -39,13 +39,13 @@ class Messages(logging.Handler):
     def emit(self, record):
         self.words.append(record.getMessage())
 
-    def since(self):
+    def drain(self):
         words, self.words = self.words, []
         return words
 
 
 def main(checkpoint: str, undivided: str) -> None:
-    messages, seen = Messages(), {}
+    messages, observations = Messages(), {}
 
     def load(folder=checkpoint, **arguments):
         return hf_rocm.from_pretrained(folder, **{"tp_plan": "auto", "force": True, **arguments}).eval()
@@ -59,26 +59,26 @@ def main(checkpoint: str, undivided: str) -> None:
 
     assert not dist.is_initialized()
     # without a process group, the handshake uses a separate store on the port that transformers uses afterwards
-    seen["heads"] = refusal(folder=undivided)
+    observations["heads"] = refusal(folder=undivided)
     rank = environment.place().rank
-    seen["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
+    observations["dtype"] = refusal(dtype=[torch.float32, torch.float64][rank])
     assert not dist.is_initialized(), "a refused load created a process group"
     model = load()
     assert dist.is_initialized()
     tokens = model.generate(IDS, max_new_tokens=6, do_sample=False).tolist()
-    seen["calls"] = next(agree._calls[rank, "0,1"])
+    observations["calls"] = next(agree._calls[rank, "0,1"])
     # with a process group, the handshake uses its store
     with options.override(tier=["torch", "eager"][rank]):
-        seen["option"] = refusal()
+        observations["option"] = refusal()
     began = time.perf_counter()
     again = load()
-    seen["seconds"] = time.perf_counter() - began
+    observations["seconds"] = time.perf_counter() - began
     assert again.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a model that stays stock is loaded without a handshake with the other ranks
     before = next(agree._calls[rank, "0,1"])
-    messages.since()
+    messages.drain()
     stock = load(force=None)
-    seen["stock messages"] = messages.since()
+    observations["stock messages"] = messages.drain()
     assert next(agree._calls[rank, "0,1"]) == before + 1
     assert stock.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == tokens
     # a single-process load waits for no other rank
@@ -86,19 +86,19 @@ def main(checkpoint: str, undivided: str) -> None:
         load(tp_plan=None)
     dist.barrier()
     # in a single-process load, rank 1 logs only messages that rank 0 has not logged
-    messages.since()
+    messages.drain()
     load(tp_plan=None, quantize="int8")
-    seen["own messages"] = messages.since()
+    observations["own messages"] = messages.drain()
     # the behaviour of stock with heads that can't be divided
     try:
         with torch.no_grad():
             LlamaForCausalLM.from_pretrained(undivided, tp_plan="auto")(IDS)
-        seen["stock heads"] = "ran"
+        observations["stock heads"] = "ran"
     except RuntimeError as error:
-        seen["stock heads"] = str(error)
-    seen["rank"] = dist.get_rank()
+        observations["stock heads"] = str(error)
+    observations["rank"] = dist.get_rank()
     # Use a single write, because print makes two, and ranks may share an output file.
-    os.write(1, f"{json.dumps(seen)}\n".encode())
+    os.write(1, f"{json.dumps(observations)}\n".encode())
     dist.barrier()
     dist.destroy_process_group()
 

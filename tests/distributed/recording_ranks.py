@@ -64,7 +64,7 @@ def generate(model, new=12):
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False).tolist()
 
 
-def gives_stocks_tokens(checkpoint):
+def tokens_equal_stock(checkpoint):
     stock = transformers.LlamaForCausalLM.from_pretrained(checkpoint, tp_plan="auto").eval()
     prepared = load(checkpoint, graphs=True)
     assert generate(prepared) == generate(stock)
@@ -73,7 +73,7 @@ def gives_stocks_tokens(checkpoint):
     assert (state.recorded, state.replayed) == (1, 11 - 3 + 7), (state.recorded, state.replayed)
 
 
-def is_on_unless_it_is_switched_off(checkpoint):
+def enabled_unless_switched_off(checkpoint):
     model = load(checkpoint)
     generate(model)
     assert known(model).recorded == 1
@@ -99,7 +99,7 @@ def refused(model):
     raise AssertionError("it was recorded")
 
 
-def stops_together_where_one_rank_cannot_record(checkpoint):
+def all_ranks_stop_if_one_cannot_record(checkpoint):
     model = load(checkpoint, graphs=True)
     record = EmulatedRecorder.record
 
@@ -116,7 +116,7 @@ def stops_together_where_one_rank_cannot_record(checkpoint):
     assert ("no memory for this" if RANK == 1 else "another rank could not record it") in words, words
 
 
-def stops_together_where_one_rank_replays_something_else(checkpoint):
+def all_ranks_stop_if_one_replays_something_else(checkpoint):
     model = load(checkpoint, graphs=True)
     record = EmulatedRecorder.record
 
@@ -124,13 +124,13 @@ def stops_together_where_one_rank_replays_something_else(checkpoint):
         recording, result = record(self, run)
         replay = recording.replay
 
-        def and_spoil():
+        def replay_and_change():
             replay()
             # The copy of the logits.
             *_, (place,) = next(entry for entry in reversed(recording.kept) if "aten.copy_" in str(entry[0]))
             place.add_(1)
 
-        recording.replay = and_spoil
+        recording.replay = replay_and_change
         return recording, result
 
     if RANK == 1:
@@ -142,7 +142,7 @@ def stops_together_where_one_rank_replays_something_else(checkpoint):
     assert ("differed from the step itself" if RANK == 1 else "on another rank") in words, words
 
 
-def stops_together_where_one_rank_has_another_model(checkpoint):
+def all_ranks_stop_if_one_has_another_model(checkpoint):
     model = load(checkpoint, graphs=True)
     generate(model)
     if RANK == 1:
@@ -159,10 +159,10 @@ def stops_together_where_one_rank_has_another_model(checkpoint):
 def destroying_another_group_keeps_the_recordings(checkpoint):
     # Release the caches of earlier checks.
     graph_teardown.release()
-    before = places()
+    before = teardown_functions()
     model = load(checkpoint)
     generate(model)
-    assert all(now is not place for now, place in zip(places(), before, strict=True))
+    assert all(current is not original for current, original in zip(teardown_functions(), before, strict=True))
     replayed = known(model).replayed
     group = dist.new_group([0])
     if RANK == 0:
@@ -170,7 +170,7 @@ def destroying_another_group_keeps_the_recordings(checkpoint):
     generate(model)
     assert (known(model).recorded, known(model).replayed) == (1, replayed + 11)
     hf_rocm.restore(model)
-    assert all(now is place for now, place in zip(places(), before, strict=True))
+    assert all(current is original for current, original in zip(teardown_functions(), before, strict=True))
     group = dist.new_group()
     # Under load, the other rank may still be connecting to this one.
     dist.barrier()
@@ -180,7 +180,7 @@ def destroying_another_group_keeps_the_recordings(checkpoint):
 
 def recordings_are_emptied_before_their_group_is_destroyed(checkpoint):
     """Recordings are emptied even if a traceback or another reference keeps them alive."""
-    before = places()
+    before = teardown_functions()
     model = load(checkpoint)
     generate(model)
     cache = known(model).pool._idle[0].cache
@@ -189,10 +189,10 @@ def recordings_are_emptied_before_their_group_is_destroyed(checkpoint):
     destroy_process_group()
     assert not cache.recordings and not any(cache_recording._recording.kept for cache_recording in kept)
     assert not dist.is_initialized()
-    assert all(now is place for now, place in zip(places(), before, strict=True))
+    assert all(current is original for current, original in zip(teardown_functions(), before, strict=True))
 
 
-def places():
+def teardown_functions():
     return [
         dist.destroy_process_group,
         dist.distributed_c10d.destroy_process_group,
@@ -201,12 +201,12 @@ def places():
 
 
 CHECKS = (
-    gives_stocks_tokens,
-    is_on_unless_it_is_switched_off,
+    tokens_equal_stock,
+    enabled_unless_switched_off,
     refuses_a_backend_that_cannot_be_recorded,
-    stops_together_where_one_rank_cannot_record,
-    stops_together_where_one_rank_replays_something_else,
-    stops_together_where_one_rank_has_another_model,
+    all_ranks_stop_if_one_cannot_record,
+    all_ranks_stop_if_one_replays_something_else,
+    all_ranks_stop_if_one_has_another_model,
     destroying_another_group_keeps_the_recordings,
     recordings_are_emptied_before_their_group_is_destroyed,
 )

@@ -47,8 +47,8 @@ def run(model):
         first = model(input_ids=tokens(2, 9), use_cache=True)
         logits = first.logits.clone()
         second = model(input_ids=tokens(2, 1, seed=1), past_key_values=first.past_key_values, use_cache=True)
-    made = model.generate(tokens(2, 5), max_new_tokens=12, do_sample=False)
-    return logits, second.logits, made
+    generated = model.generate(tokens(2, 5), max_new_tokens=12, do_sample=False)
+    return logits, second.logits, generated
 
 
 def same(actual, expected):
@@ -68,7 +68,7 @@ class Sharded:
         self.arguments = {"attn_implementation": "eager"} if checkpoint.name == "gemma2" else {}
         self.stock = kind.from_pretrained(checkpoint, tp_plan="auto", **self.arguments).eval()
         self.model = self.prepared().eval()
-        self.whole = kind.from_pretrained(checkpoint, **self.arguments).eval()
+        self.unsharded = kind.from_pretrained(checkpoint, **self.arguments).eval()
 
     def prepared(self):
         return hf_rocm.from_pretrained(self.checkpoint, tp_plan="auto", force=True, graphs=False, **self.arguments)
@@ -76,15 +76,17 @@ class Sharded:
     def returns_the_same_results_as_stock(self):
         expected = run(self.stock)
         same(run(self.model), expected)
-        assert run(self.whole)[2].tolist() == expected[2].tolist()
+        assert run(self.unsharded)[2].tolist() == expected[2].tolist()
 
     def runs_one_gemm_per_group(self):
         with torch.no_grad():
             result = groups(self.model)
             assert result and all(live(module) is not None for module, _ in result)
             rows = {len(live(module).weight) for module, _ in result}
-        whole = {sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.whole)}
-        assert sorted(rows) == sorted(rows_of_group // 2 for rows_of_group in whole)
+        unsharded_rows = {
+            sum(module._modules[name].weight.shape[0] for name in names) for module, names in groups(self.unsharded)
+        }
+        assert sorted(rows) == sorted(rows_of_group // 2 for rows_of_group in unsharded_rows)
         with ops.recording() as routes, torch.no_grad(), counted(result) as hits:
             self.model(input_ids=tokens(2, 9))
         assert hits == len(result), (hits, len(result))
@@ -122,7 +124,7 @@ class Sharded:
 
     def uses_weights_that_were_changed_in_place(self):
         module, names = groups(self.model)[0]
-        twin = groups_of_names(self.stock, self.model, module)
+        twin = stock_module(self.stock, self.model, module)
         with torch.no_grad():
             for variant in (module, twin):
                 variant._modules[names[0]].weight.mul_(0.5)
@@ -131,7 +133,7 @@ class Sharded:
 
     def does_not_use_a_group_with_a_replaced_weight(self):
         module, names = groups(self.model)[-1]
-        twin = groups_of_names(self.stock, self.model, module)
+        twin = stock_module(self.stock, self.model, module)
         for variant in (module, twin):
             linear = variant._modules[names[0]]
             linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
@@ -164,7 +166,7 @@ class Sharded:
         dist.barrier()
         again = self.kind.from_pretrained(folder).eval()
         for (name, one), (other_name, other) in zip(
-            again.state_dict().items(), self.whole.state_dict().items(), strict=True
+            again.state_dict().items(), self.unsharded.state_dict().items(), strict=True
         ):
             assert name == other_name and torch.equal(one, other), name
 
@@ -195,7 +197,7 @@ def plain(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def groups_of_names(stock, prepared, module):
+def stock_module(stock, prepared, module):
     """The stock module with the same name as this module of the prepared model."""
     name = next(name for name, named_module in prepared.named_modules() if named_module is module)
     return stock.get_submodule(name)

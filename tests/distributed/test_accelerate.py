@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 REST = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-HERE = dict.fromkeys(REST, "cpu")
+ON_CPU = dict.fromkeys(REST, "cpu")
 MOVED = "run by a hook (AlignDevicesHook) that may move its weights"
 
 # arguments besides the checkpoint, and the number of fused groups
@@ -42,13 +42,13 @@ MAPS = {
     "one device": ({"device_map": {"": "cpu"}}, GROUPS),
     "two entries": ({"device_map": {"model": "cpu", "lm_head": "cpu"}}, GROUPS),
     "a layer on disk": (
-        {"device_map": {**HERE, "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}},
+        {"device_map": {**ON_CPU, "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}},
         GROUPS - 2,
     ),
     "an MLP on disk": (
         {
             "device_map": {
-                **HERE,
+                **ON_CPU,
                 **{f"model.layers.{n}": "cpu" for n in (0, 2)},
                 **{f"model.layers.1.{part}": "cpu" for part in ("self_attn", "input_layernorm")},
                 "model.layers.1.post_attention_layernorm": "cpu",
@@ -57,7 +57,7 @@ MAPS = {
         },
         GROUPS - 1,
     ),
-    "buffers too": ({"device_map": {**HERE, "model.layers": "disk"}, "offload_buffers": True}, 0),
+    "buffers too": ({"device_map": {**ON_CPU, "model.layers": "disk"}, "offload_buffers": True}, 0),
     "as memory allows": ({"device_map": "auto", "max_memory": {"cpu": 200_000}}, 0),
 }
 
@@ -230,8 +230,8 @@ def _dispatch_in_place(model, folder):
 )
 def test_a_prepared_model_can_be_dispatched_and_restored(model, stock, tmp_path, place, groups):
     """`remove_hook_from_submodules` moves the weights back; `prepare` fuses moved weights again."""
-    for either, folder in ((model, "prepared"), (stock, "stock")):
-        place(either, tmp_path / folder)
+    for variant, folder in ((model, "prepared"), (stock, "stock")):
+        place(variant, tmp_path / folder)
     assert hooks(model) == hooks(stock)
     as_good_as(stock, model, build().double())
     assert live(model) == groups
@@ -242,8 +242,8 @@ def test_a_prepared_model_can_be_dispatched_and_restored(model, stock, tmp_path,
     twin = copy.deepcopy(model)
     assert hooks(twin) == hooks(model)
     torch.testing.assert_close(logits(twin), logits(model))
-    for either in (model, stock):
-        remove_hook_from_submodules(either)
+    for variant in (model, stock):
+        remove_hook_from_submodules(variant)
     assert not hooks(model)
     follows(model, groups, twin=build())
     assert ("were replaced or moved after fusing" in hf_rocm.explain(model).details()) is (groups < GROUPS)
@@ -257,8 +257,8 @@ def test_a_prepared_model_can_be_dispatched_and_restored(model, stock, tmp_path,
 class Counts(ModelHook):
     """A user's hook that records its calls."""
 
-    def __init__(self, text):
-        self.events = text
+    def __init__(self, events):
+        self.events = events
 
     def pre_forward(self, module, *args, **kwargs):
         self.events.append("before")

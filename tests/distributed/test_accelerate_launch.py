@@ -27,4 +27,4 @@ def test_accelerate_launch_runs_two_processes(tmp_path):
             world=1,
         )
     )
-    assert result.out.split() == ["prompts_shared_out", "wrapped_and_unwrapped", "mixed_precision"]
+    assert result.out.split() == ["prompts_are_split", "wrapped_and_unwrapped", "mixed_precision"]

@@ -13,7 +13,7 @@ from hf_rocm.tools.bench import ranks, record, report
 TINY = ["--device", "cpu", "--rounds", "1", "--prompt", "8", "--new", "4", "--tp", "2"]
 
 # a rank that is killed while the other one waits for it in an all-reduce
-DIES = """
+KILLED = """
 from hf_rocm.tools.bench import rank
 if sys.argv[2] == "1":
     import signal
@@ -21,12 +21,12 @@ if sys.argv[2] == "1":
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
 # hf_rocm's norms are slightly wrong on both ranks; only the prepared side runs them
-SPOILS = """
+WRONG = """
 from hf_rocm.tools.bench import rank
 from hf_rocm.ops import pointwise, registry
-right = pointwise.torch_rms_norm
+original = pointwise.torch_rms_norm
 for implementation in registry.operations()["rms_norm"].implementations:
-    implementation.__dict__["call"] = lambda *rest: right(*rest) * 1.001
+    implementation.__dict__["call"] = lambda *rest: original(*rest) * 1.001
 os._exit(rank.main(sys.argv[1], int(sys.argv[2])))
 """
 
@@ -72,10 +72,10 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (DIES, "rank 1 was killed by signal 9 (SIGKILL)"),
-        (SPOILS, "hf_rocm returns wrong results over 2 ranks, so nothing is timed"),
+        (KILLED, "rank 1 was killed by signal 9 (SIGKILL)"),
+        (WRONG, "hf_rocm returns wrong results over 2 ranks, so nothing is timed"),
     ],
-    ids=["dies", "spoils"],
+    ids=["killed", "wrong"],
 )
 def test_a_failed_rank_and_wrong_results_end_the_command(program, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "_CHILD", program)

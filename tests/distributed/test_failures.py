@@ -15,7 +15,7 @@ from tests.distributed.launch import run_ranks, torchrun
 
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
 # Seconds for a run, which imports transformers; a hang takes longer.
-PATIENCE = 240
+TIMEOUT = 240
 
 pytestmark = pytest.mark.slow
 
@@ -38,20 +38,20 @@ def save(folder, *, heads, groups):
     return folder
 
 
-def fails(what, checkpoint, extra):
+def log_of_failure(fault, checkpoint, extra):
     """The log of torchrun for a job that failed within the time limit and left no process behind."""
-    result = torchrun(SCRIPT, what, checkpoint, extra, timeout=PATIENCE)
+    result = torchrun(SCRIPT, fault, checkpoint, extra, timeout=TIMEOUT)
     ended = time.time()
     assert result.code not in (0, None), result.log
     assert not result.left
     # a rank that doesn't depend on the killed one may finish before torchrun ends it
-    assert what == "killed" or "loaded" not in result.out.split()
+    assert fault == "killed" or "loaded" not in result.out.split()
     began = max(float(actual) for actual in re.findall(r"(?:loading|dying) ([\d.]+)", result.out))
-    print(f"{what}: {ended - began:.1f} s from the load to the end, {result.seconds:.1f} s in all")
+    print(f"{fault}: {ended - began:.1f} s from the load to the end, {result.seconds:.1f} s in all")
     return result.log
 
 
-def packages_own(folder: Path) -> Path:
+def modified_copy(folder: Path) -> Path:
     """Copy hf_rocm to `folder` and modify the overlays of llama. Returns the folder."""
     package = Path(hf_rocm.__file__).parent
     shutil.copytree(package, folder / "hf_rocm", ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,12 +65,12 @@ def packages_own(folder: Path) -> Path:
 
 
 def test_a_rank_that_is_killed_while_it_loads_is_reported(checkpoint, tmp_path):
-    log = fails("killed", checkpoint, tmp_path)
+    log = log_of_failure("killed", checkpoint, tmp_path)
     assert "Signal 9 (SIGKILL)" in log and "rank" in log
 
 
 def test_a_rank_with_other_overlays_is_named(checkpoint, tmp_path):
-    log = fails("overlays", checkpoint, packages_own(tmp_path))
+    log = log_of_failure("overlays", checkpoint, modified_copy(tmp_path))
     assert log.count("RankError: the ranks would not run the same model; they differ in: overlay of llama\n"), log
     assert re.search(r"overlay of llama  \w{12} on rank 0 \(.+\); \w{12} on rank 1 \(", log)
     assert "hf-rocm install-overlays" in log
@@ -84,19 +84,19 @@ def test_a_rank_without_aiter_is_named(checkpoint, tmp_path):
     metadata = tmp_path / "amd_aiter-99.9.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 99.9\n")
-    log = fails("aiter", checkpoint, tmp_path)
+    log = log_of_failure("aiter", checkpoint, tmp_path)
     assert "they differ in: aiter\n" in log, log
     assert re.search(r"aiter  amd-aiter 99\.9 on rank 0 \(.+\); (not installed|amd-aiter .+) on rank 1 \(", log)
 
 
 def test_heads_that_cannot_be_divided_are_refused(tmp_path):
-    log = fails("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
+    log = log_of_failure("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
     assert log.count("RankError: 3 (num_key_value_heads) heads can't be divided among 2 ranks\n"), log
     assert "sizes that fit       1, 3" in log
 
 
 def test_a_rank_that_fails_before_it_loads_is_reported(checkpoint, tmp_path):
-    log = fails("raises", checkpoint, tmp_path)
+    log = log_of_failure("raises", checkpoint, tmp_path)
     words = (
         r"RankError: rank 1 \(.+\) failed before the model was loaded: ValueError: this node's driver does not answer"
     )
@@ -108,14 +108,14 @@ def test_a_rank_that_fails_before_it_loads_is_reported(checkpoint, tmp_path):
 def test_without_torchrun_a_missing_rank_is_named(checkpoint, absent):
     environ = {"HF_ROCM_RANKS_TIMEOUT": "2"}
     # only the other rank is started
-    (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=PATIENCE)
+    (result,) = run_ranks(SCRIPT, "none", checkpoint, "", environ=environ, ranks=[1 - absent], timeout=TIMEOUT)
     assert result.code == 1, result.log
     assert f"RankError: rank {absent} did not join the other ranks to load the model" in result.log
     assert "HF_ROCM_RANKS_TIMEOUT" in result.log
 
 
 def test_without_torchrun_both_ranks_raise_the_same_error(checkpoint):
-    ranks = run_ranks(SCRIPT, "dtype", checkpoint, "", timeout=PATIENCE)
+    ranks = run_ranks(SCRIPT, "dtype", checkpoint, "", timeout=TIMEOUT)
     assert [rank.code for rank in ranks] == [1, 1], [rank.log for rank in ranks]
     words = [rank.log.partition("RankError: ")[2] for rank in ranks]
     assert words[0] == words[1] and re.match(r"the ranks would not .* differ in: argument (torch_)?dtype\n", words[0])

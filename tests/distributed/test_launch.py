@@ -17,7 +17,7 @@ if rank == 1:
     time.sleep(600)
 """
 
-LEAVES = """
+ORPHAN = """
 import os, subprocess, sys
 if os.environ["RANK"] == "1":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -33,7 +33,7 @@ def test_plain_processes_report_output_and_exit_code():
 
 
 def test_processes_that_torchrun_leaves_behind_are_listed():
-    result = torchrun(LEAVES, timeout=120)
+    result = torchrun(ORPHAN, timeout=120)
     assert result.code == 1, result.log
     assert "exitcode:3" in result.log.replace(" ", "")
     assert len(result.left) == 1 and "time.sleep(600)" in result.left[0]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["plain", "torchrun"])
-def seen(request, tmp_path_factory):
+def observations(request, tmp_path_factory):
     """The observations of each rank, started manually or by torchrun."""
     folder = tmp_path_factory.mktemp("checkpoints")
     two, three = save(folder / "two", heads=4, groups=2), save(folder / "three", heads=6, groups=3)
@@ -35,26 +35,26 @@ def seen(request, tmp_path_factory):
     return ranks
 
 
-def test_differences_raise_the_same_error_on_both_ranks(seen):
-    first, second = seen
+def test_differences_raise_the_same_error_on_both_ranks(observations):
+    first, second = observations
     for name in ("heads", "dtype", "option"):
         assert first[name] == second[name], name
     assert re.search(r"argument (torch_)?dtype  torch\.float32 on rank 0 .*; torch\.float64 on rank 1", first["dtype"])
     assert "they differ in: option tiers" in first["option"] and "'eager'" in first["option"]
 
 
-def test_indivisible_heads_are_refused_early(seen):
-    for rank in seen:
+def test_indivisible_heads_are_refused_early(observations):
+    for rank in observations:
         assert rank["heads"].startswith("3 (num_key_value_heads) heads can't be divided among 2 ranks")
         assert "shape" in rank["stock heads"]
 
 
-def test_both_ranks_count_the_same_number_of_comparisons(seen):
-    assert [rank["calls"] for rank in seen] == [3, 3]
+def test_both_ranks_count_the_same_number_of_comparisons(observations):
+    assert [rank["calls"] for rank in observations] == [3, 3]
 
 
-def test_one_rank_logs_the_messages_of_a_load(seen):
-    logging_rank, other_rank = sorted(seen, key=lambda rank: rank["rank"])
+def test_one_rank_logs_the_messages_of_a_load(observations):
+    logging_rank, other_rank = sorted(observations, key=lambda rank: rank["rank"])
     assert len(logging_rank["stock messages"]) == 1 and "stays stock" in logging_rank["stock messages"][0]
     assert len(logging_rank["own messages"]) == 1 and "int8" in logging_rank["own messages"][0]
     # in a single-process load, a rank waits only briefly for rank 0, and logs what rank 0 has not logged by then

@@ -13,18 +13,18 @@ from hf_rocm import options
 from hf_rocm.distributed.environment import Place, partners, place, tensor_parallel_size
 from hf_rocm.errors import OptionError
 
-HERE = Place(0, 4, 0)
+FIRST_RANK = Place(0, 4, 0)
 
 
 @dataclass
-class OfFour:
+class ConfigOf4:
     """`DistributedConfig` as in 4.57 and 5.0."""
 
     enable_expert_parallel: bool = False
 
 
 @dataclass
-class OfFive:
+class ConfigOf5:
     """`DistributedConfig` as in newer releases of 5.x, which computes the sizes when it is created."""
 
     tp_size: int = 1
@@ -36,7 +36,7 @@ class OfFive:
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch):
+def no_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -62,18 +62,18 @@ def test_rank_world_size_and_local_rank_are_read_from_the_environment(environ, e
         ({"tp_plan": "auto"}, 4),
         ({"tp_plan": "auto", "tp_size": 2}, 2),
         ({"tp_size": 4}, 4),
-        ({"distributed_config": OfFour()}, 4),
-        ({"distributed_config": OfFive(tp_size=4)}, 4),
-        ({"distributed_config": OfFive(tp_size=2, fsdp_size=2)}, 2),
-        ({"distributed_config": OfFive(fsdp_size=4)}, 1),
+        ({"distributed_config": ConfigOf4()}, 4),
+        ({"distributed_config": ConfigOf5(tp_size=4)}, 4),
+        ({"distributed_config": ConfigOf5(tp_size=2, fsdp_size=2)}, 2),
+        ({"distributed_config": ConfigOf5(fsdp_size=4)}, 1),
         ({"distributed_config": {"tp_plan": "auto"}}, 4),
         ({"distributed_config": {"tp_plan": "auto", "fsdp_size": 2}}, 2),
         ({"distributed_config": {"tp_size": 2, "fsdp_size": 2}}, 2),
     ],
 )
 def test_loads_over_several_ranks_wait_for_all_ranks(arguments, size):
-    assert partners(HERE, arguments) == [0, 1, 2, 3]
-    assert tensor_parallel_size(HERE, arguments) == size
+    assert partners(FIRST_RANK, arguments) == [0, 1, 2, 3]
+    assert tensor_parallel_size(FIRST_RANK, arguments) == size
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_loads_over_several_ranks_wait_for_all_ranks(arguments, size):
         {},
         {"tp_plan": None, "device_map": "auto"},
         {"tp_plan": "auto", "tp_size": 1},
-        {"distributed_config": OfFive()},
-        {"distributed_config": OfFive(tp_plan="auto")},
+        {"distributed_config": ConfigOf5()},
+        {"distributed_config": ConfigOf5(tp_plan="auto")},
         {"distributed_config": {"tp_size": 1}},
     ],
 )
 def test_single_process_loads_wait_for_no_rank(arguments):
-    assert partners(HERE, arguments) == []
-    assert tensor_parallel_size(HERE, arguments) == 1 or arguments["distributed_config"].tp_plan
+    assert partners(FIRST_RANK, arguments) == []
+    assert tensor_parallel_size(FIRST_RANK, arguments) == 1 or arguments["distributed_config"].tp_plan
 
 
 class Mesh:
@@ -106,8 +106,8 @@ class Mesh:
 
 def test_partners_are_read_from_a_device_mesh():
     mesh = Mesh([0, 2])
-    assert partners(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == [0, 2]
-    assert tensor_parallel_size(HERE, {"device_mesh": mesh, "tp_plan": "auto"}) == 2
+    assert partners(FIRST_RANK, {"device_mesh": mesh, "tp_plan": "auto"}) == [0, 2]
+    assert tensor_parallel_size(FIRST_RANK, {"device_mesh": mesh, "tp_plan": "auto"}) == 2
     assert partners(Place(1, 4, 1), {"device_mesh": mesh, "tp_plan": "auto"}) == []
     grid = Mesh([[0, 1], [2, 3]], ("dp", "tp"), Mesh([2, 3]))
     assert partners(Place(3, 4, 1), {"device_mesh": grid, "tp_plan": "auto"}) == [2, 3]

@@ -14,9 +14,9 @@ from hf_rocm.distributed import facts as module
 from hf_rocm.distributed.environment import Place
 from hf_rocm.distributed.facts import LOCAL, architecture, facts
 
-HERE = Place(0, 2, 0)
+FIRST_RANK = Place(0, 2, 0)
 
-AGAIN = """
+OTHER_PROCESS = """
 import json, sys, torch, transformers
 from hf_rocm.distributed.environment import Place
 from hf_rocm.distributed.facts import facts
@@ -26,7 +26,7 @@ print(json.dumps(facts(Place(1, 2, 1), arguments, transformers.LlamaConfig())))
 
 
 def facts_of(**arguments):
-    return facts(HERE, arguments, transformers.LlamaConfig())
+    return facts(FIRST_RANK, arguments, transformers.LlamaConfig())
 
 
 def differing(one, other):
@@ -39,16 +39,24 @@ def test_another_process_has_the_same_facts():
 
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", AGAIN],
+        [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS],
         env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,
         check=True,
     )
-    mine = facts_of(dtype=torch.bfloat16, words={"a", "b"}, token=3)
-    assert json.loads(done.stdout) == mine
-    assert mine["argument dtype"] == "torch.bfloat16" and "argument token" not in mine
-    assert {"hf_rocm", "transformers", "torch", "GPU", "aiter", "overlay of llama", "modeling_llama.py"} <= mine.keys()
+    expected = facts_of(dtype=torch.bfloat16, words={"a", "b"}, token=3)
+    assert json.loads(done.stdout) == expected
+    assert expected["argument dtype"] == "torch.bfloat16" and "argument token" not in expected
+    assert {
+        "hf_rocm",
+        "transformers",
+        "torch",
+        "GPU",
+        "aiter",
+        "overlay of llama",
+        "modeling_llama.py",
+    } <= expected.keys()
 
 
 @pytest.mark.parametrize("name", ["dtype", "force", "preshuffle", "tp_plan", "attn_implementation", "revision"])
@@ -103,13 +111,13 @@ def test_overlays_are_compared_by_source_and_installed_ones_by_file(tmp_path, mo
 def test_the_config_is_compared_except_its_origin():
     one, other = transformers.LlamaConfig(), transformers.LlamaConfig()
     other._name_or_path = "/elsewhere"
-    assert facts(HERE, {}, one) == facts(HERE, {}, other)
+    assert facts(FIRST_RANK, {}, one) == facts(FIRST_RANK, {}, other)
     other.rms_norm_eps = 0.5
-    assert differing(facts(HERE, {}, one), facts(HERE, {}, other)) == ["the model's config"]
+    assert differing(facts(FIRST_RANK, {}, one), facts(FIRST_RANK, {}, other)) == ["the model's config"]
 
 
 def test_the_architecture_is_that_of_the_ranks_own_gpu(monkeypatch):
-    assert torch.cuda.is_available() or architecture(HERE) == "none (CPU)"
+    assert torch.cuda.is_available() or architecture(FIRST_RANK) == "none (CPU)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

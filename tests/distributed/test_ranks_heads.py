@@ -31,7 +31,7 @@ def test_divisible_heads_are_accepted(size):
 
 
 @pytest.mark.parametrize(
-    ("query", "key_value", "size", "named", "fits"),
+    ("query", "key_value", "size", "named", "supported"),
     [
         (8, 4, 8, "4 (num_key_value_heads)", "1, 2, 4"),
         (8, 1, 2, "1 (num_key_value_heads)", "1"),
@@ -39,11 +39,11 @@ def test_divisible_heads_are_accepted(size):
         (9, 3, 6, "9 (num_attention_heads) and 3 (num_key_value_heads)", "1, 3"),
     ],
 )
-def test_indivisible_heads_are_named_with_supported_sizes(query, key_value, size, named, fits):
+def test_indivisible_heads_are_named_with_supported_sizes(query, key_value, size, named, supported):
     with pytest.raises(RankError) as caught:
         heads.check(llama(query, key_value), size, AUTO)
     assert caught.value.message == f"{named} heads can't be divided among {size} ranks"
-    assert caught.value.facts["sizes that fit"] == fits and caught.value.facts["model"] == "llama"
+    assert caught.value.facts["sizes that fit"] == supported and caught.value.facts["model"] == "llama"
 
 
 @pytest.mark.parametrize("style", ["colwise_rep", "colwise_gather_output", "replicate"])

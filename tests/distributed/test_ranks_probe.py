@@ -24,14 +24,14 @@ import torch
 from hf_rocm import options
 from hf_rocm.device import Device
 from hf_rocm.ops import probe, probe_cases, probe_worker
-meeting, answer, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["WORLD_SIZE"])
+meeting, result, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["WORLD_SIZE"])
 
-def send(question, timeout):
+def send(request, timeout):
     (meeting / f"request-{os.getpid()}").touch()
     while len(list(meeting.glob("coming-*"))) < world:
         time.sleep(0.01)
-    time.sleep(2.0)  # until ranks that announced themselves have arrived
-    return answer
+    time.sleep(2.0)  # until the ranks that have touched their files have arrived
+    return result
 
 probe_worker.send = send
 probe_cases.kind = lambda operation, spec: (8, torch.bfloat16)
@@ -50,16 +50,16 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("answer", [None, "wrong by 3"])
-def test_one_of_four_ranks_runs_the_check_and_all_use_its_result(tmp_path, answer):
+@pytest.mark.parametrize("result", [None, "wrong by 3"])
+def test_one_of_four_ranks_runs_the_check_and_all_use_its_result(tmp_path, result):
     cache = tmp_path / "cache"
-    ranks = run_ranks(RANK, tmp_path, json.dumps(answer), world=4, environ={"HF_ROCM_CACHE": str(cache)})
-    expected = None if answer is None else f"its check failed: {answer}"
+    ranks = run_ranks(RANK, tmp_path, json.dumps(result), world=4, environ={"HF_ROCM_CACHE": str(cache)})
+    expected = None if result is None else f"its check failed: {result}"
     assert [json.loads(rank.out) for rank in succeeded(ranks)] == [[expected] * 2] * 4
     assert len(list(tmp_path.glob("request-*"))) == 1
-    remembered = list((cache / "probes").glob("*")) if answer is None else []
-    assert [file.suffix for file in remembered] == [".json"] * (answer is None)
-    assert len(list((cache / "turns").iterdir())) == (answer is not None), "the waiting ranks did not get the failure"
+    cached = list((cache / "probes").glob("*")) if result is None else []
+    assert [file.suffix for file in cached] == [".json"] * (result is None)
+    assert len(list((cache / "turns").iterdir())) == (result is not None), "the waiting ranks did not get the failure"
 
 
 @pytest.fixture

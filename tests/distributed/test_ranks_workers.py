@@ -46,13 +46,13 @@ def test_concurrent_imports_use_the_overlay_and_write_no_source_file(whole_site,
     plan.check()
     before = hashes(site.root)
     checkpoint = save(tmp_path / "checkpoint", heads=4, groups=2)
-    places = [str(site.path), *filter(None, sys.path), str(ROOT)]
-    served = {"PYTHONPATH": os.pathsep.join(places), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    paths = [str(site.path), *filter(None, sys.path), str(ROOT)]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "HF_ROCM_FORCE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     # The model of the last rank stays stock.
     world = 4
 
     def environ(rank):
-        return {**served, "HF_ROCM_FORCE": "0"} if rank == world - 1 else served
+        return {**environment, "HF_ROCM_FORCE": "0"} if rank == world - 1 else environment
 
     ranks = succeeded(run_ranks(WORKER, tmp_path, checkpoint, world=world, environ=environ))
     *prepared, stock = [json.loads(rank.out) for rank in ranks]

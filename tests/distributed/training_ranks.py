@@ -69,17 +69,19 @@ def equal_to_stock(build, change, wrap, **data):
     return prepared
 
 
-def as_it_is(model):
+def unchanged(model):
     return model
 
 
 def plain(folder: Path) -> None:
-    prepared = equal_to_stock(models.build, as_it_is, DistributedDataParallel)
-    alone = gradients(models.build(), as_it_is)
+    prepared = equal_to_stock(models.build, unchanged, DistributedDataParallel)
+    alone = gradients(models.build(), unchanged)
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.allclose(alone[weight], prepared.get_parameter(weight).grad)
     for settings in ({"static_graph": True}, {"gradient_as_bucket_view": True}):
-        equal_to_stock(models.build, as_it_is, lambda model, given=settings: DistributedDataParallel(model, **given))
+        equal_to_stock(
+            models.build, unchanged, lambda model, options=settings: DistributedDataParallel(model, **options)
+        )
 
 
 def checkpointed(folder: Path) -> None:
@@ -98,7 +100,7 @@ def checkpointed(folder: Path) -> None:
 
         prepared = equal_to_stock(models.build, change, DistributedDataParallel)
         prepared.model.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
-        gradients(prepared, as_it_is)
+        gradients(prepared, unchanged)
         # The layer runs a second time in the backward pass.
         assert counted == 2
 
@@ -117,7 +119,7 @@ def some_unused(folder: Path) -> None:
         return model
 
     alone = build()
-    reached = gradients(alone, as_it_is, **few)
+    reached = gradients(alone, unchanged, **few)
     if any("experts.7." in name for name, _ in alone.named_parameters()):
         assert len(reached) < len(list(alone.parameters()))
     equal_to_stock(build, change, lambda model: DistributedDataParallel(model, find_unused_parameters=True), **few)
@@ -194,8 +196,8 @@ def by_trainer(folder: Path) -> None:
         assert type(trainer.model_wrapped) is DistributedDataParallel
         with ops.recording() as routes:
             loss = trainer.evaluate()["eval_loss"]
-        joined = [route.operation for route in routes].count("linear")
-        assert joined == (GROUPS if kind == "prepared" else 0)
+        fused = [route.operation for route in routes].count("linear")
+        assert fused == (GROUPS if kind == "prepared" else 0)
         trainer.save_model(folder / kind)
         results.append({"loss": torch.tensor(loss, dtype=model.dtype), **model.state_dict()})
     actual, eager, expected = results

@@ -76,8 +76,8 @@ def fsdp(folder: Path) -> None:
 
         def shard(model, original=original):
             policy = ModuleWrapPolicy({LlamaDecoderLayer})
-            given = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), "use_orig_params": original}
-            return FullyShardedDataParallel(model, **given)
+            settings = {"auto_wrap_policy": policy, "device_id": torch.device("cpu"), "use_orig_params": original}
+            return FullyShardedDataParallel(model, **settings)
 
         def gather(wrapped):
             config = FullStateDictConfig(rank0_only=False)

@@ -15,7 +15,7 @@ import typer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]*) -->\n+)?```python\n(?P<code>.*?)```", re.DOTALL)
 _COMMAND = re.compile(
     r"^(?:    |\| *`?)?(?:pip install [^&]*&& )?"
     r"((?:[A-Z_]+=\S+ )*(?:hf-rocm|python -m hf_rocm(?:\.\w+)?|scripts/[\w-]+)(?: .*)?)$"
@@ -56,7 +56,7 @@ def blocks() -> list[object]:
     blocks_read = []
     for page in PAGES:
         for number, block in enumerate(_BLOCK.finditer(page.read_text(encoding="utf-8")), 1):
-            marks = [pytest.mark.skip(reason=f"not run: {block['why']}")] if block["why"] else []
+            marks = [pytest.mark.skip(reason=f"not run: {block['reason']}")] if block["reason"] else []
             blocks_read.append(pytest.param(page, block["code"], id=f"{page.stem}-{number}", marks=marks))
     return blocks_read
 
@@ -108,11 +108,11 @@ def test_a_command_line_exists(command):
     words = shlex.split(re.sub(r"[\[\]…|]|\.\.\.", " ", command))
     words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0].startswith("scripts/"):
-        known = _script_options(words[0])
+        options = _script_options(words[0])
         for word in words[1:]:
             if word == "--":
                 break
-            assert not word.startswith("--") or word.split("=")[0] in known, f"{words[0]} has no option {word}"
+            assert not word.startswith("--") or word.split("=")[0] in options, f"{words[0]} has no option {word}"
         return
     if words[:2] == ["python", "-m"]:
         if words[2] != "hf_rocm":
@@ -127,9 +127,9 @@ def test_every_command_line_runs_here_or_in_a_named_test():
     left = [line for line in written if line not in RUN and not line.startswith(tuple(NOT_RUN))]
     assert not [line for line in left if line != "hf-rocm"]
     assert not set(RUN) - set(written), "no page has this line"
-    for words, where in NOT_RUN.items():
+    for words, reason in NOT_RUN.items():
         assert any(line.startswith(words) for line in written), words
-        for name in re.findall(r"tests/[\w/.]+\w", where):
+        for name in re.findall(r"tests/[\w/.]+\w", reason):
             assert (ROOT / name).exists(), name
 
 
@@ -140,8 +140,8 @@ def test_a_cheap_command_runs_as_pasted(command, tiny_checkpoint, tmp_path, monk
     (tmp_path / "model.py").write_text("import pynvml\n", encoding="utf-8")
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
-    places = {"MODEL": str(tiny_checkpoint), "PATH": str(tmp_path / "model.py")}
-    words = [places.get(word, word) for word in shlex.split(command)]
+    arguments = {"MODEL": str(tiny_checkpoint), "PATH": str(tmp_path / "model.py")}
+    words = [arguments.get(word, word) for word in shlex.split(command)]
     if torch.version.hip is not None and words[1] == "doctor":
         pytest.skip("not run: the exit code depends on the machine")
     assert main(words[1:]) == RUN[command]
@@ -160,10 +160,10 @@ def _parse(words: list[str]) -> None:
     if inner is not None and words and words[0] != "--help":
         assert "model" in inner or words[0].startswith("-"), f"there is no command {words[0]}"
         command = inner.get("model", command)
-    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    options = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for word in words:
         if word.startswith("--"):
-            assert word.split("=")[0] in known, f"{command.name} has no option {word}"
+            assert word.split("=")[0] in options, f"{command.name} has no option {word}"
 
 
 def _script_options(script: str) -> set[str]:

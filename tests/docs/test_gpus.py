@@ -11,10 +11,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_the_table_of_architectures_is_current():
     expected = []
-    for gfx, known in KNOWN.items():
-        memory = "the host's" if known.integrated else "its own"
+    for gfx, architecture in KNOWN.items():
+        memory = "the host's" if architecture.integrated else "its own"
         tier = tiers(gfx)
-        expected.append(f"| {gfx} | {known.family} | {known.cards} | {memory} | {tier['aiter']} | {tier['triton']} |")
+        expected.append(
+            f"| {gfx} | {architecture.family} | {architecture.cards} | {memory} | {tier['aiter']} | {tier['triton']} |"
+        )
     lines = (DOCS / "gpus.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("| gfx")] == expected
 

@@ -40,11 +40,11 @@ def test_every_rule_is_in_the_table() -> None:
 
 def test_every_library_of_the_table_has_a_rule() -> None:
     rows = [line.split("|")[1:3] for line in section("Libraries").splitlines() if line.startswith("| ")][1:]
-    known = " ".join(
+    covered = " ".join(
         f"{library.cuda} {' '.join(library.packages)} {' '.join(library.headers)}" for library in LIBRARIES
     )
     for name in re.findall(r"[\w.+-]+(?: groups)?", ", ".join(cuda for cuda, _ in rows)):
-        assert name.lower() in known.lower(), name
+        assert name.lower() in covered.lower(), name
 
 
 def test_the_sums_of_the_review_are_correct() -> None:

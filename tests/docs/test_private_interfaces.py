@@ -42,8 +42,8 @@ def test_every_private_name_is_listed(names):
 
 
 def test_every_listed_name_is_used(names):
-    gone = sorted(PRIVATE - set(names.used))
-    assert not gone, f"remove from docs/private-interfaces.md: {gone}"
+    unused = sorted(PRIVATE - set(names.used))
+    assert not unused, f"remove from docs/private-interfaces.md: {unused}"
     sources = "\n".join(read(ROOT, "hf_rocm").values())
     others = {name.split(".")[-1] for name in listed() if not any(map(is_private, name.split(".")))}
     assert not {name for name in others if not re.search(rf"\b{name}\b", sources)}

@@ -41,9 +41,9 @@ def test_every_warning_and_problem_is_explained() -> None:
 
 def test_every_check_on_the_page_exists() -> None:
     # `patches` is a check that never reports a warning or a problem.
-    known = names() | {"patches"}
+    existing = names() | {"patches"}
     for named in re.findall(r"[Cc]hecks? ((?:`[\w-]+`(?:, | and )?)+)", PAGE):
-        assert set(re.findall(r"`([\w-]+)`", named)) <= known, named
+        assert set(re.findall(r"`([\w-]+)`", named)) <= existing, named
 
 
 def test_doctor_prints_every_quoted_line() -> None:
@@ -72,7 +72,7 @@ def test_the_dockerfile_is_well_formed(dockerfile: list[tuple[str, str]]) -> Non
     assert [word for word, _ in dockerfile][:2] == ["ARG", "FROM"] and dockerfile[-1][0] == "CMD"
     for word, text in dockerfile:
         if word in ("CMD", "VOLUME"):
-            assert all(isinstance(load, str) for load in json.loads(text))
+            assert all(isinstance(argument, str) for argument in json.loads(text))
         if word == "RUN":
             assert subprocess.run(["sh", "-n", "-c", text], check=False).returncode == 0, text
         if word == "ENV":

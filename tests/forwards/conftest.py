@@ -45,9 +45,9 @@ def pair(recorded_on_cpu):
     return build
 
 
-def call(model, given, *args, **flags):
+def call(model, arguments, *args, **flags):
     with torch.no_grad():
-        return model(*args, **given, **flags)
+        return model(*args, **arguments, **flags)
 
 
 def tensors(output):
@@ -98,10 +98,10 @@ def _named(operator):
     if str(operator) not in ("aten.addmm.default", "aten.linear.default"):
         return operator
 
-    def product(*args, **kwargs):
+    def matmul(*args, **kwargs):
         return operator(*args, **kwargs)
 
-    return _Named(product)
+    return _Named(matmul)
 
 
 class _Named:

@@ -94,19 +94,19 @@ def inputs(name: str, rows: int = 2, length: int = 7, seed: int = 0, padded: int
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def random_kind(name: str, draw: random.Random) -> dict[str, Any]:
+def random_kind(name: str, rng: random.Random) -> dict[str, Any]:
     """A kind of call: the shapes and flags of calls that differ only in their values."""
-    flags: dict[str, Any] = draw.choice(({}, {}, {"output_hidden_states": True}, {"return_dict": False}))
-    rows, length = draw.choice(((1, 7), (2, 7), (2, 9)))
-    masked = draw.random() < 0.8
-    return {"rows": rows, "length": length, "masked": masked, "flags": flags, "positional": draw.random() < 0.3}
+    flags: dict[str, Any] = rng.choice(({}, {}, {"output_hidden_states": True}, {"return_dict": False}))
+    rows, length = rng.choice(((1, 7), (2, 7), (2, 9)))
+    masked = rng.random() < 0.8
+    return {"rows": rows, "length": length, "masked": masked, "flags": flags, "positional": rng.random() < 0.3}
 
 
-def random_call(name: str, kind: dict[str, Any], draw: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def random_call(name: str, kind: dict[str, Any], rng: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of this kind, with random values and padding."""
-    padded = draw.choice((0, 0, 2, 3)) if kind["masked"] else None
-    given = inputs(name, kind["rows"], kind["length"], seed=draw.randrange(10**6), padded=padded)
+    padded = rng.choice((0, 0, 2, 3)) if kind["masked"] else None
+    arguments = inputs(name, kind["rows"], kind["length"], seed=rng.randrange(10**6), padded=padded)
     if not kind["positional"]:
-        return (), {**given, **kind["flags"]}
-    first, *rest = given
-    return (given[first],), {**{key: given[key] for key in rest}, **kind["flags"]}
+        return (), {**arguments, **kind["flags"]}
+    first, *rest = arguments
+    return (arguments[first],), {**{key: arguments[key] for key in rest}, **kind["flags"]}

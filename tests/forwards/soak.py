@@ -59,7 +59,7 @@ class Models:
         self.dtype = dtype
         self.change(lambda model: model.to(dtype))
 
-    def moved(self, value):
+    def converted(self, value):
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
@@ -67,12 +67,12 @@ class Models:
 
 class Call(NamedTuple):
     args: tuple
-    given: dict
+    arguments: dict
     mode: type
 
     def __call__(self, model):
         with self.mode():
-            return model(*self.args, **self.given)
+            return model(*self.args, **self.arguments)
 
 
 def differing(name, *, same, lengths=None, calls=CALLS, device="cpu", seed=0):
@@ -80,47 +80,47 @@ def differing(name, *, same, lengths=None, calls=CALLS, device="cpu", seed=0):
 
     same(result, expected, dtype) compares results. lengths: a range for random lengths, or None for a few shapes.
     """
-    models, draw = Models(name, device), random.Random(f"{name} {seed} {lengths}")
+    models, rng = Models(name, device), random.Random(f"{name} {seed} {lengths}")
     changes = {round(share * calls): change for share, change in CHANGES.items()}
-    wrong, kept, number, following = [], [], 0, 0
+    differences, kept, number, next_kinds = [], [], 0, 0
     while number < calls:
-        for at in [at for at in changes if at <= number]:
-            changes.pop(at)(models)
-        if models.adapted and draw.random() < 0.05:
-            chosen = draw.choice(ADAPTERS)
+        for position in [position for position in changes if position <= number]:
+            changes.pop(position)(models)
+        if models.adapted and rng.random() < 0.05:
+            chosen = rng.choice(ADAPTERS)
             models.change(lambda model, chosen=chosen: _use(model, chosen))
-        if number >= following:
-            kinds = [_random_kind(name, draw) for _ in range(1 if lengths else 2)]
-            following += KINDS
-        several = min(draw.choice((1, 1, 1, 1, 3)), calls - number)
-        batch = [_drawn(models, name, draw.choice(kinds), draw, lengths) for _ in range(several)]
-        before = copy.deepcopy([(call.args, call.given) for call in batch])
+        if number >= next_kinds:
+            kinds = [_random_kind(name, rng) for _ in range(1 if lengths else 2)]
+            next_kinds += KINDS
+        count = min(rng.choice((1, 1, 1, 1, 3)), calls - number)
+        batch = [_drawn(models, name, rng.choice(kinds), rng, lengths) for _ in range(count)]
+        before = copy.deepcopy([(call.args, call.arguments) for call in batch])
         results = _results(models, batch)
         for index, (call, result) in enumerate(zip(batch, results, strict=True), number):
-            if not _agree(models, call, result, same, strictly=index % 10 == 0):
-                wrong.append(f"call {index}: {models.dtype}, {list(call.given)}")
+            if not _agree(models, call, result, same, with_stock=index % 10 == 0):
+                differences.append(f"call {index}: {models.dtype}, {list(call.arguments)}")
             kept.append((result, [tensor.clone() for tensor in tensors(result)]))
-        after = [(call.args, call.given) for call in batch]
+        after = [(call.args, call.arguments) for call in batch]
         if not all(map(_equal_inputs, before, after)):
-            wrong.append(f"call {number}: an input was written to")
-        number += several
+            differences.append(f"call {number}: an input was written to")
+        number += count
     for index, (result, values) in enumerate(kept):
         if not all(torch.equal(*both) for both in zip(tensors(result), values, strict=True)):
-            wrong.append(f"the result of call {index} was changed by a later call")
-    return models, wrong
+            differences.append(f"the result of call {index} was changed by a later call")
+    return models, differences
 
 
-def _random_kind(name, draw):
-    return {**random_kind(name, draw), "mode": draw.choice(MODES), "mask": draw.choice(MASKS)}
+def _random_kind(name, rng):
+    return {**random_kind(name, rng), "mode": rng.choice(MODES), "mask": rng.choice(MASKS)}
 
 
-def _drawn(models, name, kind, draw, lengths):
-    kind = kind if lengths is None else {**kind, "length": draw.choice(lengths)}
-    args, given = random_call(name, kind, draw)
-    if "attention_mask" in given:
-        given["attention_mask"] = given["attention_mask"].to(kind["mask"])
-    given = {key: models.moved(value) for key, value in given.items()}
-    return Call(tuple(map(models.moved, args)), given, kind["mode"])
+def _drawn(models, name, kind, rng, lengths):
+    kind = kind if lengths is None else {**kind, "length": rng.choice(lengths)}
+    args, arguments = random_call(name, kind, rng)
+    if "attention_mask" in arguments:
+        arguments["attention_mask"] = arguments["attention_mask"].to(kind["mask"])
+    arguments = {key: models.converted(value) for key, value in arguments.items()}
+    return Call(tuple(map(models.converted, args)), arguments, kind["mode"])
 
 
 def _results(models, batch):
@@ -148,19 +148,19 @@ def _may_be_concurrent(call):
     To collect hidden states, earlier releases replace the forwards of modules, so concurrent calls would collect each
     other's states.
     """
-    return max(TESTED) == RELEASE or "output_hidden_states" not in call.given
+    return max(TESTED) == RELEASE or "output_hidden_states" not in call.arguments
 
 
-def _agree(models, call, result, same, *, strictly):
+def _agree(models, call, result, same, *, with_stock):
     agree = same(result, call(models.twin), models.dtype)
     # Under a dispatch mode, PyTorch runs some operators with other kernels, which round differently.
     if not agree:
-        with Observed():
+        with PassThrough():
             agree = same(result, call(models.twin), models.dtype)
-    return agree and (not strictly or close(result, call(models.stock), models.dtype))
+    return agree and (not with_stock or close(result, call(models.stock), models.dtype))
 
 
-class Observed(TorchDispatchMode):
+class PassThrough(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         return operator(*args, **(kwargs or {}))
 
@@ -183,7 +183,7 @@ def close(result, expected, dtype):
 
 
 def _equal_inputs(before, after):
-    """Compare (args, given) before and after a call."""
+    """Compare (args, arguments) before and after a call."""
     pairs = zip((*before[0], *before[1].values()), (*after[0], *after[1].values()), strict=True)
     return all(torch.equal(*pair) if isinstance(pair[0], torch.Tensor) else pair[0] == pair[1] for pair in pairs)
 

@@ -19,26 +19,26 @@ from tests.releases import RELEASE, TESTED
 pytestmark = [pytest.mark.usefixtures("recorded_on_cpu"), pytest.mark.filterwarnings("ignore::UserWarning:peft")]
 
 # Releases other than the newest run half as many calls, because they run the same hf_rocm code.
-SOME = CALLS if max(TESTED) == RELEASE else CALLS // 2
+NUMBER = CALLS if max(TESTED) == RELEASE else CALLS // 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_calls_equal_stock(name):
     with options.override(pad_tokens=0):
-        models, wrong = differing(name, same=exactly, calls=SOME)
-    assert wrong == []
+        models, differences = differing(name, same=exactly, calls=NUMBER)
+    assert differences == []
     assert_replayed(models.prepared)
 
 
 @pytest.mark.parametrize("name", padded_families())
 def test_random_lengths_equal_stock(name):
-    models, wrong = differing(name, same=close, lengths=range(4, 62), calls=CALLS // 2)
-    assert wrong == []
+    models, differences = differing(name, same=close, lengths=range(4, 62), calls=CALLS // 2)
+    assert differences == []
     assert_replayed(models.prepared, calls=CALLS // 2)
     assert set(known(models.prepared).padded) == {32, 64} and known(models.prepared).unpadded is None
 
 
-def assert_replayed(prepared, calls=SOME):
+def assert_replayed(prepared, calls=NUMBER):
     recorded, replayed = counted(prepared)
     assert recorded > 4 and replayed > calls // 5, (recorded, replayed, reasons(prepared))
     assert known(prepared).disabled is None and not reasons(prepared)
@@ -76,5 +76,5 @@ def wrong_replays(patch):
 def test_faults_are_detected(fault, monkeypatch):
     with options.override(pad_tokens=0):
         fault(monkeypatch)
-        models, wrong = differing("bert", same=exactly)
-    assert wrong or known(models.prepared).disabled
+        models, differences = differing("bert", same=exactly)
+    assert differences or known(models.prepared).disabled

@@ -37,8 +37,8 @@ def test_features_are_recorded(method, twins):
     family = "vit" if method == "get_image_features" else "clip-text"
     kept = []
     for seed in range(8):
-        given = inputs(family, seed=seed)
-        output, expected = (call(getattr(model, method), given) for model in twins)
+        arguments = inputs(family, seed=seed)
+        output, expected = (call(getattr(model, method), arguments) for model in twins)
         assert equal(output, expected)
         kept.append((output, expected))
     # Later calls did not change the earlier results.
@@ -59,7 +59,7 @@ def test_methods_and_the_forward_have_their_own_recordings(twins):
 def test_a_replaced_method_is_called(recorded_on_cpu, monkeypatch):
     stock = make("clip")
     calls = []
-    monkeypatch.setattr(type(stock), "get_image_features", lambda self, **given: calls.append(given))
+    monkeypatch.setattr(type(stock), "get_image_features", lambda self, **arguments: calls.append(arguments))
     prepared = hf_rocm.prepare(stock, force=True)
     for _ in range(4):
         call(prepared.get_image_features, inputs("vit"))
@@ -70,8 +70,8 @@ def test_features_of_two_models_of_a_class_are_recorded_and_restored(twins):
     prepared, stock = twins
     second = hf_rocm.prepare(make("clip" if type(stock) is transformers.CLIPModel else "siglip"), force=True)
     for seed in range(5):
-        given = inputs("vit", seed=seed)
-        assert equal(call(second.get_image_features, given), call(stock.get_image_features, given))
+        arguments = inputs("vit", seed=seed)
+        assert equal(call(second.get_image_features, arguments), call(stock.get_image_features, arguments))
     assert counted(second)[1] > 0
     for model in (prepared, second):
         hf_rocm.restore(model)

@@ -29,8 +29,8 @@ def test_a_shape_is_recorded_at_its_second_call(pair):
     prepared, stock = pair()
     progress = []
     for seed in range(CALLS):
-        given = inputs("bert", seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
         progress.append((*counted(prepared), known(prepared).compared))
     # the first call runs uncaptured, the second is recorded, three are compared, and the last is replayed
     assert progress == [(0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 2)]
@@ -42,26 +42,26 @@ def test_the_path_depends_on_the_values_of_the_mask(mode, pair):
     prepared, stock = pair()
     with mode():
         for seed in range(18):
-            given = inputs("bert", seed=seed, padded=0 if seed < 6 else (0, 2, 3)[seed % 3])
-            assert equal(prepared(**given), stock(**given))
+            arguments = inputs("bert", seed=seed, padded=0 if seed < 6 else (0, 2, 3)[seed % 3])
+            assert equal(prepared(**arguments), stock(**arguments))
         assert counted(prepared)[0] == 2 and counted(prepared)[1] > 6
         for padded in (None, 0, 1, 5):
-            given = inputs("bert", padded=padded)
-            assert equal(prepared(**given), stock(**given))
+            arguments = inputs("bert", padded=padded)
+            assert equal(prepared(**arguments), stock(**arguments))
 
 
 @pytest.fixture
 def events(monkeypatch):
     """The replays and the reads on the host, in order."""
-    happened = []
+    log = []
 
-    def noted(owner, name):
+    def watch(owner, name):
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: happened.append(name) or function(*args))
+        monkeypatch.setattr(owner, name, lambda *args: log.append(name) or function(*args))
 
-    noted(RecordedForward, "copies")
-    noted(Program, "__call__")
-    return happened
+    watch(RecordedForward, "copies")
+    watch(Program, "__call__")
+    return log
 
 
 def test_no_replay_is_predicted_from_a_number(pair, events, monkeypatch):
@@ -73,8 +73,8 @@ def test_no_replay_is_predicted_from_a_number(pair, events, monkeypatch):
     monkeypatch.setattr(host_reads, "typed", lambda value: (int, value))
     for number in range(12):
         events.clear()
-        given = inputs("bert", seed=number, padded=0)
-        assert equal(call(prepared, given), call(stock, given)), number
+        arguments = inputs("bert", seed=number, padded=0)
+        assert equal(call(prepared, arguments), call(stock, arguments)), number
         assert events == ([] if number < 2 else ["__call__", "copies"])
 
 
@@ -97,14 +97,14 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
     ]
     for number, (padded, order) in enumerate(expected):
         events.clear()
-        given = inputs("bert", seed=number, padded=padded)
-        assert equal(call(prepared, given), call(stock, given)), number
+        arguments = inputs("bert", seed=number, padded=padded)
+        assert equal(call(prepared, arguments), call(stock, arguments)), number
         assert events == order, (number, events)
     orders = []
     for number in range(24):
         events.clear()
-        given = inputs("bert", seed=number, padded=(0, 0, 2)[number % 3])
-        assert equal(call(prepared, given), call(stock, given)), number
+        arguments = inputs("bert", seed=number, padded=(0, 0, 2)[number % 3])
+        assert equal(call(prepared, arguments), call(stock, arguments)), number
         orders.append(list(events))
     # in calls with this order, the results of the first replay are dropped, and the right recording is replayed
     assert orders.count(["copies", read, "copies"]) > 4
@@ -125,28 +125,29 @@ def test_calls_with_further_arguments_equal_stock(flags, pair):
     prepared, stock = pair()
     # The first call with outputs to collect installs transformers' hooks.
     for seed in range(CALLS + 2):
-        given = {**inputs("bert", seed=seed, padded=1), **flags}
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = {**inputs("bert", seed=seed, padded=1), **flags}
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[1] > 2 and not reasons(prepared)
 
 
 def test_images_of_another_size_are_recorded(pair):
     prepared, stock = pair("vit")
     for seed in range(CALLS):
-        given = {"pixel_values": torch.randn(1, 3, 32, 40, generator=torch.Generator().manual_seed(seed))}
+        arguments = {"pixel_values": torch.randn(1, 3, 32, 40, generator=torch.Generator().manual_seed(seed))}
         assert equal(
-            call(prepared, given, interpolate_pos_encoding=True), call(stock, given, interpolate_pos_encoding=True)
+            call(prepared, arguments, interpolate_pos_encoding=True),
+            call(stock, arguments, interpolate_pos_encoding=True),
         )
     assert counted(prepared)[1] == 3
 
 
 def test_outputs_belong_to_the_caller(pair):
     prepared, _ = pair()
-    given = [inputs("bert", seed=seed) for seed in range(CALLS)]
-    kept = [call(prepared, inputs) for inputs in given]
+    arguments = [inputs("bert", seed=seed) for seed in range(CALLS)]
+    kept = [call(prepared, inputs) for inputs in arguments]
     values = [copy.deepcopy(output) for output in kept]
     kept[-1].last_hidden_state.fill_(7)
-    again = call(prepared, given[-1])
+    again = call(prepared, arguments[-1])
     assert equal(again, values[-1])
     assert all(equal(one, other) for one, other in zip(kept[:-1], values[:-1], strict=True))
 
@@ -164,8 +165,8 @@ def test_only_the_shapes_used_last_stay_recorded(pair, monkeypatch):
     prepared, stock = pair()
     for length in (3, 4, 5, 6, 7, 3):
         for seed in range(4):
-            given = inputs("bert", length=length, seed=seed)
-            assert equal(call(prepared, given), call(stock, given))
+            arguments = inputs("bert", length=length, seed=seed)
+            assert equal(call(prepared, arguments), call(stock, arguments))
         assert known(prepared).summary()[0] <= 3
     # The recording of length 3 was dropped and made again.
     assert counted(prepared)[0] == 6
@@ -186,8 +187,8 @@ def test_threads_replay_concurrently(pair):
 
     def work(length):
         for seed in range(8):
-            given = inputs("bert", length=length, seed=seed)
-            if not equal(call(prepared, given), call(stock, given)):
+            arguments = inputs("bert", length=length, seed=seed)
+            if not equal(call(prepared, arguments), call(stock, arguments)):
                 wrong.append((length, seed))
 
     threads = [threading.Thread(target=work, args=(length,)) for length in (5, 7, 5)]
@@ -206,8 +207,8 @@ def test_switching_between_two_states_records_each_once(pair):
         for model in (prepared, stock):
             model.embeddings.LayerNorm.eps = epsilon
         for seed in range(5):
-            given = inputs("bert", seed=seed)
-            assert equal(call(prepared, given), call(stock, given))
+            arguments = inputs("bert", seed=seed)
+            assert equal(call(prepared, arguments), call(stock, arguments))
         recorded.append(counted(prepared)[0])
     assert recorded == [1, 2, 2, 2]
 
@@ -218,8 +219,8 @@ def test_a_changed_config_takes_effect(pair):
         for model in (prepared, stock):
             model.config.output_hidden_states = output
         for seed in range(5):
-            given = inputs("classifier", seed=seed)
-            assert equal(call(prepared, given), call(stock, given))
+            arguments = inputs("classifier", seed=seed)
+            assert equal(call(prepared, arguments), call(stock, arguments))
 
 
 def test_copies_have_their_own_recordings_and_restore_frees_them(pair):
@@ -268,10 +269,10 @@ def test_an_encoder_inside_a_generating_model_is_recorded(recorded_on_cpu):
     (name,) = [name for name, module in prepared.named_modules() if SETTINGS in module.__dict__]
     assert name.endswith("vision_tower")
     tower = prepared.get_submodule(name)
-    given = inputs("siglip")
+    arguments = inputs("siglip")
     for _ in range(5):
-        actual = call(tower, given).last_hidden_state
-    torch.testing.assert_close(actual, call(stock.get_submodule(name), given).last_hidden_state)
+        actual = call(tower, arguments).last_hidden_state
+    torch.testing.assert_close(actual, call(stock.get_submodule(name), arguments).last_hidden_state)
     assert counted(tower)[1]
     assert any(line.startswith(f"{name}: forwards are recorded") for line in hf_rocm.explain(prepared).forwards)
 

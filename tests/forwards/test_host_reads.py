@@ -10,7 +10,7 @@ import torch
 from hf_rocm.forwards.host_reads import Reads, StoredValues
 from hf_rocm.generation.step import Unrecordable
 
-ELSEWHERE = torch.ones(3, device="meta")
+META = torch.ones(3, device="meta")
 
 
 @pytest.fixture(params=["no_grad", "inference_mode"])
@@ -28,8 +28,8 @@ def _observed(mode, run, *inputs, weights=()):
 
 def test_a_program_computes_the_value_for_other_inputs(observed):
     def run(ids, mask):
-        seen = mask.to(torch.bool)[:, 1:] & (ids[:, 1:] != 3)
-        return int(seen.sum()) if bool(seen.all()) else None
+        valid = mask.to(torch.bool)[:, 1:] & (ids[:, 1:] != 3)
+        return int(valid.sum()) if bool(valid.all()) else None
 
     ids, mask = torch.arange(4, 10).view(2, 3), torch.ones(2, 3, dtype=torch.long)
     reads = observed(run, ids, mask)
@@ -83,7 +83,7 @@ def test_unsupported_operations_are_refused_with_a_reason(run, reason, observed)
         lambda x: x[torch.tensor([2, 0])],
         lambda x: (x + 1).mul_(2),
         lambda x: torch.zeros(3, device="meta") + torch.tensor(2.0),
-        lambda x: ELSEWHERE + 1,
+        lambda x: META + 1,
     ],
 )
 def test_supported_operations_can_be_recorded(run, observed):

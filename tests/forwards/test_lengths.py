@@ -33,8 +33,8 @@ def padded(model):
 
 
 def lengths(count=24, smallest=1, largest=62):
-    draw = random.Random(count)
-    return [draw.randrange(smallest, largest) for _ in range(count)]
+    rng = random.Random(count)
+    return [rng.randrange(smallest, largest) for _ in range(count)]
 
 
 def test_lengths_are_rounded_up_to_buckets():
@@ -46,8 +46,8 @@ def test_mixed_lengths_share_a_recording(name, pair):
     prepared, stock = pair(name)
     for seed, length in enumerate(lengths()):
         hidden = (0, None, min(2, length - 1))[seed % 3]
-        given = inputs(name, length=length, seed=seed, padded=hidden)
-        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+        arguments = inputs(name, length=length, seed=seed, padded=hidden)
+        assert close(call(prepared, arguments), call(stock, arguments)), f"call {seed}"
     recorded, replayed = counted(prepared)
     assert recorded == 2 and replayed > 12 and not reasons(prepared)
     assert padded(prepared).keys() == {32, 64} and sum(padded(prepared).values()) >= replayed
@@ -59,8 +59,8 @@ def test_mixed_lengths_share_a_recording(name, pair):
 def test_every_task_pads_its_calls(family, task, changes, pair):
     prepared, stock = pair(family, task=task, **changes)
     for seed, length in enumerate(lengths(12, largest=31)):
-        given = inputs(family, length=length, seed=seed, padded=min(1, length - 1))
-        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+        arguments = inputs(family, length=length, seed=seed, padded=min(1, length - 1))
+        assert close(call(prepared, arguments), call(stock, arguments)), f"call {seed}"
     assert counted(prepared)[0] == 1 and counted(prepared)[1] > 6
 
 
@@ -72,8 +72,8 @@ def test_every_task_pads_its_calls(family, task, changes, pair):
 def test_calls_with_flags_are_padded(flags, pair):
     prepared, stock = pair(attn_implementation="eager")
     for seed, length in enumerate(lengths(12, largest=31)):
-        given = {**inputs("bert", length=length, seed=seed), **flags}
-        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+        arguments = {**inputs("bert", length=length, seed=seed), **flags}
+        assert close(call(prepared, arguments), call(stock, arguments)), f"call {seed}"
     assert counted(prepared)[0] == 1 and counted(prepared)[1] > 6
     if "output_hidden_states" in flags:
         output = call(prepared, {**inputs("bert", length=5), **flags})
@@ -83,9 +83,9 @@ def test_calls_with_flags_are_padded(flags, pair):
 def test_token_types_and_positions_are_padded_too(pair):
     prepared, stock = pair()
     for seed, length in enumerate(lengths(10, largest=31)):
-        given = inputs("bert", length=length, seed=seed)
+        arguments = inputs("bert", length=length, seed=seed)
         extra = (torch.ones(2, length, dtype=torch.long), torch.arange(length).flip(0)[None])
-        args = (given["input_ids"], given["attention_mask"], *extra)
+        args = (arguments["input_ids"], arguments["attention_mask"], *extra)
         assert close(call(prepared, {}, *args), call(stock, {}, *args))
     assert counted(prepared)[0] == 1 and counted(prepared)[1] > 4
 
@@ -94,8 +94,8 @@ def test_outputs_belong_to_the_caller_and_have_stocks_strides(pair):
     prepared, stock = pair()
     kept = []
     for seed, length in enumerate(lengths(16, largest=31)):
-        given = inputs("bert", length=length, seed=seed)
-        output, expected = call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state
+        arguments = inputs("bert", length=length, seed=seed)
+        output, expected = call(prepared, arguments).last_hidden_state, call(stock, arguments).last_hidden_state
         assert output.stride() == expected.stride() and output.untyped_storage().nbytes() == output.nbytes
         kept.append((output, output.clone()))
     assert all(torch.equal(*both) for both in kept) and counted(prepared)[1] > 8
@@ -107,8 +107,8 @@ def test_half_precision_models_are_padded(dtype, pair):
     prepared.to(dtype)
     stock.to(dtype)
     for seed, length in enumerate(lengths(12, largest=31)):
-        given = inputs("bert", length=length, seed=seed, padded=0)
-        output, expected = call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state
+        arguments = inputs("bert", length=length, seed=seed, padded=0)
+        output, expected = call(prepared, arguments).last_hidden_state, call(stock, arguments).last_hidden_state
         assert output.dtype is dtype
         assert (output.float() - expected.float()).square().mean().sqrt() < 4 * torch.finfo(dtype).eps
     assert counted(prepared)[1] > 6 and known(prepared).unpadded is None
@@ -117,52 +117,52 @@ def test_half_precision_models_are_padded(dtype, pair):
 def test_one_length_is_recorded_by_its_shape(pair):
     prepared, stock = pair()
     for seed in range(8):
-        given = inputs("bert", seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     # Calls of other lengths are padded; calls of the recorded length are still not padded.
     for seed in range(8):
-        given = inputs("bert", length=(7, 9)[seed % 2], seed=seed)
-        assert close(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", length=(7, 9)[seed % 2], seed=seed)
+        assert close(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[0] == 2 and padded(prepared) == {32: 4}
 
 
-def no_token(given):
-    given["attention_mask"][0] = 0
+def no_real_token(arguments):
+    arguments["attention_mask"][0] = 0
 
 
-def of_floats(given):
-    given["attention_mask"] = given["attention_mask"].float()
+def float_mask(arguments):
+    arguments["attention_mask"] = arguments["attention_mask"].float()
 
 
-def of_every_pair(given):
-    rows, length = given["input_ids"].shape
-    given["attention_mask"] = torch.ones(rows, length, length, dtype=torch.long)
+def pairwise_mask(arguments):
+    rows, length = arguments["input_ids"].shape
+    arguments["attention_mask"] = torch.ones(rows, length, length, dtype=torch.long)
 
 
-def embedded(given):
-    given["inputs_embeds"] = torch.randn(*given.pop("input_ids").shape, 32)
+def embeddings(arguments):
+    arguments["inputs_embeds"] = torch.randn(*arguments.pop("input_ids").shape, 32)
 
 
-def of_a_decoder(given):
-    given["encoder_hidden_states"] = None
-    given["use_cache"] = True
+def decoder_arguments(arguments):
+    arguments["encoder_hidden_states"] = None
+    arguments["use_cache"] = True
 
 
-@pytest.mark.parametrize("change", [no_token, of_floats, of_every_pair, embedded, of_a_decoder])
+@pytest.mark.parametrize("change", [no_real_token, float_mask, pairwise_mask, embeddings, decoder_arguments])
 def test_other_calls_are_not_padded(change, pair):
     prepared, stock = pair()
     for seed, length in enumerate((5, 6, 7, 8, 5, 6, 7, 8)):
-        given = inputs("bert", length=length, seed=seed, padded=1)
-        change(given)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", length=length, seed=seed, padded=1)
+        change(arguments)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared) == {}
 
 
 def test_a_loss_is_not_padded(pair):
     prepared, stock = pair("classifier")
     for seed, length in enumerate((5, 6, 7, 8)):
-        given = {**inputs("classifier", length=length, seed=seed), "labels": torch.tensor([1, 0])}
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = {**inputs("classifier", length=length, seed=seed), "labels": torch.tensor([1, 0])}
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared) == {}
 
 
@@ -173,12 +173,12 @@ def test_calls_with_padding_tokens_far_from_real_tokens_are_not_padded(pair):
     """
     prepared, stock = pair("modernbert")
     for seed, length in enumerate((12, 13, 14, 15, 12, 13)):
-        given = inputs("modernbert", length=length, seed=seed, padded=8)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("modernbert", length=length, seed=seed, padded=8)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared) == {}
     for seed, length in enumerate((12, 13, 14, 15, 16, 17, 18)):
-        given = inputs("modernbert", length=length, seed=seed, padded=4)
-        assert close(call(prepared, given), call(stock, given))
+        arguments = inputs("modernbert", length=length, seed=seed, padded=4)
+        assert close(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared)[32] > 4
 
 
@@ -187,8 +187,8 @@ def test_the_size_of_padded_calls_is_an_option(tokens, expected, pair):
     prepared, stock = pair()
     with options.override(pad_tokens=tokens):
         for length in (5, 6, 7, 8, 9, 10):
-            given = inputs("bert", length=length)
-            assert close(call(prepared, given), call(stock, given))
+            arguments = inputs("bert", length=length)
+            assert close(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared) == expected
 
 
@@ -205,16 +205,16 @@ def test_calls_are_not_padded_where_that_takes_longer(replay, padded_to, pair, m
     monkeypatch.setattr(runner, "_is_timed", lambda device: True)
     monkeypatch.setattr(runner, "_timed", time)
     for seed, length in enumerate(range(5, 18)):
-        given = inputs("bert", length=length, seed=seed)
-        assert close(call(prepared, given), call(stock, given)), f"call {seed}"
+        arguments = inputs("bert", length=length, seed=seed)
+        assert close(call(prepared, arguments), call(stock, arguments)), f"call {seed}"
     assert len(timed) == 3 and padded(prepared) == padded_to
     lines = [line for line in hf_rocm.explain(prepared).forwards if line.startswith("no longer padded")]
     assert len(lines) == (replay > 1) and all("32 tokens: 1 kind of call" in line for line in lines)
     assert not reasons(prepared) and known(prepared).disabled is None
-    given = inputs("bert", length=20)
+    arguments = inputs("bert", length=20)
     # Where calls are no longer padded, a repeated shape is recorded unpadded.
     for _ in range(4):
-        assert close(call(prepared, given), call(stock, given))
+        assert close(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[0] == (1 if replay < 1 else 2)
 
 
@@ -269,8 +269,8 @@ def test_a_forward_that_depends_on_the_length_ends_padding(pair):
     for model in (prepared, stock):
         model.pooler.register_forward_hook(mean)
     for seed, length in enumerate((5, 6, 7, 8, 9, 5, 5, 5, 5)):
-        given = inputs("bert", length=length, seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", length=length, seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert padded(prepared) == {32: 1}
     assert known(prepared).unpadded.startswith("a padded forward differed from the unpadded one by")
     assert any(line.startswith("calls are no longer padded") for line in hf_rocm.explain(prepared).forwards)
@@ -278,12 +278,12 @@ def test_a_forward_that_depends_on_the_length_ends_padding(pair):
     assert counted(prepared)[1] > 0
 
 
-def test_a_wrong_replay_of_a_padded_call_is_noticed(pair, monkeypatch):
+def test_a_wrong_replay_of_a_padded_call_is_detected(pair, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.garbage, first=1))
     prepared, stock = pair()
     for seed, length in enumerate((5, 6, 7, 8, 9)):
-        given = inputs("bert", length=length, seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", length=length, seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert "a replayed forward differed" in known(prepared).disabled and padded(prepared) == {32: 2}
 
 
@@ -301,8 +301,8 @@ def test_a_changed_model_is_padded_again(pair):
         for model in (prepared, stock):
             model.embeddings.LayerNorm.eps = epsilon
         for seed, length in enumerate(lengths(10, largest=31)):
-            given = inputs("bert", length=length, seed=seed)
-            assert close(call(prepared, given), call(stock, given))
+            arguments = inputs("bert", length=length, seed=seed)
+            assert close(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[0] == 2
     twin = copy.deepcopy(prepared)
     for length in (5, 6, 7, 8):

@@ -35,11 +35,11 @@ def tokenizer():
 
 
 def texts(count=24):
-    draw = random.Random(0)
-    return [" ".join(draw.choices(WORDS, k=draw.randrange(1, 50))) for _ in range(count)]
+    rng = random.Random(0)
+    return [" ".join(rng.choices(WORDS, k=rng.randrange(1, 50))) for _ in range(count)]
 
 
-def both(task, stock, **parts):
+def pipelines(task, stock, **parts):
     """Return [a pipeline with a prepared copy of the model, a pipeline with the stock model]."""
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     return [transformers.pipeline(task, model=model, device="cpu", **parts) for model in (prepared, stock)]
@@ -76,12 +76,12 @@ def same(one, other):
 )
 def test_pipelines_of_texts_of_mixed_lengths_equal_stock(task, family, name, batch, recorded_on_cpu, tokenizer):
     window = {"local_attention": 128} if family == "modernbert" else {}
-    prepared, stock = both(task, make(family, task=name, **window), tokenizer=tokenizer)
-    given = texts()
-    assert same(prepared(given, batch_size=batch), stock(given, batch_size=batch))
+    prepared, stock = pipelines(task, make(family, task=name, **window), tokenizer=tokenizer)
+    arguments = texts()
+    assert same(prepared(arguments, batch_size=batch), stock(arguments, batch_size=batch))
     # Also call the pipeline once per text.
     if batch == 1:
-        assert all(same(prepared(text), stock(text)) for text in given)
+        assert all(same(prepared(text), stock(text)) for text in arguments)
     recorded, replayed = counted(prepared.model)
     assert recorded in (1, 2) and replayed > (20 if batch == 1 else 0)
 
@@ -92,10 +92,10 @@ def test_pipelines_of_images_of_mixed_sizes_equal_stock(recorded_on_cpu):
     images = [
         PIL.Image.fromarray(generator.integers(0, 256, (*sizes[number % 3], 3), dtype="uint8")) for number in range(12)
     ]
-    # Where it exists, ViTImageProcessor needs torchvision.
-    newer = getattr(transformers, "ViTImageProcessorPil", None)
-    processor = (newer or transformers.ViTImageProcessor)(size={"height": 24, "width": 24})
-    prepared, stock = both("image-classification", make("vit"), image_processor=processor)
+    # In releases with ViTImageProcessorPil, ViTImageProcessor needs torchvision.
+    processor_class = getattr(transformers, "ViTImageProcessorPil", None)
+    processor = (processor_class or transformers.ViTImageProcessor)(size={"height": 24, "width": 24})
+    prepared, stock = pipelines("image-classification", make("vit"), image_processor=processor)
     assert same(prepared(images), stock(images))
     assert counted(prepared.model)[0] == 1 and counted(prepared.model)[1] > 6
 

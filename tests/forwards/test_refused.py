@@ -22,7 +22,7 @@ from tests.generation import faults
 from tests.generation.emulator import EmulatedRecorder
 
 
-def twice(model):
+def scaled_by_calls(model):
     calls = iter(range(1, 10**6))
     model.pooler.register_forward_hook(lambda module, args, output: output * next(calls))
 
@@ -46,7 +46,7 @@ def replaced(model):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(twice, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "of type Counting")],
+    [(scaled_by_calls, "the hook of pooler"), (patched, "set on pooler.dense"), (replaced, "of type Counting")],
 )
 def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
     prepared, stock = pair()
@@ -58,7 +58,7 @@ def test_hooks_and_replaced_forwards_run_in_every_call(change, reason, pair):
         change(model)
     for _ in range(4):
         assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
-    assert counted(prepared)[1] == replayed and any(reason in noted for noted in reasons(prepared))
+    assert counted(prepared)[1] == replayed and any(reason in line for line in reasons(prepared))
 
 
 def _scaled(function, kind):
@@ -86,19 +86,19 @@ def _scaled(function, kind):
 def test_replaced_methods_of_pytorchs_classes_are_called(owner, name, kind, replayed, recorded_on_cpu, monkeypatch):
     """The methods are replaced before the first call, or after calls that were replayed."""
     stock = make("bert")
-    prepared, given = hf_rocm.prepare(copy.deepcopy(stock), force=True), inputs("bert")
-    before = call(stock, given)
+    prepared, arguments = hf_rocm.prepare(copy.deepcopy(stock), force=True), inputs("bert")
+    before = call(stock, arguments)
     for _ in range(5 if replayed else 0):
-        call(prepared, given)
+        call(prepared, arguments)
     count = counted(prepared)[1] if replayed else 0
     assert bool(count) is replayed
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, _scaled(getattr(owner, name), kind), raising=False)
-        expected = call(stock, given)
-        results = [call(prepared, given) for _ in range(4)]
+        expected = call(stock, arguments)
+        results = [call(prepared, arguments) for _ in range(4)]
     assert not close(expected, before) and all(close(result, expected) for result in results)
     assert counted(prepared)[1] == count
-    assert close(call(prepared, given), before)
+    assert close(call(prepared, arguments), before)
 
 
 def _nested():
@@ -122,26 +122,26 @@ class Subclass(torch.Tensor):
 )
 def test_models_with_attributes_that_are_not_plain_tensors_run_uncaptured(make_tensor, reason, pair):
     prepared, stock = pair()
-    given = inputs("bert")
+    arguments = inputs("bert")
     for _ in range(5):
-        call(prepared, given)
+        call(prepared, arguments)
     replayed = counted(prepared)[1]
     prepared.pooler.table = make_tensor()
     for _ in range(4):
-        assert equal(call(prepared, given), call(stock, given))
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[1] == replayed and f"table {reason}" in " ".join(reasons(prepared))
     del prepared.pooler.table
-    call(prepared, given)
+    call(prepared, arguments)
     assert counted(prepared)[1] == replayed + 1
 
 
 def test_a_hook_on_the_model_runs_in_every_call(pair):
     prepared, stock = pair()
     for model in (prepared, stock):
-        twice(model)
+        scaled_by_calls(model)
         model.pooler._forward_hooks.clear()
-        seen = iter(range(10**6))
-        model.register_forward_hook(lambda module, args, output, seen=seen: (output[0] * next(seen),))
+        calls = iter(range(10**6))
+        model.register_forward_hook(lambda module, args, output, calls=calls: (output[0] * next(calls),))
     for _ in range(4):
         assert equal(call(prepared, inputs("bert")), call(stock, inputs("bert")))
 
@@ -150,11 +150,11 @@ def in_training(model):
     model.train()
 
 
-def of_a_layer(model):
+def in_one_layer(model):
     model.encoder.layer[0].attention.self.dropout.train()
 
 
-@pytest.mark.parametrize("change", [in_training, of_a_layer])
+@pytest.mark.parametrize("change", [in_training, in_one_layer])
 def test_dropout_runs_uncaptured(change, pair):
     prepared, stock = pair()
     for _ in range(5):
@@ -190,8 +190,8 @@ def test_after_deactivate_the_stock_forward_is_recorded(pair):
     recorded = counted(prepared)[0]
     hf_rocm.deactivate()
     for seed in range(3):
-        given = inputs("bert", seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[0] == recorded + 1
 
 
@@ -219,18 +219,18 @@ class Logits(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_autocast_modes_and_transforms_run_uncaptured(pair):
     prepared, stock = pair("vit")
-    given = inputs("vit")
+    arguments = inputs("vit")
     for _ in range(5):
-        call(prepared, given)
+        call(prepared, arguments)
     replayed = counted(prepared)[1]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert equal(prepared(**given), stock(**given))
+        assert equal(prepared(**arguments), stock(**arguments))
     with FlopCounterMode(display=False) as flops:
-        call(prepared, given)
+        call(prepared, arguments)
     assert flops.get_total_flops() > 0
     with torch.no_grad():
-        torch.vmap(lambda x: prepared(pixel_values=x).logits)(given["pixel_values"][None])
-        torch.jit.trace(Logits(prepared), given["pixel_values"], check_trace=False)
+        torch.vmap(lambda x: prepared(pixel_values=x).logits)(arguments["pixel_values"][None])
+        torch.jit.trace(Logits(prepared), arguments["pixel_values"], check_trace=False)
     assert counted(prepared)[1] == replayed
     assert set(reasons(prepared)) >= {
         "another tool observes or transforms the call",
@@ -241,11 +241,11 @@ def test_autocast_modes_and_transforms_run_uncaptured(pair):
 
 def test_a_compiled_model_records_nothing(pair):
     prepared, stock = pair("vit")
-    given = inputs("vit")
+    arguments = inputs("vit")
     torch._dynamo.reset()
     compiled = torch.compile(prepared, backend="eager", fullgraph=True)
     for _ in range(4):
-        assert equal(call(compiled, given), call(stock, given))
+        assert equal(call(compiled, arguments), call(stock, arguments))
     assert known(prepared) is None or counted(prepared) == (0, 0)
     torch._dynamo.reset()
 
@@ -260,8 +260,10 @@ def test_an_output_with_a_cache_is_not_recorded(recorded_on_cpu):
         assert call(prepared, ids).past_key_values.get_seq_length() == 7
     assert counted(prepared) == (0, 0) and "it returns past_key_values as DynamicCache" in reasons(prepared)
     for _ in range(4):
-        given = {**ids, "use_cache": False}
-        torch.testing.assert_close(call(prepared, given).last_hidden_state, call(stock, given).last_hidden_state)
+        arguments = {**ids, "use_cache": False}
+        torch.testing.assert_close(
+            call(prepared, arguments).last_hidden_state, call(stock, arguments).last_hidden_state
+        )
     assert counted(prepared)[1] == 1
 
 
@@ -275,8 +277,8 @@ def test_a_read_of_a_computed_value_is_not_recorded(pair):
     for model in (prepared, stock):
         model.pooler.register_forward_hook(doubled)
     for seed in range(6):
-        given = inputs("bert", seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared) == (0, 0) and reasons(prepared)[0].startswith("it reads a value on the host that it has")
 
 
@@ -294,8 +296,8 @@ def test_each_path_of_dependent_host_reads_has_a_recording(pair):
     for model in (prepared, stock):
         model.embeddings.register_forward_pre_hook(chosen, with_kwargs=True)
     for seed in range(40):
-        given = inputs("bert", seed=seed)
-        assert equal(call(prepared, given), call(stock, given))
+        arguments = inputs("bert", seed=seed)
+        assert equal(call(prepared, arguments), call(stock, arguments))
     assert counted(prepared)[0] == 3 and counted(prepared)[1] > 10
 
 
@@ -309,8 +311,8 @@ def test_a_failed_recording_does_not_affect_results(pair, monkeypatch):
     prepared, stock = pair()
     for length in range(3, 9):
         for seed in range(3):
-            given = inputs("bert", length=length, seed=seed)
-            assert equal(call(prepared, given), call(stock, given))
+            arguments = inputs("bert", length=length, seed=seed)
+            assert equal(call(prepared, arguments), call(stock, arguments))
     reason = "the forward can't be recorded: operation not permitted when stream is capturing"
     # after four shapes that can't be recorded, nothing more is recorded
     assert reasons(prepared) == [reason] and known(prepared).disabled == reason
@@ -341,14 +343,14 @@ def test_nothing_is_recorded_with_a_known_fault(recorded_on_cpu, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [1, 2, 4, 6])
-@pytest.mark.parametrize("fault", [faults.garbage, faults.product_dropped, faults.not_finite])
-def test_a_wrong_replay_is_noticed_at_the_next_comparison(fault, first, pair, monkeypatch):
+@pytest.mark.parametrize("fault", [faults.garbage, faults.gemm_dropped, faults.not_finite])
+def test_a_wrong_replay_is_detected_at_the_next_comparison(fault, first, pair, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(fault, first=first))
     prepared, stock = pair()
     results = []
     for seed in range(14):
-        given = inputs("bert", seed=seed)
-        results.append(equal(call(prepared, given), call(stock, given)))
+        arguments = inputs("bert", seed=seed)
+        results.append(equal(call(prepared, arguments), call(stock, arguments)))
     compared = {1: 1, 2: 2, 4: 5, 6: 9}[first]
     (event,) = ledger.events()
     assert event.replays == compared and event.model == "BertModel" and event.operators > 20

@@ -45,42 +45,42 @@ def compared(request, monkeypatch) -> list[str]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_strides_shapes_and_dtypes_at_the_same_address_are_changes(change, compared):
     model = Layer().requires_grad_(False)
-    taken = Snapshot(model, 0)
+    saved = Snapshot(model, 0)
     whole = model.linear.weight.data
     for _ in range(2):
-        assert taken.unchanged(model)
+        assert saved.unchanged(model)
         model.linear.weight.data = CHANGES[change](whole)
-        assert taken.in_place() and not taken.unchanged(model)
+        assert saved.in_place() and not saved.unchanged(model)
         model.linear.weight.data = whole
-    assert taken.unchanged(model)
+    assert saved.unchanged(model)
 
 
 @torch.no_grad()
 def test_guards_replace_the_comparison_in_python(compared):
     """No-grad mode and inference mode have separate guards. If a guard fails, the comparison runs in Python."""
     model = Layer()
-    taken = Snapshot(model, 0)
+    saved = Snapshot(model, 0)
     guards = snapshot._guards is not None
     for inference, expected in ((False, 1), (False, 0), (True, 1), (True, 0), (False, 0), (True, 0)):
         with torch.inference_mode(inference):
             compared.clear()
-            assert taken.unchanged(model)
+            assert saved.unchanged(model)
             assert len(compared) == (expected if guards else 1)
     # Guards compare requires_grad, which is not part of the state.
     model.requires_grad_(False)
     for expected in (1, 0):
         compared.clear()
-        assert taken.unchanged(model) and len(compared) == (expected if guards else 1)
+        assert saved.unchanged(model) and len(compared) == (expected if guards else 1)
 
 
 def test_other_changes_are_detected(compared):
     model: Any = Layer()
-    taken = Snapshot(model, 0)
-    assert taken.unchanged(model)
+    saved = Snapshot(model, 0)
+    assert saved.unchanged(model)
     number = model.number
     model.number = torch.ones(())
-    assert not taken.unchanged(model)
+    assert not saved.unchanged(model)
     model.number = number
-    assert taken.unchanged(model)
+    assert saved.unchanged(model)
     model.linear.weight.data = model.linear.weight.data.clone()
-    assert not taken.in_place()
+    assert not saved.in_place()

@@ -265,16 +265,16 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 class Streamer:
     """A streamer that collects the values it receives.
 
-    acts: maps a number of values to a function, which is called with the last value once that many were received.
+    actions: maps a number of values to a function, which is called with the last value once that many were received.
     """
 
-    def __init__(self, acts=None):
+    def __init__(self, actions=None):
         self.values = []
-        self._acts = acts or {}
+        self._actions = actions or {}
 
     def put(self, value):
         self.values.append(value.tolist())
-        self._acts.get(len(self.values), lambda _: None)(value)
+        self._actions.get(len(self.values), lambda _: None)(value)
 
     def end(self):
         self.values.append("end")
@@ -302,10 +302,10 @@ def chosen(monkeypatch):
     return counts
 
 
-def same(prepared, stock, inputs=None, *, seed=0, **how):
+def same(prepared, stock, inputs=None, *, seed=0, **arguments):
     """Whether tokens and the random state after a call equal stock's."""
     results = []
     for model in (prepared, stock):
-        tokens = generate(model, copy.deepcopy(inputs), seed=seed, **how)
+        tokens = generate(model, copy.deepcopy(inputs), seed=seed, **arguments)
         results.append((tokens, torch.get_rng_state()))
     return all(map(torch.equal, *results))

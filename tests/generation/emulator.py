@@ -31,7 +31,7 @@ class EmulatedRecorder:
         return recording, result
 
 
-# All recordings of the process. Only one at a time is made or replayed.
+# All recordings of the process. Only one at a time is created or replayed.
 _recordings = WeakSet()
 _one_at_a_time = Lock()
 
@@ -42,7 +42,7 @@ class Operators(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.kept = []
-        self.made = []
+        self.created = []
         self.replays = 0
         _recordings.add(self)
 
@@ -57,19 +57,19 @@ class Operators(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if all(map(_has_memory, outputs)) and not (outputs and _is_view(operator, inputs, outputs)):
             self.kept.append((operator, args, kwargs, outputs))
-            there = {tensor.untyped_storage()._cdata for tensor in inputs}
-            self.made += [output for output in outputs if output.untyped_storage()._cdata not in there]
+            input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+            self.created += [output for output in outputs if output.untyped_storage()._cdata not in input_storages]
         return result
 
     def release(self):
         self.kept.clear()
-        self.made.clear()
+        self.created.clear()
 
     def replay(self):
         self.replays += 1
         with torch.no_grad(), _one_at_a_time:
             for other in list(_recordings):
-                for tensor in other.made if other is not self else ():
+                for tensor in other.created if other is not self else ():
                     with torch.inference_mode(tensor.is_inference()):
                         tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
             for operator, args, kwargs, outputs in self.kept:

@@ -17,19 +17,19 @@ def recorder_with(fault, *, first, last=10**9, reorderings=False, draws=False):
     class Faulty(EmulatedRecorder):
         def record(self, run):
             recording, result = super().record(run)
-            right, replay, memory = recording.kept, recording.replay, {}
-            if (reorderings, draws) != (_reorders(right), _draws(right)):
+            correct, replay, memory = recording.kept, recording.replay, {}
+            if (reorderings, draws) != (_reorders(correct), _draws(correct)):
                 return recording, result
 
             def faulty_replay():
                 # `fault` is called in every replay, because it may use earlier inputs.
-                wrong = fault(list(right), memory)
+                faulty = fault(list(correct), memory)
                 if first <= recording.replays + 1 <= last:
-                    recording.kept = wrong
+                    recording.kept = faulty
                 try:
                     replay()
                 finally:
-                    recording.kept = right
+                    recording.kept = correct
 
             recording.replay = faulty_replay
             return recording, result
@@ -75,7 +75,7 @@ def node_dropped(kept, memory):
     return kept
 
 
-def product_dropped(kept, memory):
+def gemm_dropped(kept, memory):
     """A GEMM doesn't run: later operators read its result from an earlier replay."""
     del kept[_first(kept, "aten.mm")]
     return kept
@@ -94,7 +94,7 @@ def garbage(kept, memory):
 
 def garbage_logits(kept, memory):
     """The result of the last GEMM is wrong; the cache is correct."""
-    return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3), which=-1)
+    return _spoiled(kept, "aten.mm", lambda result: result.roll(1, -1).mul(-3), position=-1)
 
 
 def garbage_in_the_cache(kept, memory):
@@ -120,7 +120,7 @@ def not_finite(kept, memory):
 
 def not_finite_logits(kept, memory):
     """The results of the last GEMM are NaN; the cache is correct."""
-    return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), which=-1)
+    return _spoiled(kept, "aten.mm", lambda result: result * float("nan"), position=-1)
 
 
 def argmax_dropped(kept, memory):
@@ -142,7 +142,7 @@ def filter_dropped(kept, memory):
 
 def garbage_draws(kept, memory):
     """The ratio of probabilities to noise is wrong."""
-    return _spoiled(kept, "aten.div", lambda result: result.roll(1, -1), which=-1)
+    return _spoiled(kept, "aten.div", lambda result: result.roll(1, -1), position=-1)
 
 
 def copy_dropped(kept, memory):
@@ -165,14 +165,14 @@ def _stale(kept, memory, name, argument=0):
     index = _first(kept, name)
     operator, args, kwargs, outputs = kept[index]
     args = list(args)
-    now = args[argument].clone()
-    args[argument], memory[name] = memory.get(name, now), now
+    current = args[argument].clone()
+    args[argument], memory[name] = memory.get(name, current), current
     kept[index] = (operator, tuple(args), kwargs, outputs)
     return kept
 
 
-def _spoiled(kept, name, spoil, which=0):
-    index = _all(kept, name)[which]
+def _spoiled(kept, name, spoil, position=0):
+    index = _all(kept, name)[position]
     operator, args, kwargs, outputs = kept[index]
     kept[index] = (lambda *args, **kwargs: spoil(operator(*args, **kwargs)), args, kwargs, outputs)
     return kept

@@ -43,7 +43,7 @@ _ROUNDS = 5
 
 _STATIC = Version("4.54") <= RELEASE
 # before 5.14, stock may be unable to remove drafts from a cache with sliding windows
-_WINDOWS_FORGET_NOTHING = Version("5.14") > RELEASE
+_WINDOWS_KEEP_DRAFTS = Version("5.14") > RELEASE
 _CACHE_TAKES_CONFIG = "config" in inspect.signature(DynamicCache.__init__).parameters
 
 
@@ -54,9 +54,9 @@ class Soak:
     """
 
     def __init__(self, family, *, device="cpu", longest=24, scale=1.0, **sizes):
-        self.encodes = family in test_encoder_decoder.CLASSES
+        self.is_encoder_decoder = family in test_encoder_decoder.CLASSES
         self.family, self.device, self.longest = family, device, longest
-        make = test_encoder_decoder.make if self.encodes else conftest.make
+        make = test_encoder_decoder.make if self.is_encoder_decoder else conftest.make
         self.stock = make(family, **sizes).to(device)
         with torch.no_grad():
             for parameter in self.stock.parameters():
@@ -65,13 +65,13 @@ class Soak:
         self.stateful = getattr(type(self.stock), "_is_stateful", False)
         windows = decide.windows(self.prepared)
         assert not isinstance(windows, str), windows
-        self.slides = not self.stateful and any(windows)
-        self._names_dynamic = _STATIC or not self.encodes  # stock's BART fails in 4.53
+        self.has_windows = not self.stateful and any(windows)
+        self._accepts_dynamic = _STATIC or not self.is_encoder_decoder  # stock's BART fails in 4.53
         self.expected = {}  # number → the results of stock's call, and the next random number
 
     def differing(self, numbers):
         """Run calls one at a time. Returns the numbers of those whose results differ from stock's."""
-        differ = []
+        failed = []
         for number in numbers:
             results = []
             for model in (self.stock, self.prepared):
@@ -79,26 +79,26 @@ class Soak:
                 results.append([*self._results(model, number), torch.rand(1, device=self.device).tolist()])
             self.expected[number] = results[0]
             if results[0] != results[1]:
-                differ.append(number)
-        return differ
+                failed.append(number)
+        return failed
 
-    def differing_in_threads(self, numbers, *, most):
+    def differing_in_threads(self, numbers, *, limit):
         """Repeat calls in several threads. Returns the numbers of those whose results differ from stock's earlier ones.
 
-        Only greedy calls are repeated, because the threads share the random state. most: the largest number of repeated
-        calls.
+        Only greedy calls are repeated, because the threads share the random state. limit: the largest number of
+        repeated calls.
         """
-        numbers = [number for number in numbers if not self.call(number)["do_sample"]][:most]
+        numbers = [number for number in numbers if not self.call(number)["do_sample"]][:limit]
         assistants = {number: self._assistant(self.prepared) for number in numbers}
 
         def work(first):
-            differ = []
+            failed = []
             with torch.cuda.stream(torch.cuda.Stream()) if self.device == "cuda" else nullcontext():
                 for number in numbers[first::THREADS]:
                     results = self._results(self.prepared, number, assistant=assistants[number])
                     if results != self.expected[number][:-1]:
-                        differ.append(number)
-            return differ
+                        failed.append(number)
+            return failed
 
         self._synchronize()
         with ThreadPoolExecutor(THREADS) as pool:
@@ -107,7 +107,7 @@ class Soak:
     def change(self, function):
         """Call a function with the third linear layer of the decoder (often the value projection), in both models."""
         for model in (self.stock, self.prepared):
-            layers = (model.get_decoder() if self.encodes else model).modules()
+            layers = (model.get_decoder() if self.is_encoder_decoder else model).modules()
             function([layer for layer in layers if type(layer) is torch.nn.Linear][2])
 
     def differing_after(self, function, numbers):
@@ -117,8 +117,8 @@ class Soak:
         """
         before = [self.expected[number] for number in numbers]
         self.change(function)
-        differ = self.differing(numbers)
-        return differ if before != [self.expected[number] for number in numbers] else list(numbers)
+        failed = self.differing(numbers)
+        return failed if before != [self.expected[number] for number in numbers] else list(numbers)
 
     def assert_recorded(self, calls):
         """Check that no call ran uncaptured.
@@ -155,55 +155,55 @@ class Soak:
 
     def call(self, number, *, short=False):
         """The keyword arguments of a random call. number: the seed. `_results` replaces `assistant` and `cache`."""
-        pick = random.Random(number)
+        rng = random.Random(number)
         longest = 8 if short else self.longest
-        rows, length = pick.choice((1, 1, 2, 3, 4)), pick.randint(1, longest)
-        padded = pick.choice((0, 0, length // 2))
+        rows, length = rng.choice((1, 1, 2, 3, 4)), rng.randint(1, longest)
+        padded = rng.choice((0, 0, length // 2))
         inputs = self._prompt(rows, length, number, padded)
-        arguments = {"max_new_tokens": pick.randint(2, longest), "pad_token_id": 0}
-        arguments["do_sample"] = pick.random() < 0.4
+        arguments = {"max_new_tokens": rng.randint(2, longest), "pad_token_id": 0}
+        arguments["do_sample"] = rng.random() < 0.4
         if arguments["do_sample"]:
-            arguments |= {"temperature": pick.choice((0.7, 1.3)), "top_k": pick.choice((5, 20))}
-            arguments |= pick.choice(({"top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.9}))
-        if pick.random() < 0.4:
-            arguments |= pick.choice(PROCESSORS)
-        if pick.random() < 0.4:
-            arguments["eos_token_id"] = pick.sample(range(3, 61), 4)
-        if pick.random() < 0.2 and arguments["do_sample"]:
+            arguments |= {"temperature": rng.choice((0.7, 1.3)), "top_k": rng.choice((5, 20))}
+            arguments |= rng.choice(({"top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.05}, {"typical_p": 0.9}))
+        if rng.random() < 0.4:
+            arguments |= rng.choice(PROCESSORS)
+        if rng.random() < 0.4:
+            arguments["eos_token_id"] = rng.sample(range(3, 61), 4)
+        if rng.random() < 0.2 and arguments["do_sample"]:
             arguments["num_return_sequences"] = 2
-        if pick.random() < 0.4 and not self.stateful:
-            arguments |= {"return_dict_in_generate": True, "output_scores": pick.random() < 0.5}
-        cache = pick.choice(("none", "none", "static", "dynamic", "brought"))
-        form = pick.choice(("plain", "plain", "beams", "lookup", "assistant"))
+        if rng.random() < 0.4 and not self.stateful:
+            arguments |= {"return_dict_in_generate": True, "output_scores": rng.random() < 0.5}
+        cache = rng.choice(("none", "none", "static", "dynamic", "passed"))
+        form = rng.choice(("plain", "plain", "beams", "lookup", "assistant"))
         if form == "beams":
-            arguments |= {"num_beams": pick.choice((2, 3)), "early_stopping": pick.choice((True, False))}
+            arguments |= {"num_beams": rng.choice((2, 3)), "early_stopping": rng.choice((True, False))}
         elif form != "plain" and self._drafts(form, arguments):
             inputs = {name: tensor[:1] for name, tensor in inputs.items()}
             arguments.pop("num_return_sequences", None)
-            # Token 61 is beyond the vocabulary; stock before 5.0 needs an end token.
+            # Token 61 is beyond the vocabulary; stock before 5.0 needs an EOS token.
             arguments.setdefault("eos_token_id", 61)
             if form == "assistant":
                 arguments["assistant"] = True
                 # Stock can't pass the name of a cache to the assistant.
                 cache = "none"
             else:
-                arguments["prompt_lookup_num_tokens"] = pick.choice((2, 4, 10))
+                arguments["prompt_lookup_num_tokens"] = rng.choice((2, 4, 10))
         drafts = "assistant" in arguments or "prompt_lookup_num_tokens" in arguments
-        if (cache == "dynamic" and self._names_dynamic) or (cache == "static" and _STATIC and not drafts):
+        if (cache == "dynamic" and self._accepts_dynamic) or (cache == "static" and _STATIC and not drafts):
             arguments["cache_implementation"] = cache
-        elif cache == "brought" and form != "beams" and not drafts and not self.stateful and not self.encodes:
-            arguments["cache"] = pick.choice(("all keys", "windows"))
+        elif cache == "passed" and form != "beams" and not drafts and not self.stateful and not self.is_encoder_decoder:
+            arguments["cache"] = rng.choice(("all keys", "windows"))
         return {**inputs, **arguments}
 
     def _drafts(self, form, arguments):
         """Whether both stock and the recorded steps can verify drafts of this form."""
-        if self.stateful or self.encodes:
+        if self.stateful or self.is_encoder_decoder:
             return False
         returned = "return_dict_in_generate" in arguments
-        return not self.slides or (form == "lookup" and not returned and not _WINDOWS_FORGET_NOTHING)
+        return not self.has_windows or (form == "lookup" and not returned and not _WINDOWS_KEEP_DRAFTS)
 
     def _prompt(self, rows, length, seed, padded):
-        if self.encodes:
+        if self.is_encoder_decoder:
             padded = padded if test_encoder_decoder.MASKS_IN_FOUR_DIMENSIONS else 0
             inputs = test_encoder_decoder.make_inputs(self.family, rows=rows, length=length, seed=seed, padded=padded)
         else:

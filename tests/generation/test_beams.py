@@ -53,17 +53,19 @@ def test_all_steps_after_the_first_three_are_replayed(pair):
 @pytest.mark.parametrize("kind", KINDS)
 def test_returned_outputs_equal_stock(kind, pair):
     prepared, stock = pair(kind)
-    how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for seed in (0, 1):
         inputs = prompt(padded=2, seed=seed)
-        got, wanted = searched(prepared, inputs, **how), searched(stock, inputs, **how)
-        assert type(got) is type(wanted) and list(got) == list(wanted)
-        assert torch.equal(got.sequences, wanted.sequences) and torch.equal(got.beam_indices, wanted.beam_indices)
-        close(got.sequences_scores, wanted.sequences_scores)
+        actual, expected = searched(prepared, inputs, **options), searched(stock, inputs, **options)
+        assert type(actual) is type(expected) and list(actual) == list(expected)
+        assert torch.equal(actual.sequences, expected.sequences) and torch.equal(
+            actual.beam_indices, expected.beam_indices
+        )
+        close(actual.sequences_scores, expected.sequences_scores)
         for part in ("scores", "logits"):
-            ones, others = torch.stack(got[part]), torch.stack(wanted[part])
+            ones, others = torch.stack(actual[part]), torch.stack(expected[part])
             close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
-        alike(got.past_key_values, wanted.past_key_values)
+        alike(actual.past_key_values, expected.past_key_values)
     assert counted(prepared)[1] > NEW
 
 
@@ -72,8 +74,8 @@ def test_beam_search_of_encoder_decoder_models_equals_stock(kind, couple):  # no
     prepared, stock = couple(kind)
     for seed, arguments in enumerate(({}, {"num_return_sequences": 2}, {"eos_token_id": [5, 17, 40]})):
         inputs = make_inputs(kind, seed=seed)
-        how = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, **arguments}
-        assert torch.equal(prepared.generate(**inputs, **how), stock.generate(**inputs, **how))
+        options = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False, **arguments}
+        assert torch.equal(prepared.generate(**inputs, **options), stock.generate(**inputs, **options))
     assert counted(prepared)[1] > NEW
 
 
@@ -98,7 +100,7 @@ def test_a_passed_cache_runs_as_in_stock(pair):
 
 
 @pytest.mark.parametrize("fault", [faults.garbage, faults.node_dropped, faults.stale_input])
-def test_a_wrong_replay_is_noticed_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_is_detected_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=6))
     prepared, stock = pair(graphs=None)
@@ -131,8 +133,8 @@ def test_other_calls_of_the_model_during_a_search_are_not_mistaken_for_its_steps
 def test_threads_search_concurrently(pair):
     prepared, stock = pair()
     inputs = [prompt(seed=seed) for seed in range(4)]
-    expected = [searched(stock, given) for given in inputs]
-    assert alike_from_threads(lambda given: searched(prepared, given), inputs, expected)
+    expected = [searched(stock, call_inputs) for call_inputs in inputs]
+    assert alike_from_threads(lambda call_inputs: searched(prepared, call_inputs), inputs, expected)
 
 
 def test_the_class_is_stock_again_after_a_search(pair):
@@ -147,7 +149,7 @@ def test_the_class_is_stock_again_after_a_search(pair):
 
 
 @pytest.mark.parametrize("fault", [faults.copy_dropped, faults.stale_order])
-def test_a_wrong_reordering_is_noticed_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
+def test_a_wrong_reordering_is_detected_and_the_search_begins_again(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4, reorderings=True))
     prepared, stock = pair(graphs=None)

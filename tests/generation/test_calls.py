@@ -36,8 +36,8 @@ def test_calls_that_are_not_recorded_run_as_in_stock_with_a_reason(arguments, re
     prepared, stock = pair(graphs=None)
     results = []
     for model in (prepared, stock):
-        given = {name: value() if callable(value) else value for name, value in arguments.items()}
-        results.append(generate(model, prompt(), **given))
+        options = {name: value() if callable(value) else value for name, value in arguments.items()}
+        results.append(generate(model, prompt(), **options))
     tokens = [result if isinstance(result, torch.Tensor) else result.sequences for result in results]
     assert torch.equal(*tokens)
     assert counted(prepared) == (0, 0)
@@ -105,7 +105,7 @@ def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
     prepared, stock = pair(graphs=None)
 
     def shift(module, args, output):
-        output.last_hidden_state = output.last_hidden_state.roll(_seen(output.past_key_values), -1)
+        output.last_hidden_state = output.last_hidden_state.roll(_token_count(output.past_key_values), -1)
         return output
 
     # A user's own hook would be refused.
@@ -119,7 +119,7 @@ def test_a_step_that_depends_on_a_host_counter_is_detected(pair):
     assert counted(prepared) == (1, 0)
 
 
-def _seen(cache):
+def _token_count(cache):
     """The number of tokens so far, which is counted on the host."""
     if isinstance(cache, DecodeCache):
         return cache.layers[0].rows

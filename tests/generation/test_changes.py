@@ -33,7 +33,7 @@ class Adapter(nn.Module):
         return result
 
 
-def value_of(model):
+def value_projection(model):
     return model.model.layers[0].self_attn.v_proj
 
 
@@ -42,16 +42,16 @@ Adapter.__module__ = "peft.tuners.lora.layer"
 
 
 def moved(model):
-    value_of(model).weight.data = value_of(model).weight.data * -1.5
+    value_projection(model).weight.data = value_projection(model).weight.data * -1.5
 
 
 def written(model):
     with torch.no_grad():
-        value_of(model).weight.mul_(-1.5)
+        value_projection(model).weight.mul_(-1.5)
 
 
 def replaced(model):
-    value_of(model).weight = nn.Parameter(value_of(model).weight.detach() * -1.5)
+    value_projection(model).weight = nn.Parameter(value_projection(model).weight.detach() * -1.5)
 
 
 def loaded(model):
@@ -95,8 +95,8 @@ def test_switching_back_to_an_adapter_records_nothing(pair):
     recorded = []
     for active, scale in (("a", 1.0), ("b", 1.0), ("a", 1.0), ("b", 2.0), ("b", 1.0), ("a", 1.0)):
         for model in (prepared, stock):
-            value_of(model).active_adapters = [active]
-            value_of(model).scaling["b"] = scale
+            value_projection(model).active_adapters = [active]
+            value_projection(model).scaling["b"] = scale
         assert torch.equal(generate(prepared), generate(stock))
         recorded.append(counted(prepared)[0])
     assert recorded == [1, 2, 2, 3, 3, 3]

@@ -32,15 +32,15 @@ def model():
 @pytest.fixture
 def compiled(monkeypatch):
     """Record the settings passed to the compiler, then run the graph uncompiled."""
-    seen: list[dict] = []
+    recorded: list[dict] = []
 
     def compile_fx(graph, inputs, config_patches=None, **rest):
-        seen.append(dict(config_patches or {}))
+        recorded.append(dict(config_patches or {}))
         return graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     torch._dynamo.reset()
-    yield seen
+    yield recorded
     torch._dynamo.reset()
 
 
@@ -104,15 +104,15 @@ def generate(model, **arguments):
 @pytest.fixture
 def requests(monkeypatch):
     """Record the arguments with which transformers calls torch.compile, and compile nothing."""
-    seen: list[dict] = []
+    recorded: list[dict] = []
 
     def compile(function, **arguments):
-        seen.append(arguments)
+        recorded.append(arguments)
         return function
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_valid_auto_compile_criteria", lambda *a: True, raising=False)
-    return seen
+    return recorded
 
 
 def test_compilation_by_transformers_uses_the_settings(model, requests):
@@ -136,8 +136,8 @@ def test_a_users_compile_config_is_unchanged(model, requests):
 
 def test_copies_and_pickles_keep_the_settings(model, requests):
     hf_rocm.prepare(model, force=True, graphs=False)
-    for dump in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        generate(dump)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        generate(twin)
     assert [options["mode"] for options in requests] == [None, None]
 
 

@@ -12,8 +12,8 @@ from packaging.version import Version
 from hf_rocm.generation.state import known
 from tests.generation.conftest import KINDS, counted, generate, prompt
 
-FIVE = Version(transformers.__version__) >= Version("5")
-SERVED = [kind for kind in KINDS if FIVE or kind != "mixtral"]
+AT_LEAST_5 = Version(transformers.__version__) >= Version("5")
+SERVED = [kind for kind in KINDS if AT_LEAST_5 or kind != "mixtral"]
 
 # the number of steps after the prompt that are not counted as replayed: the first step, the one that is recorded, and
 # the one with the first comparison
@@ -41,26 +41,26 @@ def test_prompts_of_any_length_are_decoded_with_one_recording(kind, length, pair
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_sampling_draws_the_same_tokens_as_stock(kind, pair):
     prepared, stock = pair(kind)
-    how = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3, "repetition_penalty": 1.2}
+    options = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.3, "repetition_penalty": 1.2}
     for seed in (0, 1):
-        assert torch.equal(generate(prepared, seed=seed, **how), generate(stock, seed=seed, **how))
-    assert torch.equal(torch.rand(3), _after(stock, how))
+        assert torch.equal(generate(prepared, seed=seed, **options), generate(stock, seed=seed, **options))
+    assert torch.equal(torch.rand(3), _after(stock, options))
     assert counted(prepared) == (1, 11 - FIRST + 11)
 
 
-def _after(stock, how):
-    generate(stock, seed=1, **how)
+def _after(stock, options):
+    generate(stock, seed=1, **options)
     return torch.rand(3)
 
 
 def test_several_sequences_per_prompt_equal_stock(pair):
     prepared, stock = pair()
-    how = {"do_sample": True, "num_return_sequences": 3}
-    assert torch.equal(generate(prepared, seed=0, **how), generate(stock, seed=0, **how))
+    options = {"do_sample": True, "num_return_sequences": 3}
+    assert torch.equal(generate(prepared, seed=0, **options), generate(stock, seed=0, **options))
     assert counted(prepared) == (1, 11 - FIRST)
 
 
-# prevents repeated tokens, so that any generated token can be the end token
+# prevents repeated tokens, so that any generated token can be the EOS token
 VARIED = {"repetition_penalty": 9.0}
 
 
@@ -92,8 +92,8 @@ def test_streamed_tokens_equal_stock(late, pair, request):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18), (99, 99)])
-def test_rows_end_at_different_steps(at, late, pair, request):
+@pytest.mark.parametrize("end_positions", [(8, 13), (12, 12), (17, 18), (99, 99)])
+def test_rows_end_at_different_steps(end_positions, late, pair, request):
     """Rows end at different steps, at the same step, at the last step, or never.
 
     The deferred stop check returns no extra token.
@@ -103,11 +103,11 @@ def test_rows_end_at_different_steps(at, late, pair, request):
     prepared, stock = pair()
     free = generate(stock, **VARIED)
     never = next(token for token in range(3, 61) if token not in free)
-    ends = [row[place].item() if place < 19 else never for row, place in zip(free, at, strict=True)]
-    how = {"eos_token_id": ends, "pad_token_id": 0, **VARIED}
+    ends = [row[place].item() if place < 19 else never for row, place in zip(free, end_positions, strict=True)]
+    options = {"eos_token_id": ends, "pad_token_id": 0, **VARIED}
     for _ in range(2):
-        expected = generate(stock, **how)
-        assert torch.equal(generate(prepared, **how), expected)
+        expected = generate(stock, **options)
+        assert torch.equal(generate(prepared, **options), expected)
     first = [next((place for place in range(7, 19) if row[place] in ends), 18) for row in free]
     assert expected.shape[1] == max(first) + 1
 
@@ -182,8 +182,8 @@ def test_two_models_decode_in_four_threads(pair):
         thread.start()
     for thread in threads:
         thread.join()
-    for right, entry in zip(expected, result, strict=True):
-        assert len(entry) == 3 and all(torch.equal(right, tokens) for tokens in entry)
+    for reference, entry in zip(expected, result, strict=True):
+        assert len(entry) == 3 and all(torch.equal(reference, tokens) for tokens in entry)
     assert counted(prepared)[0] <= 3 and counted(other)[1] == 3 * 11 - FIRST
     assert sum(counted(prepared)) >= 9 * 11 - 3 * FIRST
 

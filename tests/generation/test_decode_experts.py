@@ -48,7 +48,7 @@ def test_a_comparison_with_another_implementation_is_repeated(pair, monkeypatch)
 
 def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
     prepared, stock = pair("mixtral")
-    made = []
+    steps = []
 
     class Step(RecordedStep):
         def __init__(self, recorder, inputs, run, *rest):
@@ -56,28 +56,28 @@ def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
                 with call_of_another_thread(prepared):
                     return run(places)
 
-            made.append(self)
-            super().__init__(recorder, inputs, run if len(made) > 1 else switched, *rest)
+            steps.append(self)
+            super().__init__(recorder, inputs, run if len(steps) > 1 else switched, *rest)
 
     monkeypatch.setattr(runner, "RecordedStep", Step)
     assert torch.equal(generate(prepared, new=20), generate(stock, new=20))
-    assert len(made) == 2 and counted(prepared)[0] == 1 and known(prepared).disabled is None
+    assert len(steps) == 2 and counted(prepared)[0] == 1 and known(prepared).disabled is None
 
 
 def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_threads(pair, monkeypatch):
     """`generate` enters the same context for every model. In transformers 5.0, it enters the context once per step."""
     prepared, stock = pair()
-    made = []
+    steps = []
 
     class Step(RecordedStep):
-        def __init__(self, *given):
+        def __init__(self, *arguments):
             with prepared._optimize_model_for_decode():
-                made.append(self)
-                super().__init__(*given)
+                steps.append(self)
+                super().__init__(*arguments)
 
     monkeypatch.setattr(runner, "RecordedStep", Step)
     assert torch.equal(generate(prepared), generate(stock))
-    assert len(made) == 1 and counted(prepared)[0] == 1 and known(prepared).switches == 0
+    assert len(steps) == 1 and counted(prepared)[0] == 1 and known(prepared).switches == 0
 
 
 # In transformers 5.0, `generate` sets the implementation before every step.

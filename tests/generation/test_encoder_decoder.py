@@ -114,14 +114,14 @@ def test_other_batches_lengths_and_sampling_equal_stock(kind, couple):
 @pytest.mark.parametrize("kind", SIZES)
 def test_returned_outputs_equal_stock(kind, couple):
     prepared, stock = couple(kind)
-    how = {"return_dict_in_generate": True, "output_scores": True}
+    options = {"return_dict_in_generate": True, "output_scores": True}
     for seed in (0, 1):
         inputs = make_inputs(kind, seed=seed)
-        got, wanted = generate(prepared, inputs, **how), generate(stock, inputs, **how)
-        assert type(got) is type(wanted) and list(got) == list(wanted)
-        assert torch.equal(got.sequences, wanted.sequences)
-        close(torch.stack(got.scores), torch.stack(wanted.scores))
-        caches = got.past_key_values, wanted.past_key_values
+        actual, expected = generate(prepared, inputs, **options), generate(stock, inputs, **options)
+        assert type(actual) is type(expected) and list(actual) == list(expected)
+        assert torch.equal(actual.sequences, expected.sequences)
+        close(torch.stack(actual.scores), torch.stack(expected.scores))
+        caches = actual.past_key_values, expected.past_key_values
         # Whisper's `generate` splits the caches.
         if kind == "whisper":
             assert type(caches[0]) is type(caches[1])
@@ -144,7 +144,7 @@ def tensors(cache):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_wrong_replay_is_noticed(kind, couple):
+def test_a_wrong_replay_is_detected(kind, couple):
     """The comparison covers cross-attention, whose keys are moved, so that the recording reads their old address."""
     prepared, stock = couple(kind, graphs=None)
     generate(prepared, make_inputs(kind))

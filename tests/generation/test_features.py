@@ -17,7 +17,7 @@ PART = "transformers.generation.utils:GenerationMixin._update_model_kwargs_for_g
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def cleared():
     """Clear the cached results."""
     features._unrecorded.cache_clear()
     yield
@@ -86,11 +86,11 @@ def test_a_replaced_function_turns_a_feature_off(monkeypatch):
 
 def test_the_overlays_work_without_the_feature(text):
     stock = make("llama")
-    wanted = generate(stock, cache_implementation="static")
+    expected = generate(stock, cache_implementation="static")
     text(rb"((?s:def _update_model_kwargs_for_generation\(.*?))num_new_tokens: int = 1", rb"\1num_new_tokens: int = 2")
     prepared = hf_rocm.prepare(stock, force=True, graphs=False)
     assert "_hf_rocm_inputs" not in prepared.__dict__
-    assert torch.equal(generate(prepared, cache_implementation="static"), wanted)
+    assert torch.equal(generate(prepared, cache_implementation="static"), expected)
     explanation = hf_rocm.explain(prepared)
     assert any(part.active for part in explanation.parts)
     assert "is not supported (digest" in prepared.__dict__["_hf_rocm_report"]["inputs"]

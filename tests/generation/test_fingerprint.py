@@ -16,7 +16,7 @@ from hf_rocm.generation.watch import watches_of
 from tests.generation.conftest import make
 
 
-def taken(model):
+def fingerprint_of(model):
     result = fingerprint(model, watches_of(model))
     hash(result)
     return result
@@ -53,31 +53,31 @@ def layer(model):
 
 def test_an_unchanged_model_has_the_same_fingerprint(model):
     layer(model).number, layer(model).many, layer(model).function = 1.5, [1, {"a": 2}], len
-    before = taken(model)
+    before = fingerprint_of(model)
     layer(model).number, layer(model).many = float("1.5"), [1, {"a": 2}]
-    assert taken(model) == before and hash(taken(model)) == hash(before)
+    assert fingerprint_of(model) == before and hash(fingerprint_of(model)) == hash(before)
 
 
 @pytest.mark.parametrize("kind", [Equal, Unhashable, Slots, object])
 def test_attributes_are_compared_by_identity(kind, model):
     layer(model).attribute = kind()
-    before = taken(model)
-    assert taken(model) == before
+    before = fingerprint_of(model)
+    assert fingerprint_of(model) == before
     old = layer(model).attribute
     layer(model).attribute = kind()
-    assert taken(model) != before
+    assert fingerprint_of(model) != before
     layer(model).attribute = old
-    assert taken(model) == before
+    assert fingerprint_of(model) == before
 
 
 def test_a_freed_object_never_equals_a_later_one(model):
     layer(model).attribute = Equal()
-    before = taken(model)
+    before = fingerprint_of(model)
     for _ in range(20):
         # The next object may get the same address.
         layer(model).attribute = None
         layer(model).attribute = Equal()
-        assert taken(model) != before
+        assert fingerprint_of(model) != before
 
 
 CHANGES = {
@@ -93,15 +93,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_are_detected(change, model):
-    before = taken(model)
+    before = fingerprint_of(model)
     change(model)
-    assert taken(model) != before
+    assert fingerprint_of(model) != before
 
 
 def test_modules_and_weights_are_not_kept_alive():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    before = taken(model)
+    before = fingerprint_of(model)
     references = [weakref.ref(model[0]), weakref.ref(model[0].weight)]
     model[0] = nn.Linear(4, 4)
     gc.collect()
-    assert [reference() for reference in references] == [None, None] and taken(model) != before
+    assert [reference() for reference in references] == [None, None] and fingerprint_of(model) != before

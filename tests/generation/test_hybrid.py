@@ -80,12 +80,12 @@ def test_alternating_inference_mode_and_no_grad_keeps_the_tokens(pair):
 def test_sampling_and_beam_search_equal_stock(pair):
     prepared, stock = pair("qwen3_next")
     with torch.no_grad():
-        for how in (
+        for options in (
             {"do_sample": True, "seed": 3},
             {"num_beams": 3},
             {"do_sample": True, "num_return_sequences": 2, "seed": 1},
         ):
-            assert torch.equal(generate(prepared, **how), generate(stock, **how))
+            assert torch.equal(generate(prepared, **options), generate(stock, **options))
 
 
 @recorded
@@ -100,7 +100,7 @@ def test_rows_may_end_early(pair, ends_checked_late):
 
 @recorded
 @pytest.mark.parametrize("name", ["recurrent_states", "conv_states"])
-def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
+def test_a_wrong_state_is_detected(name, pair, monkeypatch):
     """If a replay changes a state differently from the step itself, the call returns the step's tokens."""
     prepared, stock = pair("qwen3_next", graphs=None)
     replay = Operators.replay
@@ -111,10 +111,10 @@ def test_a_wrong_state_is_noticed(name, pair, monkeypatch):
             cache._states[2, name].mul_(1.5)
 
     caches = []
-    made = HybridDecodeCache.__init__
+    original = HybridDecodeCache.__init__
 
     def init(self, *args, **kwargs):
-        made(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         caches.append(self)
 
     monkeypatch.setattr(HybridDecodeCache, "__init__", init)

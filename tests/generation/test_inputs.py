@@ -28,11 +28,11 @@ PREPARED = NEW - 1
 def steps(monkeypatch):
     """A list that contains only the number of steps that were prepared in place."""
     counts = [0]
-    take = inputs.Step.inputs
+    original = inputs.Step.inputs
 
     def counted(*arguments):
         counts[0] += 1
-        return take(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", counted)
     return counts
@@ -49,7 +49,7 @@ class Streamer:
         self.tokens.append("end")
 
 
-class Favour(LogitsProcessor):
+class Penalty(LogitsProcessor):
     """A processor that depends on every token so far."""
 
     def __call__(self, input_ids, scores):
@@ -63,7 +63,7 @@ class Long(StoppingCriteria):
 
 CALLS = {
     "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3},
-    "a processor": {"logits_processor": LogitsProcessorList([Favour()])},
+    "a processor": {"logits_processor": LogitsProcessorList([Penalty()])},
     "a criterion": {"stopping_criteria": StoppingCriteriaList([Long()])},
     "several ends": {"eos_token_id": list(range(3, 8))},
     "several answers": {"do_sample": True, "num_return_sequences": 2, "seed": 3},
@@ -75,15 +75,15 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_tokens_equal_stock(name, pair, steps):
     prepared, stock = pair("llama", graphs=None)
-    got, wanted = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (prepared, stock))
+    actual, expected = (generate(model, prompt(padded=2), new=NEW, **CALLS[name]) for model in (prepared, stock))
     # The call may end early.
     assert steps[0] > 1
     if name == "scores":
         inputs.switch_off(prepared)
         same = generate(prepared, prompt(padded=2), new=NEW, **CALLS[name])
-        assert torch.equal(torch.stack(got.logits), torch.stack(same.logits))
-        got, wanted = got.sequences, wanted.sequences
-    assert torch.equal(got, wanted)
+        assert torch.equal(torch.stack(actual.logits), torch.stack(same.logits))
+        actual, expected = actual.sequences, expected.sequences
+    assert torch.equal(actual, expected)
 
 
 def test_a_streamer_receives_the_same_tokens_as_in_stock(pair, steps):
@@ -105,13 +105,13 @@ def test_calls_of_alternating_shapes_equal_stock(pair, steps):
     assert steps[0] == 6 * PREPARED
 
 
-def hole():
+def mask_with_a_hole():
     call = prompt()
     call["attention_mask"][0, 3] = 0
     return call
 
 
-def right():
+def right_padding():
     call = prompt()
     call["attention_mask"][0, -2:] = 0
     return call
@@ -127,11 +127,11 @@ def embedded():
     return {"inputs_embeds": torch.nn.functional.one_hot(ids, 32 if ids.max() < 32 else 61).float()[..., :32]}
 
 
-@pytest.mark.parametrize("call", [hole, right, positions, embedded], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [mask_with_a_hole, right_padding, positions, embedded], ids=lambda call: call.__name__)
 def test_calls_with_other_masks_positions_or_embeddings_equal_stock(call, pair, steps):
     served, stock = pair("llama", graphs=None)
     assert torch.equal(generate(served, call(), new=NEW), generate(stock, call(), new=NEW))
-    if call in (hole, right):
+    if call in (mask_with_a_hole, right_padding):
         assert steps[0] == 0
         assert inputs.noted(served) == "the attention mask is not that of a sequence with left padding"
     # The next call is prepared in place.
@@ -163,33 +163,33 @@ def test_a_subclass_of_a_prepared_models_class_stays_stock(pair, steps):
 
 def test_copies_and_pickles_prepare_inputs_and_a_restored_model_does_not(pair, steps):
     prepared, stock = pair("llama", graphs=None)
-    wanted = generate(stock, new=NEW)
+    expected = generate(stock, new=NEW)
     for model in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared)), prepared):
         steps[0] = 0
-        assert torch.equal(generate(model, new=NEW), wanted)
+        assert torch.equal(generate(model, new=NEW), expected)
         assert steps[0] == PREPARED
     hf_rocm.restore(prepared)
     steps[0] = 0
-    assert torch.equal(generate(prepared, new=NEW, cache_implementation="static"), wanted)
+    assert torch.equal(generate(prepared, new=NEW, cache_implementation="static"), expected)
     assert steps[0] == 0
     assert not [name for name in prepared.__dict__ if name.startswith("_hf_rocm")]
 
 
 def test_a_step_reads_the_same_tensors(pair):
     """Two calls with one cache read the same tensors. A call with padding reads different ones."""
-    given = []
+    calls = []
     prepared, _ = pair("llama", graphs=False)
-    prepared.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    prepared.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
     cache = transformers.StaticCache(config=prepared.config, max_batch_size=2, max_cache_len=32, device="cpu")
     places = []
     for padded in (0, 0, 3):
         cache.reset()
         generate(prepared, prompt(padded=padded), new=4, past_key_values=cache)
-        steps = [inputs for inputs in given if inputs["input_ids"].shape[1] == 1]
+        steps = [inputs for inputs in calls if inputs["input_ids"].shape[1] == 1]
         names = {name for name in steps[0] if isinstance(steps[0][name], torch.Tensor)}
         assert {"input_ids", "attention_mask"} <= names
         places.append({name: {step[name].data_ptr() for step in steps} for name in names})
-        given.clear()
+        calls.clear()
     assert all(len(addresses) == 1 for place in places for addresses in place.values())
     assert places[0] == places[1]
     assert all(places[0][name] != places[2][name] for name in places[0])
@@ -241,7 +241,7 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
     runs = [[costs(model, monkeypatch) for model in (prepared, stock)] for _ in range(3)]
     for (operators, _), (stock_operators, _) in runs:
         assert operators < stock_operators / 2
-    seconds, stock_seconds = (min(run[which][1] for run in runs) for which in (0, 1))
+    seconds, stock_seconds = (min(run[index][1] for run in runs) for index in (0, 1))
     assert seconds < stock_seconds
 
 
@@ -249,12 +249,12 @@ class Edits(StoppingCriteria):
     """Changes the second-newest token in place, after its keys and values were computed."""
 
     def __init__(self):
-        self.seen = []
+        self.tokens = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        if len(self.seen) in (6, 7, 11):
+        if len(self.tokens) in (6, 7, 11):
             input_ids[:, -2] = 9
-        self.seen.append(input_ids)
+        self.tokens.append(input_ids)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -266,6 +266,6 @@ def test_tokens_changed_in_place_by_user_code_are_not_a_fault(kind, pair):
         results = []
         for model in (prepared, stock):
             edits = Edits()
-            results.append([generate(model, new=24, stopping_criteria=StoppingCriteriaList([edits])), *edits.seen])
+            results.append([generate(model, new=24, stopping_criteria=StoppingCriteriaList([edits])), *edits.tokens])
         assert all(map(torch.equal, *results))
     assert known(prepared).disabled is None and counted(prepared)[1] > 20

@@ -89,7 +89,7 @@ def test_nothing_is_recorded_with_a_known_fault(suspect_gpu) -> None:
     assert known(prepared) is None
     line, *others = hf_rocm.explain(prepared).decoding
     assert "issues/279" in line and "HF_ROCM_GRAPHS=1" in line
-    assert any("issues/279" in batches and "use_cuda_graph" in batches for batches in others)
+    assert any("issues/279" in other and "use_cuda_graph" in other for other in others)
 
 
 def test_a_model_that_moves_to_a_gpu_with_a_known_fault_runs_uncaptured(recorded_on_cpu, monkeypatch) -> None:

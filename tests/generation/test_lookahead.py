@@ -34,16 +34,16 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
         inputs = repeating(seed, padded=3 * (seed % 2))
         with torch.inference_mode(seed == 1):
             assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
-    in_vain = [step for step in launched if not step.served]
+    unused = [step for step in launched if not step.served]
     # Steps that are launched at the end of a call are not used.
-    assert len(launched) - len(in_vain) > 8 and len(in_vain) <= 14
+    assert len(launched) - len(unused) > 8 and len(unused) <= 14
 
 
-@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("queued_early", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_end_tokens_and_maximum_lengths_end_calls_as_in_stock(kind, unseen, pair, launched, queued, monkeypatch):
+def test_end_tokens_and_maximum_lengths_end_calls_as_in_stock(kind, queued_early, pair, launched, queued, monkeypatch):
     monkeypatch.setattr(cache_layer, "SLACK", 30)
-    if not unseen:
+    if not queued_early:
         monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: False)
     prepared, stock = pair(kind)
     if kind == "gemma3" and before("5.14"):
@@ -61,7 +61,7 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
     """A launched step may have other tokens, fewer tokens or a later position than the step of the loop."""
     prepared, stock = pair()
     monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: False)
-    pick = random.Random(0)
+    rng = random.Random(0)
     expected_step = Lookahead._next
 
     def another(self, accepted, selected):
@@ -69,13 +69,13 @@ def test_wrong_launches_change_no_token(pair, launched, monkeypatch):
         if following is None:
             return None
         position, ids, _ = following
-        kind = pick.choice(("right", "tokens", "number", "position", "all"))
+        kind = rng.choice(("right", "tokens", "number", "position", "all"))
         if kind in ("tokens", "all"):
-            ids = [pick.randrange(61) for _ in ids]
+            ids = [rng.randrange(61) for _ in ids]
         if kind in ("number", "all"):
-            ids = ids[: pick.randint(1, len(ids))]
+            ids = ids[: rng.randint(1, len(ids))]
         if kind in ("position", "all"):
-            position += pick.randint(1, 3)
+            position += rng.randint(1, 3)
         return position, ids, Source(torch.tensor([ids]), None, 0, 1)
 
     def searching_again(self, *arguments, stock=Lookahead.launch):
@@ -127,7 +127,7 @@ def test_steps_that_are_not_replayed_discard_the_launch(pair, launched, monkeypa
     assert torch.equal(*(looked_up(model, repeating(2)) for model in (prepared, stock)))
 
 
-class OfTransformers(Streamer):
+class TransformersStreamer(Streamer):
     """A streamer whose class appears to belong to transformers."""
 
     __module__ = "transformers.generation.streamers"
@@ -151,30 +151,30 @@ def test_no_step_is_launched_early_if_its_replay_will_be_compared(pair, launched
 
 def test_steps_are_launched_early_with_streamers_of_transformers_but_not_with_others(pair, launched):
     prepared, stock = pair()
-    for kind in (OfTransformers, Streamer):
+    for kind in (TransformersStreamer, Streamer):
         for seed in (0, 0, 1):
             streamers = kind(), kind()
             tokens = looked_up(prepared, repeating(seed), streamer=streamers[0])
             assert torch.equal(tokens, looked_up(stock, repeating(seed), streamer=streamers[1]))
             received = [streamer.values for streamer in streamers]
-            if kind is OfTransformers:
+            if kind is TransformersStreamer:
                 # Steps that verify no drafts pass their tokens one by one.
                 received = [[token for (row,) in values[:-1] for token in row] for values in received]
             assert received[0] == received[1]
-        assert (len(launched) > 4) == (kind is OfTransformers)
+        assert (len(launched) > 4) == (kind is TransformersStreamer)
         launched.clear()
 
 
 def test_calls_with_code_of_the_user_launch_no_step(pair, launched):
     prepared, stock = pair()
-    further = [
+    calls = [
         {"stopping_criteria": [lambda ids, scores, **_: torch.zeros(1, dtype=torch.bool)]},
         {"streamer": Streamer()},
         {"do_sample": True},
         {"repetition_penalty": 1.1},
         {"prompt_lookup_num_tokens": None, "assistant_model": assistant_of(stock, "constant")},
     ]
-    for arguments in further:
+    for arguments in calls:
         for _ in range(2):
             looked_up(prepared, repeating(), **arguments)
     assert not launched and counted(prepared)[1] > 20
@@ -334,8 +334,8 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     steps = []
 
     def launch(position, count, source):
-        every = torch.cat((source.ids, source.further), dim=1)[0]
-        step = [*every[source.first :][:1].tolist(), *every[source.drafts :][: count - 1].tolist()]
+        row = torch.cat((source.ids, source.further), dim=1)[0]
+        step = [*row[source.first :][:1].tolist(), *row[source.drafts :][: count - 1].tolist()]
         steps.append((position, step))
         return "step", torch.tensor([step])
 
@@ -368,8 +368,8 @@ def test_end_tokens_are_copied_to_the_host_once():
     ends = torch.tensor([5, 9]).as_subclass(OnDevice)
     OnDevice.waits = []
     for _ in range(2):
-        found = torch.isin(accepted.squeeze(0), ends)
-        assert type(found) is torch.Tensor and found.tolist() == [False, True, False]
+        is_end = torch.isin(accepted.squeeze(0), ends)
+        assert type(is_end) is torch.Tensor and is_end.tolist() == [False, True, False]
     assert OnDevice.waits == ["cpu"] and accepted.device == tokens.device
     ends += 1
     assert torch.isin(accepted.squeeze(0), ends).tolist() == [False, False, True]
@@ -378,9 +378,9 @@ def test_end_tokens_are_copied_to_the_host_once():
 
 def test_reasons_against_early_launches():
     config = SimpleNamespace(prompt_lookup_num_tokens=3)
-    given = {"generation_config": config, "past_key_values": HybridDecodeCache([None], capacity=1, limit=1)}
-    assert "states" in lookahead.refuses(given, None)
-    given["past_key_values"] = DecodeCache([None], capacity=1, limit=1)
-    assert lookahead.refuses(given, None) is None and "Mine may change" in lookahead.refuses(given, "Mine")
+    arguments = {"generation_config": config, "past_key_values": HybridDecodeCache([None], capacity=1, limit=1)}
+    assert "states" in lookahead.refuses(arguments, None)
+    arguments["past_key_values"] = DecodeCache([None], capacity=1, limit=1)
+    assert lookahead.refuses(arguments, None) is None and "Mine may change" in lookahead.refuses(arguments, "Mine")
     config.prompt_lookup_num_tokens = None
-    assert "assistant" in lookahead.refuses(given, None)
+    assert "assistant" in lookahead.refuses(arguments, None)

@@ -19,7 +19,7 @@ PERSISTENT = [
     faults.stale_input,
     faults.stale_pointer,
     faults.node_dropped,
-    faults.product_dropped,
+    faults.gemm_dropped,
     faults.writes_reordered,
     faults.garbage,
     faults.garbage_logits,

@@ -29,7 +29,7 @@ def test_random_calls_return_stock_tokens(family):
     soak = Soak(family, longest=18)
     assert soak.differing(range(CALLS)) == []
     soak.assert_recorded(CALLS)
-    assert soak.differing_in_threads(range(CALLS), most=IN_THREADS) == []
+    assert soak.differing_in_threads(range(CALLS), limit=IN_THREADS) == []
     for change in CHANGES:
         assert soak.differing_after(change, range(AFTER_CHANGES)) == []
     soak.assert_recorded(CALLS + IN_THREADS)

@@ -49,7 +49,7 @@ def test_random_calls_return_stock_tokens(family, short_buffers):
     soak = Soak(family, device="cuda", **SIZES.get(family, {"d_model": 256}))
     assert soak.differing(range(60)) == []
     soak.assert_recorded(60)
-    assert soak.differing_in_threads(range(60), most=32) == []
+    assert soak.differing_in_threads(range(60), limit=32) == []
     for change in CHANGES:
         assert soak.differing_after(change, range(4)) == []
     soak.assert_recorded(92)

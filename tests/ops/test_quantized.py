@@ -59,7 +59,7 @@ def routed(tier, x, data, scale, bias=None, **further):
 
     If PyTorch has no GEMM for these dtypes, the torch tier must refuse the call, and the eager tier runs it.
     """
-    name = eight_bit.product(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
+    name = eight_bit.gemm_name(data.dtype, x.dtype) if tier == "torch" else eight_bit.EAGER
     with options.override(tiers={"linear": tier}), ops.recording() as routes:
         if name is None:
             with pytest.raises(TierUnavailable, match="its check failed"):
@@ -157,7 +157,7 @@ def has(request, monkeypatch):
 def test_the_route_depends_on_the_gemms_that_a_cpu_supports(format, dtype, has):
     """The other tests cover only the CPU of this machine. This test covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
-    assert (eight_bit.product(format, dtype) is not None) == has(format, dtype)
+    assert (eight_bit.gemm_name(format, dtype) is not None) == has(format, dtype)
     within_the_bound(routed("torch", x, *rounded(weight, format), bias), x, weight, bias, format)
 
 

@@ -30,7 +30,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 # Not a shipped directory, so that no shipped overlay is mistaken for a draft.
 DIRECTORY = "transformers-4.0"
 DRAFTED = ("cohere", "gemma2", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
-WHOLE = [case for case in CASES if case.overlay in DRAFTED and case.here and not case.variant]
+WHOLE = [case for case in CASES if case.overlay in DRAFTED and case.applies and not case.variant]
 NEWEST = transformers.__version__.startswith("5.23")
 
 

@@ -59,7 +59,7 @@ def _stochastic(c: Compiling, kind: str) -> Step:
     """Convert one float32 value to a code in the byte that op_sel or byte_sel selects. Random bits are added below the
     last bit of the mantissa, and then the value is truncated."""
     select = c.take("op_sel", (0, 0, 0, 0))
-    place = select[2] + 2 * select[3] if len(select) > 3 else c.take("byte_sel", 0)
+    byte = select[2] + 2 * select[3] if len(select) > 3 else c.take("byte_sel", 0)
     value, random = vector_reader(c.operands[1], "f"), vector_reader(c.operands[2], "u")
     register, format = c.operands[0].register, small(c.target, kind)
     dropped = 23 - format.mantissa
@@ -72,11 +72,11 @@ def _stochastic(c: Compiling, kind: str) -> Step:
         extra = np.clip(1 - format.bias - exponent, 0, 31 - dropped)
         shift = (dropped + extra).astype(u32)
         noise = random(state) >> (u32(32) - shift)
-        moved = bits + np.where(np.isfinite(number), noise, u32(0))
-        cut = np.where(np.isfinite(number), moved >> shift << shift, bits)
-        code = format.encode(cut.view(f32), clamp=state.overflow_clamps)
-        mask = u32(255 << 8 * place)
-        state.put(register, state.v[register] & ~mask | code << u32(8 * place))
+        noisy = bits + np.where(np.isfinite(number), noise, u32(0))
+        truncated = np.where(np.isfinite(number), noisy >> shift << shift, bits)
+        code = format.encode(truncated.view(f32), clamp=state.overflow_clamps)
+        mask = u32(255 << 8 * byte)
+        state.put(register, state.v[register] & ~mask | code << u32(8 * byte))
 
     return step
 
@@ -104,9 +104,9 @@ def _unpack(c: Compiling, kind: str, *, packed: bool) -> Step:
         whole_register(c)
         return lambda state: state.put(register, format.decode(sources(state)[0] & u32(255)))
     select = c.take("op_sel", (0, 0))
-    place = c.take("byte_sel", select[0] * 2 + select[1] if c.target.generation == 12 else select[0] + 2 * select[1])
+    byte = c.take("byte_sel", select[0] * 2 + select[1] if c.target.generation == 12 else select[0] + 2 * select[1])
     source = vector_reader(c.operands[1], "u")
-    return lambda state: state.put(register, format.decode(source(state) >> u32(8 * place) & u32(255)))
+    return lambda state: state.put(register, format.decode(source(state) >> u32(8 * byte) & u32(255)))
 
 
 def _scaled(c: Compiling, kind: str) -> Step:
@@ -126,7 +126,7 @@ def _scaled(c: Compiling, kind: str) -> Step:
 
 
 def whole_register(c: Compiling) -> None:
-    """Read the modifiers of the destination. Raises `UnknownInstruction` if it is only part of a register."""
+    """Read the modifiers of the destination. Raises `UnknownInstruction` if it is not a whole register."""
     if c.take("dst_sel", "DWORD") != "DWORD":
         raise c.refuse("SDWA must write the whole register")
     c.take("dst_unused")

@@ -134,8 +134,8 @@ class Small:
         negative = np.signbit(exact) & ~((self.special == "fnuz") & ((codes == 0) | (codes == sign)))
         return np.where(negative, codes | sign, codes).astype(u32)
 
-    def _code(self, wanted: float) -> int:
-        return int(np.flatnonzero(self.values == wanted)[0])
+    def _code(self, value: float) -> int:
+        return int(np.flatnonzero(self.values == value)[0])
 
     def _over(self, clamp: bool) -> int:
         if clamp or self.special == "none":

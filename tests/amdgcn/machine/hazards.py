@@ -101,7 +101,7 @@ def _after_matrix(first: Instruction, produced: Use, used: Use, target: Target) 
     match = _MFMA.match(first.mnemonic)
     if not match:
         return 0
-    # Products of float32 take more passes.
+    # An MFMA of float32 or xf32 takes more passes.
     single = match[2].startswith(("f32", "xf32"))
     if target.name == "gfx90a":
         states = 11 if match[1] == "16x16" else 19

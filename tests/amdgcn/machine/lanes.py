@@ -66,7 +66,7 @@ def dpp_enabled(c: Compiling) -> np.ndarray:
 
 
 class Dpp:
-    """The first source of a DPP instruction, and the lanes that it writes.
+    """The first source of a DPP instruction, and the lanes that the instruction writes.
 
     If the source lane does not exist or is inactive, the lane reads 0 with bound_ctrl; without bound_ctrl, it is not
     written. With fi, inactive source lanes are read.
@@ -76,14 +76,14 @@ class Dpp:
         self.source, self.exists = dpp_source(c)
         self.enabled = dpp_enabled(c)
         self.zero = bool(c.take("bound_ctrl", 0))
-        self.inactive_too = bool(c.take("fi", 0))
+        self.fetch_inactive = bool(c.take("fi", 0))
 
     def move(self, state: State, value: np.ndarray) -> np.ndarray:
         value = np.broadcast_to(value, (state.count, state.lanes))
         return np.where(self._valid(state), value[:, self.source], value.dtype.type(0))
 
     def _valid(self, state: State) -> np.ndarray:
-        if self.inactive_too or state.full:
+        if self.fetch_inactive or state.full:
             return self.exists
         return self.exists & state.x[:, self.source]
 
@@ -113,18 +113,18 @@ def _read_lane(c: Compiling) -> Step | None:
             write(state, state.v[register][np.arange(state.count), lane])
 
         return first
-    select, most = scalar_reader(c.operands[2], "u"), u32(c.target.lanes - 1)
-    return lambda state: write(state, state.v[register][np.arange(state.count), select(state) & most])
+    select, mask = scalar_reader(c.operands[2], "u"), u32(c.target.lanes - 1)
+    return lambda state: write(state, state.v[register][np.arange(state.count), select(state) & mask])
 
 
 def _write_lane(c: Compiling) -> Step | None:
     if c.base != "v_writelane_b32":
         return None
     value, select = (scalar_reader(operand, "u") for operand in c.operands[1:])
-    register, most = c.operands[0].register, u32(c.target.lanes - 1)
+    register, mask = c.operands[0].register, u32(c.target.lanes - 1)
 
     def step(state: State) -> None:
-        state.v[register][np.arange(state.count), select(state) & most] = value(state)
+        state.v[register][np.arange(state.count), select(state) & mask] = value(state)
 
     return step
 
@@ -139,7 +139,7 @@ def _permlanex(c: Compiling) -> Step | None:
         raise c.refuse("the instruction exists only on RDNA")
     low, high = (scalar_reader(operand, "u") for operand in c.operands[2:4])
     options = c.take("op_sel", (0, 0))
-    inactive_too, zero = bool(options[0]), bool(options[1])
+    fetch_inactive, zero = bool(options[0]), bool(options[1])
     target, source = c.operands[0].register, c.operands[1].register
     lanes = np.arange(c.target.lanes)
     row = (lanes & ~15) ^ (16 if "x16" in c.base else 0)
@@ -150,7 +150,7 @@ def _permlanex(c: Compiling) -> Step | None:
         places = row + (select[:, None] >> shift & u64(15)).astype(i64)
         places = np.broadcast_to(places, (state.count, state.lanes))
         value = np.take_along_axis(state.v[source], places, 1)
-        if inactive_too or state.full:
+        if fetch_inactive or state.full:
             state.put(target, value)
             return
         valid = np.take_along_axis(state.x, places, 1)
@@ -190,8 +190,8 @@ def swizzle_source(c: Compiling) -> np.ndarray:
     if isinstance(offset, int):
         if offset & 0x8000:
             return (lanes & ~3) + (offset >> 2 * (lanes & 3) & 3)
-        keep, either, flip = offset & 31, offset >> 5 & 31, offset >> 10 & 31
-        return (lanes & ~31) + (((lanes & 31) & keep | either) ^ flip)
+        and_mask, or_mask, xor_mask = offset & 31, offset >> 5 & 31, offset >> 10 & 31
+        return (lanes & ~31) + (((lanes & 31) & and_mask | or_mask) ^ xor_mask)
     name, _, rest = offset.removeprefix("swizzle(").rstrip(")").partition(",")
     return _named_swizzle(c, name, rest, lanes)
 

@@ -20,7 +20,8 @@ from .waits import Ticket, issue
 
 u32, i64 = np.uint32, np.int64
 
-# name -> (bytes, signed, the half of the register that is accessed, or None for the whole register)
+# name -> (bytes, signed, the half of the register that is accessed, or None). With None, a load writes the whole
+# register, and a store reads the low bytes.
 _KINDS: dict[str, tuple[int, bool, int | None]] = {
     "b8": (1, False, None),
     "u8": (1, False, None),
@@ -97,19 +98,19 @@ class Lds:
 
     def _record(self, state: State, places: np.ndarray, unit: int, size: int, index: int, *, writes: bool) -> Access:
         lanes = True if state.full else state.x
-        who = (state.waves, lanes, False, state.lanes)
-        access = Access(index, writes, unit, size // unit, places, who, self.epoch)
+        owner = (state.waves, lanes, False, state.lanes)
+        access = Access(index, writes, unit, size // unit, places, owner, self.epoch)
         self.accesses.append(access)
         # An access after the signal of a split barrier belongs to the next interval too.
         if state.signalled:
             self.carried.append(access)
         return access
 
-    def end_interval(self, flying: Sequence[Access], texts: Sequence[str]) -> None:
-        """Check the accesses since the last barrier. Raises `Race`. flying: the accesses that are still in flight."""
+    def end_interval(self, in_flight: Sequence[Access], texts: Sequence[str]) -> None:
+        """Check the accesses since the last barrier. Raises `Race`. in_flight: those that have not completed."""
         if self.accesses:
             check_interval(self.accesses, len(self.units[1]), texts, "the LDS of all workgroups")
-        self.accesses = [*self.carried, *(access for access in flying if access.index >= 0)]
+        self.accesses = [*self.carried, *(access for access in in_flight if access.index >= 0)]
         self.carried = []
         self.epoch += 1
 
@@ -146,12 +147,12 @@ def _load(c: Compiling, offsets: list[int], size: int, signed: bool, half: int |
     def step(state: State) -> None:
         start = address(state)
         result, accesses = [], []
-        for which, offset in enumerate(offsets):
+        for part, offset in enumerate(offsets):
             words, access = machine.lds.load(state, machine.lds.places(state, start, offset, size), size, index)
             words = extended(words, size, signed)
             for i, value in enumerate(spread(words, state)):
                 value = value if half is None else value.astype(np.uint16)
-                result.append((target.register + which * count + i, value))
+                result.append((target.register + part * count + i, value))
             if access:
                 accesses.append(access)
         lanes = True if state.full else state.x
@@ -199,11 +200,11 @@ def _swizzle(c: Compiling) -> Step:
 def _permute(c: Compiling, *, backward: bool) -> Step:
     """ds_bpermute: every lane reads from the lane at its index. ds_permute: every lane writes to the lane at its
     index."""
-    offset, most = u32(c.take("offset", 0)), u32(c.target.lanes - 1)
+    offset, mask = u32(c.take("offset", 0)), u32(c.target.lanes - 1)
     address, source = vector_reader(c.operands[1], "u"), c.operands[2].register
 
     def step(state: State) -> None:
-        places = ((address(state) + offset) >> u32(2) & most).astype(i64)
+        places = ((address(state) + offset) >> u32(2) & mask).astype(i64)
         if backward:
             active = np.take_along_axis(state.x, places, 1)
             value = np.where(active, np.take_along_axis(state.v[source], places, 1), u32(0))

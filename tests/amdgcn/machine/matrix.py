@@ -1,7 +1,7 @@
 """Matrix instructions: MFMA (CDNA) and WMMA (RDNA), D = A × B + C.
 
-A lane holds elements of one row of A and of one column of B. The group of the lane, lane // size, determines which
-elements of K these are. Their order is the same in A and B, so the product does not depend on it. Floats are summed in
+A lane holds elements of one row of A and of one column of B. The group of the lane, lane // size, determines their
+indices along K. Their order is the same in A and B, so the product does not depend on it. Floats are summed in
 float64 and rounded once, because the hardware's order of summation is not documented. EXEC is ignored.
 """
 
@@ -29,7 +29,7 @@ _WMMA = re.compile(r"v_wmma_(f32|i32)_16x16x(16|32)_(\w+)")
 @dataclass(frozen=True)
 class Shape:
     """The shape of a matrix instruction. size: rows of A and columns of B. depth: K. groups: number of lane groups with
-    different elements of K; 1 if all groups hold the same elements (RDNA 3)."""
+    different indices along K; 1 if all groups hold the same elements (RDNA 3)."""
 
     size: int
     depth: int
@@ -96,21 +96,21 @@ def _product(c: Compiling, shape: Shape, result: str, kind: str) -> Step | None:
     if formats is None:
         return None
     target, left, right, addend = c.operands
-    whole = result == "i32"
+    integer = result == "i32"
     clamp = bool(c.take("clamp", False))
     for name in ("cbsz", "abid", "blgp", "op_sel"):
         if c.has(name) and np.any(c.take(name)):
             raise c.refuse(f"{name} is not implemented")
-    readers = [_matrix_reader(shape, *format, whole) for format in formats]
+    readers = [_matrix_reader(shape, *format, integer) for format in formats]
     first, second = target.register, target.register + shape.results
-    add = _addend(c, addend, shape, whole)
+    add = _addend(c, addend, shape, integer)
     flush = c.target.flushes_matrix and kind in ("f16", "bf16")
 
     def step(state: State) -> None:
         a = readers[0](state, left)
         b = readers[1](state, right)
         product = shape.results_of(a @ b.transpose(0, 2, 1))
-        if whole:
+        if integer:
             total = product.astype(i64) + add(state)
             if clamp:
                 total = np.clip(total, -(2**31), 2**31 - 1)
@@ -122,13 +122,13 @@ def _product(c: Compiling, shape: Shape, result: str, kind: str) -> Step | None:
     return step
 
 
-def _addend(c: Compiling, operand: Operand, shape: Shape, whole: bool) -> Callable[[State], Any]:
+def _addend(c: Compiling, operand: Operand, shape: Shape, integer: bool) -> Callable[[State], Any]:
     if operand.kind == "v":
         first, last = operand.register, operand.register + shape.results
-        if whole:
+        if integer:
             return lambda state: state.vi[first:last].astype(i64)
         return lambda state: state.vf[first:last]
-    return vector_reader(operand, "i" if whole else "f")
+    return vector_reader(operand, "i" if integer else "f")
 
 
 def _formats(c: Compiling, kind: str) -> list[tuple[int, Decoder]] | None:
@@ -137,7 +137,7 @@ def _formats(c: Compiling, kind: str) -> list[tuple[int, Decoder]] | None:
     if any(c.take("neg_hi", ())) or (any(signs) and not kind.startswith("iu")):
         raise c.refuse("negation is not implemented")
     if kind in ("bf16", "f16"):
-        return [(16, _sixteen(kind, c.target.flushes_matrix))] * 2
+        return [(16, _float16_or_bf16(kind, c.target.flushes_matrix))] * 2
     if kind in ("f32", "xf32"):
         return [(32, _xf32 if kind == "xf32" else _float32)] * 2
     if kind == "i8" and c.target.cdna:
@@ -155,7 +155,7 @@ def _formats(c: Compiling, kind: str) -> list[tuple[int, Decoder]] | None:
     return None
 
 
-def _sixteen(kind: str, flushes: bool) -> Decoder:
+def _float16_or_bf16(kind: str, flushes: bool) -> Decoder:
     if kind == "bf16":
         return lambda codes: _flushed(floats.from_bf16(codes.astype(u32)), flushes, 2.0**-126)
     return lambda codes: _flushed(codes.astype(np.uint16).view(np.float16).astype(f32), flushes, 2.0**-14)
@@ -183,9 +183,9 @@ def _integer(bits: int, signed: bool) -> Decoder:
     return decode
 
 
-def _matrix_reader(shape: Shape, bits: int, decode: Decoder, whole: bool) -> Callable[[State, Operand], np.ndarray]:
+def _matrix_reader(shape: Shape, bits: int, decode: Decoder, integer: bool) -> Callable[[State, Operand], np.ndarray]:
     registers = shape.per_lane * bits // 32
-    dtype = i64 if whole else f64
+    dtype = i64 if integer else f64
 
     def read(state: State, operand: Operand) -> np.ndarray:
         if operand.kind != "v":

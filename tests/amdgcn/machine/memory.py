@@ -120,7 +120,10 @@ class Memory:
         self.buffers.insert(place, Buffer(len(self.buffers), address, data, writable))
 
     def place(self, data: np.ndarray, *, writable: bool = True, like: int = 0) -> int:
-        """Map a caller's bytes to a new address, far from the others. like: an address with the required alignment."""
+        """Map a caller's bytes to a new address, far from the other buffers.
+
+        like: an address with the required alignment.
+        """
         address = _FIRST + SPACING * len(self.buffers) + like % 256
         self.add(address, data, writable=writable)
         return address
@@ -171,14 +174,14 @@ class Memory:
         return f"{size} bytes at {address:#x} (active lane {lane} of the batch, {count} such lanes): {where}"
 
     def load(
-        self, addresses: np.ndarray, size: int, state: State, index: int, *, every: bool = False, lanes: Any = None
+        self, addresses: np.ndarray, size: int, state: State, index: int, *, per_wave: bool = False, lanes: Any = None
     ) -> tuple[np.ndarray, tuple[Access, ...]]:
-        """Read `size` bytes at [n] addresses. Returns (uint32 [n, max(1, size / 4)], the accesses by buffer).
+        """Read `size` bytes at [n] addresses. Returns (uint32 [n, max(1, size / 4)], one access per buffer).
 
         Narrower data is zero-extended.
 
-        lanes: the mask [waves, lanes] of the lanes with these addresses, or True for all lanes. every: there is one
-        address per wave instead of one per lane.
+        lanes: the mask [waves, lanes] of the lanes with these addresses, or True for all lanes. per_wave: there is
+        one address per wave instead of one per lane.
         """
         if not addresses.size:
             return np.zeros((0, max(1, size // 4)), np.uint32), ()
@@ -187,15 +190,15 @@ class Memory:
             words = np.empty((addresses.size, max(1, size // 4)), np.uint32)
             accesses = []
             for buffer, chosen in self._groups(addresses, size):
-                who = _who(state, lanes, every)[chosen]
-                words[chosen], access = self._load(buffer, addresses[chosen], size, who, index)
+                owner = _wave_of(state, lanes, per_wave)[chosen]
+                words[chosen], access = self._load(buffer, addresses[chosen], size, owner, index)
                 accesses.append(access)
             return words, tuple(accesses)
-        words, access = self._load(buffer, addresses, size, (state.waves, lanes, every, state.lanes), index)
+        words, access = self._load(buffer, addresses, size, (state.waves, lanes, per_wave, state.lanes), index)
         return words, (access,)
 
     def _load(
-        self, buffer: Buffer, addresses: np.ndarray, size: int, who: Any, index: int
+        self, buffer: Buffer, addresses: np.ndarray, size: int, owner: Any, index: int
     ) -> tuple[np.ndarray, Access]:
         offsets = addresses - np.uint64(buffer.address - buffer.start)
         unit = unit_of(offsets, size)
@@ -204,7 +207,7 @@ class Memory:
         buffer.check(unit, spots, addresses, size)
         data = buffer.units[unit][spots]
         buffer.touched_units[unit][spots] = _MARK[unit]
-        access = Access(index, False, unit, size // unit, places, who, self.epoch)
+        access = Access(index, False, unit, size // unit, places, owner, self.epoch)
         if buffer.writable:
             buffer.accesses.append(access)
         if size < 4:
@@ -215,20 +218,20 @@ class Memory:
     def store(
         self, addresses: np.ndarray, data: np.ndarray, state: State, index: int, *, lanes: Any = None
     ) -> tuple[Access, ...]:
-        """Write [n, bytes] of uint8 at [n] addresses. Returns the accesses by buffer."""
+        """Write [n, bytes] of uint8 at [n] addresses. Returns one access per buffer."""
         if not addresses.size:
             return ()
         size = data.shape[1]
         buffer = self._place(addresses, size)
         if buffer:
             return (self._store(buffer, addresses, data, (state.waves, lanes, False, state.lanes), index),)
-        who = _who(state, lanes, False)
+        owner = _wave_of(state, lanes, False)
         return tuple(
-            self._store(buffer, addresses[chosen], data[chosen], who[chosen], index)
+            self._store(buffer, addresses[chosen], data[chosen], owner[chosen], index)
             for buffer, chosen in self._groups(addresses, size)
         )
 
-    def _store(self, buffer: Buffer, addresses: np.ndarray, data: np.ndarray, who: Any, index: int) -> Access:
+    def _store(self, buffer: Buffer, addresses: np.ndarray, data: np.ndarray, owner: Any, index: int) -> Access:
         size = data.shape[1]
         if not buffer.writable:
             raise OutOfBounds(f"{size} bytes at {int(addresses[0]):#x}: that buffer is read-only")
@@ -242,14 +245,14 @@ class Memory:
         check_single_value(buffer.units[unit], spots, values)
         buffer.touched_units[unit][spots] = _MARK[unit]
         buffer.written_units[unit][spots] = _MARK[unit]
-        access = Access(index, True, unit, size // unit, places, who, self.epoch, values=values)
+        access = Access(index, True, unit, size // unit, places, owner, self.epoch, values=values)
         buffer.accesses.append(access)
         return access
 
 
-def _who(state: State, lanes: Any, every: bool) -> np.ndarray:
+def _wave_of(state: State, lanes: Any, per_wave: bool) -> np.ndarray:
     """The wave of each address."""
-    if every:
+    if per_wave:
         return state.waves
     waves = np.repeat(state.waves, state.lanes)
     return waves if lanes is True else waves[lanes.reshape(-1)]

@@ -76,7 +76,7 @@ class Operand:
 
 @cache
 def parse(text: str) -> Operand:
-    """Parse one operand. Raises `UnknownInstruction` if it is neither a register nor a number."""
+    """Parse one operand. Raises `UnknownInstruction` for any other text, such as a label."""
     bare, negate, absolute = text, False, False
     if bare.startswith("-") and not bare[1:2].isdigit():
         bare, negate = bare[1:], True
@@ -115,8 +115,8 @@ def _register(text: str, kind: str, first: int, count: int, modified: dict[str, 
 
 
 def constant(operand: Operand, letter: str) -> np.ndarray:
-    """A constant operand as an array of one element. A float constant is converted to the operand's float type,
-    including those of 16 and 64 bits."""
+    """A constant operand as an array of one element. If `letter` is a floating-point type, a
+    floating-point constant is converted to it."""
     if letter == "h" and operand.number is not None:
         return np.array([operand.number], np.float16)
     if letter == "D":

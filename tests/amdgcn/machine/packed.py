@@ -113,7 +113,7 @@ def _packed16(c: Compiling) -> Step | None:
 
 
 def _mixed(c: Compiling) -> Step | None:
-    """v_fma_mix: every source is a float32 register or, with op_sel_hi, the half of a register that op_sel selects."""
+    """v_fma_mix: every source is a float32 operand or, with op_sel_hi, the half of a register that op_sel selects."""
     match = re.fullmatch(r"v_fma_mix(lo|hi)?_(f32|f16)", c.base)
     if not match:
         return None
@@ -146,7 +146,7 @@ def _bitop3(c: Compiling) -> Step | None:
     """v_bitop3 computes any bitwise function of a, b and c: every bit of its result is bit 4a + 2b + c of a table.
 
     With 16 bits, op_sel selects the half of each source and, last, of the destination. The other half of the
-    destination is unchanged, so that code that expects zeros there fails.
+    destination is unchanged, so that code that relies on zeros there fails.
     """
     if c.base not in ("v_bitop3_b32", "v_bitop3_b16"):
         return None

@@ -149,8 +149,8 @@ def _single(instruction: Instruction, target: Target, environment: Environment, 
 def _compiled(instruction: Instruction, target: Target, environment: Any, index: int, family: str) -> Step:
     c = Compiling(instruction, target, environment, index)
     try:
-        for compiles in FAMILIES.get(family, ()):
-            if step := compiles(c):
+        for compile_family in FAMILIES.get(family, ()):
+            if step := compile_family(c):
                 c.finish()
                 return step
     except UnknownInstruction as error:
@@ -214,9 +214,9 @@ def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
     label = instruction.operands[0]
     if label not in labels:
         raise UnknownInstruction(f"{instruction.text!r}: there is no label {label}")
-    goal = labels[label]
+    destination = labels[label]
     if name == "s_branch":
-        return lambda state: goal
+        return lambda state: destination
     condition = _condition(name.removeprefix("s_cbranch_"), target)
     if condition is None:
         raise UnknownInstruction(f"{instruction.text!r} on {target.name}")
@@ -224,8 +224,8 @@ def _control(instruction: Instruction, target: Target, labels: Any) -> Step:
     def branch(state: State) -> Any:
         taken = condition(state)
         if taken.all():
-            return goal
-        return (taken, goal) if taken.any() else None
+            return destination
+        return (taken, destination) if taken.any() else None
 
     return branch
 

@@ -18,8 +18,8 @@ from .errors import Race
 
 @dataclass(eq=False)
 class Access:
-    """One instruction's accesses. places: int64 [n], addresses divided by `unit`; `repeat` consecutive units are
-    accessed at each of them. who: wave numbers [n], or (waves, lane mask or True, whether there is one
+    """One instruction's accesses. places: int64 [n], byte offsets divided by `unit`; `repeat` consecutive units are
+    accessed at each of them. owner: wave numbers [n], or (waves, lane mask or True, whether there is one
     address per wave, lanes per wave) to compute them from. first, last: the intervals between barriers to which the
     access belongs. values: the stored values."""
 
@@ -28,7 +28,7 @@ class Access:
     unit: int
     repeat: int
     places: np.ndarray
-    who: Any
+    owner: Any
     first: int
     last: int = field(default=-1)
     values: np.ndarray | None = None
@@ -44,13 +44,13 @@ class Access:
 
     def waves(self) -> np.ndarray:
         """The wave number for every place: [n]."""
-        if isinstance(self.who, tuple):
-            waves, lanes, every, count = self.who
-            if not every:
+        if isinstance(self.owner, tuple):
+            waves, lanes, per_wave, count = self.owner
+            if not per_wave:
                 waves = np.repeat(waves, count)
                 waves = waves if lanes is True else waves[lanes.reshape(-1)]
-            self.who = waves
-        return self.who
+            self.owner = waves
+        return self.owner
 
     def owners(self) -> np.ndarray:
         """The wave number for every place, starting at 1: uint32 [n, 1]."""
@@ -68,7 +68,7 @@ def check_interval(
     """Raise `Race` if two waves accessed the same byte in one interval and at least one of them wrote it.
 
     Waves may write the same value to one place: replicated layouts do this. size: memory size in bytes. texts: the
-    instructions, for the message. agent: what the numbers of the accesses count, for the message.
+    instructions, for the message. agent: what the owner numbers of the accesses count, for the message.
     """
     writes = [access for access in accesses if access.writes]
     if not writes:

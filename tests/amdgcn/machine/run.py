@@ -18,7 +18,7 @@ from .races import check_launch
 from .scratch import Scratch
 from .state import State
 
-# How many waves run at the same time, unless a workgroup has more.
+# The largest number of waves that run at the same time, unless a workgroup has more.
 _BATCH = 256
 
 
@@ -153,26 +153,26 @@ class Launch:
         def enabled(name: str) -> bool:
             return bool(descriptor.get(f"user_sgpr_{name}"))
 
-        at = 4 * enabled("private_segment_buffer") + 2 * enabled("dispatch_ptr") + 2 * enabled("queue_ptr")
+        index = 4 * enabled("private_segment_buffer") + 2 * enabled("dispatch_ptr") + 2 * enabled("queue_ptr")
         if enabled("kernarg_segment_ptr"):
-            state.s[at], state.s[at + 1] = self.kernarg & 0xFFFFFFFF, self.kernarg >> 32
-            at += 2
-        at += 2 * enabled("dispatch_id") + enabled("private_segment_size")
+            state.s[index], state.s[index + 1] = self.kernarg & 0xFFFFFFFF, self.kernarg >> 32
+            index += 2
+        index += 2 * enabled("dispatch_id") + enabled("private_segment_size")
         if self.preloads:
             first = descriptor.get("user_sgpr_kernarg_preload_offset", 0)
             words = self.block.view(np.uint32)[first : first + descriptor["user_sgpr_kernarg_preload_length"]]
-            state.s[at : at + len(words)] = words[:, None]
+            state.s[index : index + len(words)] = words[:, None]
         x, y = groups % self.grid[0], groups // self.grid[0] % self.grid[1]
         z = groups // (self.grid[0] * self.grid[1])
         if target.generation == 12:
             state.s[TTMP + 9] = x
             state.s[TTMP + 7] = y | z << 16
             return
-        at = descriptor["user_sgpr_count"]
+        index = descriptor["user_sgpr_count"]
         for axis, value in zip("xyz", (x, y, z), strict=True):
             if descriptor.get(f"system_sgpr_workgroup_id_{axis}", int(axis == "x")):
-                state.s[at] = value
-                at += 1
+                state.s[index] = value
+                index += 1
 
     # Scheduling
 
@@ -187,15 +187,15 @@ class Launch:
             ready.sort(key=lambda batch: (batch.rank, batch.pc))
             current = ready.pop(0)
             others = [batch.pc for batch in ready if batch.rank == current.rank]
-            what = self._advance(current, min(others, default=-1))
-            if what == "barrier":
+            outcome = self._advance(current, min(others, default=-1))
+            if outcome == "barrier":
                 parked.append(current)
-            elif what == "stop":
+            elif outcome == "stop":
                 ready = self._joined([*ready, current])
-            elif what == "end":
+            elif outcome == "end":
                 self.ended(current)
             else:
-                ready += what
+                ready += outcome
         self.program.environment.lds.end_interval((), self.texts)
 
     def ended(self, batch: State) -> None:
@@ -215,8 +215,8 @@ class Launch:
 
     def _release(self, parked: list[State]) -> list[State]:
         """End the interval between two barriers: every wave of every workgroup is at a barrier or has ended."""
-        flying = [access for batch in parked for ticket in batch.flight for access in ticket.accesses]
-        for access in flying:
+        in_flight = [access for batch in parked for ticket in batch.flight for access in ticket.accesses]
+        for access in in_flight:
             access.last = max(access.last, self.memory.epoch + 1)
         local = [a for batch in parked for t in batch.flight if t.kind == "lds" for a in t.accesses]
         self.program.environment.lds.end_interval(local, self.texts)
@@ -244,7 +244,7 @@ class Launch:
     def _advance(self, state: State, stop: int) -> Any:
         """Run one batch to a barrier, its end, a branch that splits it, or `stop`, where another batch waits.
 
-        A jump may also end after `stop`.
+        A jump to an address after `stop` also ends the run.
         """
         steps, registers = self.program.steps, self.program.registers
         pc = start = state.pc
@@ -253,9 +253,9 @@ class Launch:
             while True:
                 if state.busy and not registers[pc].isdisjoint(state.busy):
                     self._check_busy(state, pc)
-                where = steps[pc](state)
+                result = steps[pc](state)
                 pc += 1
-                if where is None:
+                if result is None:
                     if pc == stop:
                         self._account(start, pc, count)
                         state.pc = pc
@@ -263,20 +263,20 @@ class Launch:
                     continue
                 self._account(start, pc, count)
                 start = state.pc = pc
-                if where is True or where == "barrier" or where == "end":
-                    return where
-                if isinstance(where, int):
-                    start = pc = state.pc = where
+                if result is True or result == "barrier" or result == "end":
+                    return result
+                if isinstance(result, int):
+                    start = pc = state.pc = result
                     if stop >= 0 and pc >= stop:
                         return "stop"
                     continue
-                return self._split(state, *where)
+                return self._split(state, *result)
         except MachineError as error:
             raise type(error)(f"{self.texts[pc]!r} at {pc} of {self.program.name}: {error}") from error
 
-    def _split(self, state: State, taken: np.ndarray, goal: int) -> list[State]:
+    def _split(self, state: State, taken: np.ndarray, destination: int) -> list[State]:
         branches, rest = state.select(taken), state.select(~taken)
-        branches.pc = goal
+        branches.pc = destination
         return [branches, rest]
 
     def _account(self, start: int, end: int, count: int) -> None:

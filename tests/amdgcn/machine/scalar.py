@@ -14,7 +14,7 @@ from .state import State
 
 u32, i64, u64 = np.uint32, np.int64, np.uint64
 
-_NOTHING = re.compile(
+_NO_EFFECT = re.compile(
     r"s_(nop|delay_alu|waitcnt_depctr|wait_alu|wait_event|clause|sendmsg|sleep|setprio|inst_prefetch|"
     r"set_inst_prefetch_distance|code_end|icache_inv|dcache_inv|dcache_wb|ttracedata_imm)"
 )
@@ -33,13 +33,13 @@ def _reversed_bits(value: np.ndarray) -> np.ndarray:
 
 def _shift(kind: str, value: np.ndarray, amount: np.ndarray) -> np.ndarray:
     bits = value.dtype.itemsize * 8
-    by = (amount & amount.dtype.type(bits - 1)).astype(value.dtype)
+    count = (amount & amount.dtype.type(bits - 1)).astype(value.dtype)
     if kind == "lshl":
-        return value << by
+        return value << count
     if kind == "lshr":
-        return value >> by
+        return value >> count
     signed = np.int64 if bits == 64 else np.int32
-    return (value.view(signed) >> by.view(signed)).view(value.dtype)
+    return (value.view(signed) >> count.view(signed)).view(value.dtype)
 
 
 # Bitwise operations: name -> function of one or two sources. SCC is set if the result is not zero.
@@ -115,7 +115,7 @@ def put(c: Compiling, operand: Operand, *, wide: bool = False) -> Callable[[Stat
 
 
 def compile_scalar(c: Compiling) -> Step | None:
-    if _NOTHING.fullmatch(c.base):
+    if _NO_EFFECT.fullmatch(c.base):
         return lambda state: None
     for family in (_bitwise, _moves, _integer, _integer64, _extremes, _immediates, _saveexec, _compare):
         if step := family(c):

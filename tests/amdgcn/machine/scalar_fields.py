@@ -24,8 +24,8 @@ def _fields(c: Compiling) -> Step | None:
     if match := re.fullmatch(r"s_bfm_b(32)", c.base):
         first, second = (scalar_reader(operand, "u") for operand in c.operands[1:])
         write = put(c, c.operands[0])
-        one, most = u32(1), u32(31)
-        return lambda state: write(state, ((one << (first(state) & most)) - one) << (second(state) & most))
+        one, mask = u32(1), u32(31)
+        return lambda state: write(state, ((one << (first(state) & mask)) - one) << (second(state) & mask))
     if match := re.fullmatch(r"s_pack_(l|h)(l|h)_b32_b16", c.base):
         first, second = (scalar_reader(operand, "u") for operand in c.operands[1:])
         low, high = (u32(16 * (half == "h")) for half in match.groups())
@@ -76,15 +76,15 @@ def _bit_field(c: Compiling, *, signed: bool, wide: bool) -> Step:
         field = control(state)
         offset, width = (field & u32(bits - 1)).astype(u64), np.minimum(field >> u32(16) & u32(127), bits).astype(u64)
         value = read(state).astype(u64) >> offset
-        some = width > 0
-        kept = np.where(some, u64(64) - width, u64(0))
+        nonempty = width > 0
+        shift = np.where(nonempty, u64(64) - width, u64(0))
         # Sign-extend the field, which may be truncated at the end of the register.
         if signed:
-            value = (value << kept).view(i64) >> kept.view(i64)
+            value = (value << shift).view(i64) >> shift.view(i64)
             value = value.view(u64)
         else:
-            value = (value << kept) >> kept
-        value = np.where(some, value, u64(0)) & u64(2**bits - 1)
+            value = (value << shift) >> shift
+        value = np.where(nonempty, value, u64(0)) & u64(2**bits - 1)
         write(state, value)
         state.scc = np.broadcast_to(value != 0, state.count)
 

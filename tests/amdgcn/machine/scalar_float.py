@@ -51,18 +51,18 @@ def _conversions(c: Compiling) -> Step | None:
     match = re.fullmatch(r"s_cvt_(f32|u32|i32|f16)_(f32|u32|i32|f16)", c.base)
     if not match:
         return None
-    to, origin = match.groups()
+    target, source = match.groups()
     write = put(c, c.operands[0])
-    if origin in ("u32", "i32"):
-        read = scalar_reader(c.operands[1], origin[0])
+    if source in ("u32", "i32"):
+        read = scalar_reader(c.operands[1], source[0])
         return lambda state: write(state, read(state).astype(f32).view(u32))
-    if origin == "f16":
+    if source == "f16":
         bits = scalar_reader(c.operands[1], "u")
         return lambda state: write(state, bits(state).astype(np.uint16).view(np.float16).astype(f32).view(u32))
     read = scalar_reader(c.operands[1], "f")
-    if to == "f16":
+    if target == "f16":
         return lambda state: write(state, read(state).astype(np.float16).view(np.uint16).astype(u32))
-    low, high = (0, 2**32 - 1) if to == "u32" else (-(2**31), 2**31 - 1)
+    low, high = (0, 2**32 - 1) if target == "u32" else (-(2**31), 2**31 - 1)
     return lambda state: write(state, floats.to_integer(read(state), low, high).astype(u32))
 
 

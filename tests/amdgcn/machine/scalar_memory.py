@@ -49,12 +49,14 @@ def compile_scalar_load(c: Compiling) -> Step | None:
     counter, machine, index = c.target.counters["scalar"], c.machine, c.index
 
     def step(state: State) -> None:
-        where = address(state) + extra(state).astype(u64) + u64(immediate & 2**64 - 1)
-        where = np.broadcast_to(where, state.count)
+        addresses = address(state) + extra(state).astype(u64) + u64(immediate & 2**64 - 1)
+        addresses = np.broadcast_to(addresses, state.count)
         # The hardware ignores the two lowest bits of the address.
-        if abs(size) >= 4 and (where & u64(3)).any():
-            raise OutOfBounds(f"{abs(size)} bytes at {int(where[0]):#x}: a scalar load needs a multiple of 4")
-        words, access = machine.memory.load(where, abs(size), state, index, every=True)
+        if abs(size) >= 4 and (addresses & u64(3)).any():
+            raise OutOfBounds(
+                f"{abs(size)} bytes at {int(addresses[0]):#x}: the address of a scalar load must be a multiple of 4"
+            )
+        words, access = machine.memory.load(addresses, abs(size), state, index, per_wave=True)
         if size < 0:
             words = words.astype(np.int8 if size == -1 else np.int16).astype(np.int32).view(u32)
         result = [(target.register + i, words[:, i].copy()) for i in range(count)]

@@ -34,8 +34,8 @@ def compile_scratch(c: Compiling) -> Step | None:
 
     def words(state: State) -> np.ndarray:
         """The indices of the words in a lane's scratch: [words, waves]."""
-        at = np.full(state.count, offset, np.int64) if start is None else offset + start(state).astype(np.int64)
-        return machine.scratch.words(at, count, index)
+        offsets = np.full(state.count, offset, np.int64) if start is None else offset + start(state).astype(np.int64)
+        return machine.scratch.words(offsets, count, index)
 
     def load_step(state: State) -> None:
         values = machine.scratch.data[words(state), state.waves]
@@ -43,9 +43,9 @@ def compile_scratch(c: Compiling) -> Step | None:
         issue(state, Ticket(counter, "vmem", index, registers, result, True if state.full else state.x))
 
     def store_step(state: State) -> None:
-        where = words(state)
-        old = machine.scratch.data[where, state.waves]
-        machine.scratch.data[where, state.waves] = np.where(state.x, state.v[first : first + count], old)
+        indices = words(state)
+        old = machine.scratch.data[indices, state.waves]
+        machine.scratch.data[indices, state.waves] = np.where(state.x, state.v[first : first + count], old)
         issue(state, Ticket(counter, "vmem", index, frozenset(), [], True))
 
     return load_step if load else store_step
@@ -59,10 +59,10 @@ class Scratch:
         self.size = size
         self.data = np.repeat(garbage[:, None, :], waves, axis=1)
 
-    def words(self, at: np.ndarray, count: int, index: int) -> np.ndarray:
+    def words(self, offsets: np.ndarray, count: int, index: int) -> np.ndarray:
         """The indices [count, waves] of the words at these byte offsets."""
-        if (at % 4).any() or (at < 0).any() or (at + 4 * count > self.size).any():
+        if (offsets % 4).any() or (offsets < 0).any() or (offsets + 4 * count > self.size).any():
             raise OutOfBounds(
-                f"instruction {index} accesses scratch at bytes {at.tolist()} of {self.size} bytes per lane"
+                f"instruction {index} accesses scratch at bytes {offsets.tolist()} of {self.size} bytes per lane"
             )
-        return at // 4 + np.arange(count)[:, None]
+        return offsets // 4 + np.arange(count)[:, None]

@@ -74,10 +74,10 @@ class State:
         """Read a scalar register, or a pair, as a lane mask: bool [waves, lanes]."""
         if register == EXEC:
             return self.x
-        known = self._masks.get(register)
-        if known is None:
-            known = self._masks[register] = self._unpack(register)
-        return known
+        cached = self._masks.get(register)
+        if cached is None:
+            cached = self._masks[register] = self._unpack(register)
+        return cached
 
     def put_mask(self, register: int, lanes: np.ndarray) -> None:
         """Write a lane mask, in which inactive lanes are zero, to a scalar register or a pair."""
@@ -137,7 +137,7 @@ class State:
     # Splitting and joining
 
     def select(self, chosen: np.ndarray) -> State:
-        """Return a batch of some of these waves. chosen: bool [waves]."""
+        """Return a batch of the chosen waves. chosen: bool [waves]."""
         part = State.__new__(State)
         part.target, part.rank = self.target, self.rank
         part.count, part.lanes = int(chosen.sum()), self.lanes

@@ -56,7 +56,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarra
     a, b, select = np.broadcast_arrays(a, b, select)
     both = b.astype(u64) | a.astype(u64) << u64(32)
     if (select == select.flat[0]).all():
-        return _permute_alike(both, int(select.flat[0]))
+        return _permute_uniform(both, int(select.flat[0]))
     result = np.zeros(a.shape, u32)
     for place in range(4):
         code = select >> u32(8 * place) & u32(255)
@@ -68,7 +68,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarra
     return result
 
 
-def _permute_alike(both: np.ndarray, select: int) -> np.ndarray:
+def _permute_uniform(both: np.ndarray, select: int) -> np.ndarray:
     """v_perm_b32 with the same selector in every lane."""
     result = np.zeros(both.shape, u32)
     for place in range(4):
@@ -122,13 +122,13 @@ def _count_ones(value: np.ndarray) -> np.ndarray:
     return np.bitwise_count(value).astype(u32)
 
 
-def _leading(value: np.ndarray) -> np.ndarray:
+def _leading_zeros(value: np.ndarray) -> np.ndarray:
     """Count leading zeros; 0xffffffff if no bit is set."""
     exponent = np.frexp(value.astype(f64))[1].astype(u32)
     return np.where(value == 0, u32(0xFFFFFFFF), u32(32) - exponent)
 
 
-def _trailing(value: np.ndarray) -> np.ndarray:
+def _trailing_zeros(value: np.ndarray) -> np.ndarray:
     return np.where(value == 0, u32(0xFFFFFFFF), np.bitwise_count((value & (~value + u32(1))) - u32(1)).astype(u32))
 
 
@@ -180,8 +180,8 @@ define("v_bfi_b32", "uuu", "u", lambda a, b, c: a & b | ~a & c)
 define("v_bfm_b32", "uu", "u", lambda a, b: ((u32(1) << _amount(a)) - u32(1)) << _amount(b))
 define("v_bfrev_b32", "u", "u", reverse_bits)
 define("v_bcnt_u32_b32", "uu", "u", lambda a, b: _count_ones(a) + b)
-define("v_ffbh_u32 v_clz_i32_u32", "u", "u", _leading)
-define("v_ffbl_b32 v_ctz_i32_b32", "u", "u", _trailing)
+define("v_ffbh_u32 v_clz_i32_u32", "u", "u", _leading_zeros)
+define("v_ffbl_b32 v_ctz_i32_b32", "u", "u", _trailing_zeros)
 define("v_perm_b32", "uuu", "u", permute_bytes)
 define("v_alignbit_b32", "uuu", "u", lambda a, b, c: _align(a, b, c & u32(31)))
 define("v_alignbyte_b32", "uuu", "u", lambda a, b, c: _align(a, b, (c & u32(3)) * u32(8)))
@@ -304,12 +304,12 @@ def _direct(function: np.ufunc, readers: list[Any], register: int, result: str) 
         read = readers[0]
         return lambda state: np.copyto(state.v[register], read(state), where=state.where)
     if len(readers) == 1:
-        only = readers[0]
+        read = readers[0]
 
-        def alone(state: State) -> None:
-            function(only(state), out=getattr(state, bank)[register], where=state.where)
+        def unary(state: State) -> None:
+            function(read(state), out=getattr(state, bank)[register], where=state.where)
 
-        return alone
+        return unary
     first, second = readers
 
     def step(state: State) -> None:

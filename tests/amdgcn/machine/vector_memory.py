@@ -42,7 +42,7 @@ SIZES = {
 _D16 = {"short_d16": 2, "short_d16_hi": 2, "d16_b16": 2, "d16_hi_b16": 2, "byte_d16_hi": 1, "short_d16_hi_": 2}
 _D16_LOADS = {"ubyte_d16": 1, "ubyte_d16_hi": 1, "d16_u8": 1, "d16_hi_u8": 1}
 HINTS = ("glc", "slc", "dlc", "sc0", "sc1", "nt", "th", "scope")
-_NOTHING = re.compile(r"buffer_(gl[01]_inv|wbl2|inv|wbinvl1|wbinvl1_vol)|global_(inv|wb|wbinv)")
+_NO_EFFECT = re.compile(r"buffer_(gl[01]_inv|wbl2|inv|wbinvl1|wbinvl1_vol)|global_(inv|wb|wbinv)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def gathered(state: State, operand: Operand, size: int, lanes: Any, *, high: boo
 
 
 def compile_vector_memory(c: Compiling) -> Step | None:
-    if _NOTHING.fullmatch(c.base):
+    if _NO_EFFECT.fullmatch(c.base):
         for hint in HINTS:
             c.take(hint)
         return lambda state: None
@@ -164,15 +164,15 @@ def _buffer_addresses(c: Compiling):
         if (words[1] >> u32(16) & u32(0x3FFF)).any():
             raise c.refuse("a buffer with a stride is not implemented")
         base = words[0] | (words[1] & u32(0xFFFF)).astype(u64) << u64(32)
-        inside = np.full((state.count, 1), offset, i64)
+        lane_offsets = np.full((state.count, 1), offset, i64)
         if per_lane:
-            inside = inside + per_lane(state)
-        inside = np.broadcast_to(inside, (state.count, state.lanes))
-        beyond = extra(state).astype(i64)[:, None]
-        lanes = state.x & (inside + beyond + size <= words[2].astype(i64)[:, None])
+            lane_offsets = lane_offsets + per_lane(state)
+        lane_offsets = np.broadcast_to(lane_offsets, (state.count, state.lanes))
+        scalar_offset = extra(state).astype(i64)[:, None]
+        lanes = state.x & (lane_offsets + scalar_offset + size <= words[2].astype(i64)[:, None])
         if contract := machine.memory.contract:
             contract.check(words, per_lane(state) if per_lane else None, state.x & ~lanes)
-        return ((base[:, None] + (inside + beyond).view(u64))[lanes], lanes)
+        return ((base[:, None] + (lane_offsets + scalar_offset).view(u64))[lanes], lanes)
 
     return addresses
 
@@ -188,16 +188,16 @@ def _load(c: Compiling, kind: str, addresses, target: Operand) -> Step:
     registers = frozenset(range(target.register, target.register + count))
 
     def step(state: State) -> None:
-        where, lanes = addresses(state, size)
-        words, accesses = machine.memory.load(where, size, state, index, lanes=lanes)
-        machine.memory.requested += where.size * size
+        lane_addresses, lanes = addresses(state, size)
+        words, accesses = machine.memory.load(lane_addresses, size, state, index, lanes=lanes)
+        machine.memory.requested += lane_addresses.size * size
         words = extended(words, size, signed)
         values = _spread(words, state, lanes)
         if half is not None:
             values = [value.astype(np.uint16) for value in values]
-        delivered = True if state.full else state.x
+        active = True if state.full else state.x
         result = [(target.register + i, value) for i, value in enumerate(values)]
-        issue(state, Ticket(counter, "vmem", index, registers, result, delivered, half, accesses))
+        issue(state, Ticket(counter, "vmem", index, registers, result, active, half, accesses))
 
     return step
 
@@ -220,10 +220,10 @@ def _store(c: Compiling, kind: str, addresses, data: Operand) -> Step:
     size = _D16[kind] if kind in _D16 else SIZES[kind][0]
 
     def step(state: State) -> None:
-        where, lanes = addresses(state, size)
+        lane_addresses, lanes = addresses(state, size)
         octets = gathered(state, data, size, lanes, high=high)
-        accesses = machine.memory.store(where, octets, state, index, lanes=lanes)
-        machine.memory.requested += where.size * size
+        accesses = machine.memory.store(lane_addresses, octets, state, index, lanes=lanes)
+        machine.memory.requested += lane_addresses.size * size
         issue(state, Ticket(counter, "vmem", index, frozenset(), [], True, accesses=accesses))
 
     return step

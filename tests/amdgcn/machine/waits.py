@@ -80,8 +80,8 @@ class Ticket:
 
 def issue(state: State, ticket: Ticket) -> None:
     """Start an operation. If a counter is at its maximum, the wave waits for the oldest operation."""
-    if len(state.flight) >= state.target.most[ticket.counter]:
-        wait(state, ticket.counter, state.target.most[ticket.counter] - 1)
+    if len(state.flight) >= state.target.limits[ticket.counter]:
+        wait(state, ticket.counter, state.target.limits[ticket.counter] - 1)
     state.flight.append(ticket)
     for register in ticket.registers:
         state.busy[register] = ticket

@@ -40,22 +40,22 @@ def _carry(c: Compiling) -> Step | None:
     def add(state: State) -> None:
         a = first(state)
         total = a + second(state)
-        over = total < a
+        carry_out = total < a
         if carry:
             total = total + carry(state)
-            over = over | (total == 0) & carry(state)
-        total, over = np.broadcast_to(total, state.x.shape), np.broadcast_to(over, state.x.shape)
-        write(state, over)
+            carry_out = carry_out | (total == 0) & carry(state)
+        total, carry_out = np.broadcast_to(total, state.x.shape), np.broadcast_to(carry_out, state.x.shape)
+        write(state, carry_out)
         state.put(register, total)
 
     def subtract(state: State) -> None:
         a, b = first(state), second(state)
-        total, under = a - b, a < b
+        total, borrow = a - b, a < b
         if carry:
-            under = under | (total == 0) & carry(state)
+            borrow = borrow | (total == 0) & carry(state)
             total = total - carry(state)
-        total, under = np.broadcast_to(total, state.x.shape), np.broadcast_to(under, state.x.shape)
-        write(state, under)
+        total, borrow = np.broadcast_to(total, state.x.shape), np.broadcast_to(borrow, state.x.shape)
+        write(state, borrow)
         state.put(register, total)
 
     return add if kind.startswith("add") else subtract
@@ -77,8 +77,8 @@ def _multiply_add(c: Compiling) -> Step | None:
         extra = addend(state)
         total = product + extra
         # the carry out of bit 63
-        over = (product & extra | (product | extra) & ~total) < 0 if signed else total < product
-        write(state, np.broadcast_to(over, state.x.shape))
+        carry_out = (product & extra | (product | extra) & ~total) < 0 if signed else total < product
+        write(state, np.broadcast_to(carry_out, state.x.shape))
         state.put_pair(register, np.ascontiguousarray(np.broadcast_to(total, state.x.shape)))
 
     return step
@@ -98,9 +98,9 @@ def _shift(c: Compiling) -> Step | None:
         return shift
     if c.base == "v_lshl_add_u64":
         first, addend = vector_reader(c.operands[1], "U"), vector_reader(c.operands[3], "U")
-        by = vector_reader(c.operands[2], "u")
+        amount = vector_reader(c.operands[2], "u")
         return lambda state: state.put_pair(
-            register, (first(state) << (by(state) & u32(7)).astype(u64)) + addend(state)
+            register, (first(state) << (amount(state) & u32(7)).astype(u64)) + addend(state)
         )
     if c.base == "v_mov_b64":
         read = vector_reader(c.operands[1], "U")

@@ -121,7 +121,7 @@ DECODERS = [
         {**SMALL, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         ("Lfm2Attention",),
         since="4.54",
-        stock_can_not={
+        unsupported_by_stock={
             "cache": "up to 5.0 its convolutions need a special cache",
             "beams": "up to 4.57 its cache fails with beam search",
         },

@@ -69,7 +69,7 @@ EXPERTS = [
         ("MixtralAttention",),
         experts=moe_classes("Mixtral"),
         variant="window",
-        stock_can_not=CROPS,
+        unsupported_by_stock=CROPS,
     ),
     Case(
         "qwen2_moe",
@@ -114,7 +114,7 @@ EXPERTS = [
         ("PhimoeAttention",),
         older={"5.0": ("PhimoeSdpaAttention",)},
         experts=moe_classes("Phimoe"),
-        stock_can_not={"training": "its routing draws random numbers"},
+        unsupported_by_stock={"training": "its routing draws random numbers"},
     ),
     Case(
         "granitemoe",
@@ -168,7 +168,7 @@ EXPERTS = [
         | {"layer_types": ["full_attention", "sliding_attention"]},
         ("Dots1Attention",),
         experts={"5.0": "Dots1MoE", "5.13": "Dots1NaiveMoe", "99": "Dots1Experts"},
-        stock_can_not=CROPS,
+        unsupported_by_stock=CROPS,
     ),
     Case(
         "minimax_m2",
@@ -262,7 +262,7 @@ EXPERTS = [
         ("GptOssAttention",),
         experts={"99": "GptOssExperts"},
         since="4.55",
-        stock_can_not=CROPS,
+        unsupported_by_stock=CROPS,
     ),
     Case(
         "minimax",
@@ -271,7 +271,7 @@ EXPERTS = [
         {**SMALL, **LOCAL, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
         ("MiniMaxAttention",),
         experts=moe_classes("MiniMax"),
-        stock_can_not={"cache": "it needs a special cache", "assisted": "its cache can't be cropped"},
+        unsupported_by_stock={"cache": "it needs a special cache", "assisted": "its cache can't be cropped"},
     ),
     Case(
         "llama4",
@@ -281,7 +281,7 @@ EXPERTS = [
         ("Llama4TextAttention",),
         experts={"99": "Llama4TextMoe"},
         since="4.56",
-        stock_can_not=CROPS,
+        unsupported_by_stock=CROPS,
     ),
     Case(
         "llama4",
@@ -290,7 +290,7 @@ EXPERTS = [
         LLAMA4,
         ("Llama4TextAttention",),
         until="4.56",
-        stock_can_not=CROPS,
+        unsupported_by_stock=CROPS,
         variant="dense",
     ),
     Case(
@@ -301,7 +301,7 @@ EXPERTS = [
         ("Qwen3NextAttention",),
         experts=moe_classes("Qwen3Next"),
         since="5.5",
-        stock_can_not=RECURRENT,
+        unsupported_by_stock=RECURRENT,
     ),
     Case(
         "qwen3_next",
@@ -312,6 +312,6 @@ EXPERTS = [
         experts=moe_classes("Qwen3Next"),
         since="4.57",
         until="5.5",
-        stock_can_not={**RECURRENT, "cache": "up to 5.4 it needs a special cache"},
+        unsupported_by_stock={**RECURRENT, "cache": "up to 5.4 it needs a special cache"},
     ),
 ]

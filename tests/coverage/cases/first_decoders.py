@@ -1,7 +1,7 @@
 """Text decoders whose MLPs have no gate: with learned positions, ALiBi or rotary embeddings."""
 
 from tests.coverage.case import Case
-from tests.coverage.cases.shapes import FALCON, GPT2, QUIET
+from tests.coverage.cases.shapes import FALCON, GPT2, NO_DROPOUT
 
 BLOOM = {"vocab_size": 131, "hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "bos_token_id": 1}
 BLOOM |= {"eos_token_id": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -13,19 +13,19 @@ FIRST_DECODERS = [
     Case("biogpt", "BioGptForCausalLM", "BioGptConfig", BIOGPT, ("BioGptAttention",)),
     Case("opt", "OPTForCausalLM", "OPTConfig", OPT, ("OPTAttention",)),
     Case("bloom", "BloomForCausalLM", "BloomConfig", BLOOM, ("BloomAttention",)),
-    Case("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT2, **QUIET, "rotary_dim": 8}, ("GPTJAttention",)),
+    Case("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT2, **NO_DROPOUT, "rotary_dim": 8}, ("GPTJAttention",)),
     Case(
         "codegen",
         "CodeGenForCausalLM",
         "CodeGenConfig",
-        {**GPT2, **QUIET, "rotary_dim": 8},
+        {**GPT2, **NO_DROPOUT, "rotary_dim": 8},
         ("CodeGenAttention",),
     ),
     Case(
         "gpt_bigcode",
         "GPTBigCodeForCausalLM",
         "GPTBigCodeConfig",
-        {**GPT2, **QUIET, "multi_query": True},
+        {**GPT2, **NO_DROPOUT, "multi_query": True},
         ("GPTBigCodeAttention",),
         since="4.54",
     ),
@@ -33,7 +33,7 @@ FIRST_DECODERS = [
         "gpt_bigcode",
         "GPTBigCodeForCausalLM",
         "GPTBigCodeConfig",
-        {**GPT2, **QUIET, "multi_query": False},
+        {**GPT2, **NO_DROPOUT, "multi_query": False},
         ("GPTBigCodeAttention",),
         since="4.54",
         variant="one key head per query head",

@@ -55,9 +55,9 @@ HYBRIDS = [
         ("JambaAttention",),
         older={"5.0": ("JambaSdpaAttention",)},
         experts={"5.0": "JambaSparseMoeBlock", "99": "JambaExperts"},
-        stock_can_not=RECURRENT,
+        unsupported_by_stock=RECURRENT,
     ),
-    Case("zamba2", "Zamba2ForCausalLM", "Zamba2Config", ZAMBA2, ("Zamba2Attention",), stock_can_not=RECURRENT),
+    Case("zamba2", "Zamba2ForCausalLM", "Zamba2Config", ZAMBA2, ("Zamba2Attention",), unsupported_by_stock=RECURRENT),
     Case(
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
@@ -65,7 +65,7 @@ HYBRIDS = [
         HYBRID,
         ("OlmoHybridAttention",),
         since="5.3",
-        stock_can_not=RECURRENT,
+        unsupported_by_stock=RECURRENT,
     ),
     Case(
         "olmo_hybrid",
@@ -74,7 +74,7 @@ HYBRIDS = [
         {**HYBRID, "rope_parameters": None},
         ("OlmoHybridAttention",),
         since="5.3",
-        stock_can_not=RECURRENT,
+        unsupported_by_stock=RECURRENT,
         variant="no positions",
     ),
 ]

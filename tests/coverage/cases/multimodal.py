@@ -39,11 +39,11 @@ TOWER = {**IMAGE, "attention_bias": True}
 
 def glm(**text):
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-    given = qwen_vl(GLM_VISION, rope_scaling=rope, partial_rotary_factor=0.5, **text)
+    base = qwen_vl(GLM_VISION, rope_scaling=rope, partial_rotary_factor=0.5, **text)
 
     def arguments(transformers):
         start = {"image_start_token_id": inputs.IMAGE_START, "image_end_token_id": inputs.IMAGE_END}
-        return {**given(transformers), **start, "video_start_token_id": 200, "video_end_token_id": 201}
+        return {**base(transformers), **start, "video_start_token_id": 200, "video_end_token_id": 201}
 
     return arguments
 
@@ -67,14 +67,14 @@ def ernie(transformers):
 
 
 def omni(vision, **text):
-    given = qwen_vl(vision, **text)
+    base = qwen_vl(vision, **text)
 
     def arguments(transformers):
-        sound = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
-        sound |= {"num_mel_bins": 8, "output_dim": 64, "max_source_positions": 16, "n_window": 4}
+        audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+        audio |= {"num_mel_bins": 8, "output_dim": 64, "max_source_positions": 16, "n_window": 4}
         tokens = {"audio_token_id": 203, "audio_token_index": 203, "audio_start_token_id": 202}
         tokens |= {"image_token_index": inputs.IMAGE_TOKEN, "video_token_index": inputs.VIDEO_TOKEN}
-        return {**given(transformers), "audio_config": sound, **tokens, "audio_end_token_id": 204}
+        return {**base(transformers), "audio_config": audio, **tokens, "audio_end_token_id": 204}
 
     return arguments
 
@@ -144,7 +144,7 @@ MULTIMODAL = [
         ("Qwen3_5MoeAttention",),
         experts=moe_classes("Qwen3_5Moe"),
         since="5.2",
-        stock_can_not={"assisted": "a recurrent state can't be cropped"},
+        unsupported_by_stock={"assisted": "a recurrent state can't be cropped"},
     ),
     Case(
         "qwen3_5_moe",
@@ -241,7 +241,7 @@ MULTIMODAL = [
         experts={"99": "Ernie4_5_VLMoeMoeExperts"},
         since="5.3",
         kind="images in text",
-        stock_can_not={"no cache": "its token types are those of the prompt"},
+        unsupported_by_stock={"no cache": "its token types are those of the prompt"},
     ),
     Case(
         "qwen3_omni_moe",
@@ -281,7 +281,7 @@ MULTIMODAL = [
         variant="older",
         # With seed 0, the error of stock's gradients is by chance smaller than with other seeds.
         seed=3,
-        stock_can_not={
+        unsupported_by_stock={
             "static": "4.57 makes no mask for it",
             "no cache": "it requires position ids, which are missing without a cache",
         },

@@ -13,7 +13,7 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-QUIET = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 STABLE = {**SMALL, "use_qkv_bias": True, "partial_rotary_factor": 0.5}
 
 
@@ -54,9 +54,9 @@ def gemma4(sharing):
 def phi4_multimodal(transformers):
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     image = {"image_size": 28, "patch_size": 14, "crop_size": 28, "num_img_tokens": 4, "image_token_id": 129}
-    sound = {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 16}
-    sound.update(input_size=16, num_blocks=1, downsample_rate=1, bias_max_distance=8, audio_token_id=128)
-    towers = {"vision_config": {**tower, **image, "num_hidden_layers": 2}, "audio_config": {**tower, **sound}}
+    audio = {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 16}
+    audio.update(input_size=16, num_blocks=1, downsample_rate=1, bias_max_distance=8, audio_token_id=128)
+    towers = {"vision_config": {**tower, **image, "num_hidden_layers": 2}, "audio_config": {**tower, **audio}}
     return {**SMALL, **towers, "sliding_window": 8, "partial_rotary_factor": 0.5}
 
 
@@ -72,7 +72,7 @@ SHAPES = [
         "gpt2",
         "GPT2LMHeadModel",
         "GPT2Config",
-        {**GPT2, **QUIET, "scale_attn_by_inverse_layer_idx": True},
+        {**GPT2, **NO_DROPOUT, "scale_attn_by_inverse_layer_idx": True},
         ("GPT2Attention",),
     ),
     Case(
@@ -89,7 +89,7 @@ SHAPES = [
         {**FALCON, "multi_query": True},
         ("FalconAttention",),
         variant="one key head",
-        stock_can_not={"static": "up to 4.53 its static cache has a slot per query head"},
+        unsupported_by_stock={"static": "up to 4.53 its static cache has a slot per query head"},
     ),
     Case(
         "stablelm",
@@ -134,7 +134,7 @@ SHAPES = [
         },
         ("Qwen3_5Attention",),
         since="5.2",
-        stock_can_not={"assisted": "a recurrent state can't be cropped"},
+        unsupported_by_stock={"assisted": "a recurrent state can't be cropped"},
     ),
     Case("gemma3n", "Gemma3nForCausalLM", "Gemma3nTextConfig", gemma3n(2), ("Gemma3nTextAttention",), since="4.56"),
     Case(
@@ -144,7 +144,7 @@ SHAPES = [
         gemma3n(0),
         ("Gemma3nTextAttention",),
         variant="own keys",
-        stock_can_not={"static": "from 4.56 to 5.0 its static cache is empty if no layers share keys"},
+        unsupported_by_stock={"static": "from 4.56 to 5.0 its static cache is empty if no layers share keys"},
     ),
     Case("gemma4", "Gemma4ForCausalLM", "Gemma4TextConfig", gemma4(2), ("Gemma4TextAttention",), since="5.5"),
     Case(

@@ -9,7 +9,7 @@ import torch
 
 from tests.coverage.cases import CASES
 
-HERE = {case.id for case in CASES if case.here}
+HERE = {case.id for case in CASES if case.applies}
 
 
 def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:

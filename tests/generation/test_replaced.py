@@ -43,7 +43,7 @@ PLACES = {
     "rotary": (llama.LlamaRotaryEmbedding, "forward", scaled, set()),
     "activation": (activation, "forward", scaled, set()),
     "linear": (nn.Linear, "forward", scaled, set()),
-    "product": (F, "linear", scaled, set()),
+    "functional linear": (F, "linear", scaled, set()),
     "embedding": (nn.Embedding, "forward", scaled, set()),
     "masks": (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", masked, set()),
 }
@@ -219,8 +219,8 @@ def test_training_runs_through_the_replacement(pair):
     with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
         for model in (prepared, stock):
             model(**prompt(), labels=prompt()["input_ids"]).loss.backward()
-    for one, other in zip(prepared.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
+    for parameter, reference in zip(prepared.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")

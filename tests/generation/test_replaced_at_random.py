@@ -33,10 +33,10 @@ def wrapped(function):
     """A wrapper that changes nothing."""
 
     @functools.wraps(function)
-    def expected(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return expected
+    return wrapper
 
 
 def pieces_of(model):

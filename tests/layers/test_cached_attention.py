@@ -63,8 +63,8 @@ def test_the_rows_are_those_that_update_writes():
             rotated = ops.rope_into_cache(
                 query, key, value, *angles, keys=result.keys, values=result.values, position=result.position
             )
-        for one, other in zip((rotated, result.keys, result.values), expected, strict=True):
-            assert torch.equal(one, other)
+        for tensor, reference in zip((rotated, result.keys, result.values), expected, strict=True):
+            assert torch.equal(tensor, reference)
     counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (actual, stock)]
     assert counters[0] is counters[1] is None or int(counters[0]) == int(counters[1]) == 6
 

@@ -196,5 +196,5 @@ def test_models_that_cannot_be_saved_are_refused(tmp_path):
     with pytest.raises(OptionError, match="loaded from a quantised checkpoint"):
         hf_rocm.save_quantized(loaded, tmp_path / "again")
     loaded.save_pretrained(tmp_path / "again")
-    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

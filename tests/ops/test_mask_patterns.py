@@ -47,9 +47,9 @@ def check(mask, s_q, s_k, **layer):
     assert [route.operation for route in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
     expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     seen = mask if mask.dtype == torch.bool else mask == 0
-    sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
-    torch.testing.assert_close(actual[sighted], expected[sighted])
-    assert torch.equal(actual[~sighted], torch.zeros_like(actual[~sighted]))
+    seeing = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
+    torch.testing.assert_close(actual[seeing], expected[seeing])
+    assert torch.equal(actual[~seeing], torch.zeros_like(actual[~seeing]))
     return routes[0]
 
 

@@ -82,8 +82,8 @@ def within_the_bound(output, x, weight, bias, format):
     of rounding the product and its sum with the bias to the output's dtype.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
-    off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
-    bound = rows.abs() @ off_w.t() + off_x @ wide.abs().t() + off_x @ off_w.t()
+    error_x, error_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
+    bound = rows.abs() @ error_w.t() + error_x @ wide.abs().t() + error_x @ error_w.t()
     exact = rows @ wide.t()
     expected = exact if bias is None else exact + bias.double()
     bound += torch.finfo(output.dtype).eps * (exact.abs() + expected.abs() + bound)
@@ -326,8 +326,8 @@ def test_the_fp8_format_depends_on_the_device(device, format):
     assert fp8_of(device) == format
 
 
-def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: whole(one, other) + 1000)
+def test_a_wrong_gemm_of_this_pytorch_is_detected(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", lambda rows, columns: whole(rows, columns) + 1000)
     probe.forget()
     registry.forget_choices()
     x, weight, _ = tensors((3, 48), 16, BF16, False)
@@ -347,7 +347,7 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     """On a GPU, _int_mm needs more than 16 rows: check the size of the padded input, and the result."""
     requests = []
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
+    monkeypatch.setattr(torch, "_int_mm", lambda rows, columns: requests.append(len(rows)) or whole(rows, columns))
 
     class OnGpu(torch.Tensor):
         is_cuda = True

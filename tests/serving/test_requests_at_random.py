@@ -45,10 +45,10 @@ FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
 @cache
 def prompts():
     """Some prompts share their first pages, and one is a single token."""
-    chance = random.Random(5)
-    shared = [chance.randrange(3, 61) for _ in range(17)]
-    return [[chance.randrange(3, 61)], *(shared + [chance.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
-            *([chance.randrange(3, 61) for _ in range(length)] for length in (7, 8, 9, 23))]  # fmt: skip
+    rng = random.Random(5)
+    shared = [rng.randrange(3, 61) for _ in range(17)]
+    return [[rng.randrange(3, 61)], *(shared + [rng.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
+            *([rng.randrange(3, 61) for _ in range(length)] for length in (7, 8, 9, 23))]  # fmt: skip
 
 
 @cache
@@ -61,7 +61,7 @@ def prepared(kind):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten():
+def free_models():
     """Free the prepared models after this module's tests. Until they are freed, their classes stay changed."""
     yield
     prepared.cache_clear()

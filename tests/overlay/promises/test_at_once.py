@@ -171,26 +171,26 @@ def test_22_without_locks_a_pid_file_is_used_with_a_notice(farm: Farm, catalog: 
             pass
         assert f"process {os.getpid()}" in refused.value.facts["found"]
     assert hashes(site.path) == before, "the PID file remains, or was inside the package"
-    _, info = install(["llama"], transformers_path=site.path, catalog=catalog)
-    assert info == notices
+    _, reported = install(["llama"], transformers_path=site.path, catalog=catalog)
+    assert reported == notices
 
 
 @pytest.mark.usefixtures("without_locks")
-@pytest.mark.parametrize("whose", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
-def test_22_a_stale_pid_file_never_blocks(farm: Farm, whose: str) -> None:
+@pytest.mark.parametrize("content", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
+def test_22_a_stale_pid_file_never_blocks(farm: Farm, content: str) -> None:
     import socket
 
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
     claim.write_text(
         {
-            "dead process": f"{socket.gethostname()}\n{gone.pid}\n1\n",
+            "dead process": f"{socket.gethostname()}\n{dead.pid}\n1\n",
             "other start": f"{socket.gethostname()}\n{os.getpid()}\n1\n",
-        }.get(whose, "elsewhere\n1\n1\n" if "host" in whose else "?")
+        }.get(content, "elsewhere\n1\n1\n" if "host" in content else "?")
     )
-    if "long ago" in whose:
+    if "long ago" in content:
         past = time.time() - claims.OLD - 1
         os.utime(claim, (past, past))
     with exclusive(site.root, timeout=0.5):

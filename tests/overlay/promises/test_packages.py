@@ -97,9 +97,9 @@ def test_13_after_an_upgrade_reinstall_or_downgrade_nothing_is_installed(
         environment.install(version, again)
         assert site.installation.version == version
         assert set(states(site).values()) == {"no"}, "the file of the package manager is not stock"
-        fresh = fingerprint(site.root)
+        before = fingerprint(site.root)
         plan, _ = uninstall(transformers_path=site.path)
-        assert not plan.writes and fingerprint(site.root) == fresh, "an old original was written to a new release"
+        assert not plan.writes and fingerprint(site.root) == before, "an old original was written to a new release"
         assert record(transformers_path=site.path).entries == ()
     assert hashes(site.root) == stock
 
@@ -231,22 +231,22 @@ PLACES: dict[str, Callable[[Site], Path]] = {
 }
 
 
-@pytest.mark.parametrize("what", PLACES)
-def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("linked", PLACES)
+def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, linked: str) -> None:
     site, other = farm("one"), farm("two")
     for variant in (site, other):
         compiled = PLACES["compiled files"](variant)
         compiled.mkdir()
         (compiled / "modeling_llama.cpython-311.pyc").write_bytes(b"compiled")
     (other.model("llama").parent / f".modeling_llama.py.0{LEFTOVER}").write_bytes(b"somebody else's")
-    place, target = PLACES[what](site), PLACES[what](other)
-    place.unlink() if what == "file" else shutil.rmtree(place)
+    place, target = PLACES[linked](site), PLACES[linked](other)
+    place.unlink() if linked == "file" else shutil.rmtree(place)
     place.symlink_to(target)
     before = fingerprint(other.path), hashes(other.path)
-    if what not in ("package", "models"):
+    if linked not in ("package", "models"):
         install(["bert"], transformers_path=site.path)
         assert (fingerprint(other.path), hashes(other.path)) == before, "the other folder was changed"
-    if what in ("package", "models"):
+    if linked in ("package", "models"):
         with pytest.raises(Exception, match="symbolic link"):
             install(transformers_path=site.path)
     else:

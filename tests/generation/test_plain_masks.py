@@ -91,7 +91,7 @@ def test_every_mask_equals_transformers(name, implementation, padded, calls):
 def test_a_users_own_function_goes_through_vmap(calls):
     served, _ = prepared("llama")
 
-    def own(batch, head, query, key):
+    def user_mask(batch, head, query, key):
         return key == 0
 
     masking_utils.create_causal_mask(
@@ -100,7 +100,7 @@ def test_a_users_own_function_goes_through_vmap(calls):
         attention_mask=None,
         cache_position=torch.arange(7),
         past_key_values=None,
-        or_mask_function=own,
+        or_mask_function=user_mask,
     )
     assert calls == {"vmap": 1, "hf_rocm": 0}
 

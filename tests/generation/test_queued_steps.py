@@ -107,7 +107,7 @@ def test_rows_are_written_again_after_a_queued_step_that_is_not_used():
     cache.drafts = 3
     cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
     cache.aim(3)
-    ((places, _),) = cache.relative_places()
-    places.fill_(9)
+    ((rows, _),) = cache.relative_places()
+    rows.fill_(9)
     cache.aim(3)
-    assert places[:3].tolist() == [5, 6, 7]
+    assert rows[:3].tolist() == [5, 6, 7]

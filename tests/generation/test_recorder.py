@@ -43,14 +43,14 @@ def test_a_capture_interrupted_by_the_step_is_freed(clean_recorder):
 
 
 @pytest.mark.parametrize("name", [*recorder._LEAVE, None])
-@pytest.mark.parametrize("done_already", [True, False])
-def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, clean_recorder, monkeypatch):
+@pytest.mark.parametrize("already_ended", [True, False])
+def test_a_broken_capture_keeps_its_graph_and_pool(already_ended, name, clean_recorder, monkeypatch):
     """PyTorch's allocators keep using the graph, and keep all freed memory until allocation to its pool ends."""
     ended = []
 
     def end_allocation(*arguments):
         ended.append(arguments)
-        if done_already:
+        if already_ended:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     for entry in recorder._LEAVE:

@@ -135,7 +135,7 @@ def test_autocast_runs_uncaptured(pair):
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "a_hub/kernel"])
-def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
+def test_another_attention_implementation_keeps_transformers_cache(name, pair, monkeypatch):
     prepared, _ = pair(graphs=None)
     monkeypatch.setattr(prepared.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})

@@ -43,11 +43,11 @@ def recorded_on_stream(monkeypatch):
     return calls
 
 
-def memory(tensors):
+def storage_addresses(tensors):
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
-def like(cache):
+def take_arguments(cache):
     """The arguments of `pool.take` for a call that this cache can serve."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
@@ -73,10 +73,10 @@ def test_all_tensors_of_a_cache_are_collected(kind, padded, drafts, pair):
             expected += [] if mask.rows.key_starts is None else [mask.rows.key_starts]
         assert (residents._padding is not None) == bool(padded)
         expected += [start for start in (residents._padding, *residents._starts) if start is not None]
-    result = memory(tensors_in(cache, everything))
-    assert memory(expected) <= result
+    result = storage_addresses(tensors_in(cache, everything))
+    assert storage_addresses(expected) <= result
     # The traversal doesn't leave the cache.
-    assert not result & memory(prepared.parameters())
+    assert not result & storage_addresses(prepared.parameters())
 
 
 def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, recorded_on_stream):
@@ -85,7 +85,7 @@ def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, recorded_o
     idle = known(prepared).pool._idle
     cache, stream, event = idle[0].cache, Stream(), Event()
     idle[0] = pool._Idle(cache, stream, event)
-    sizes = like(cache)
+    sizes = take_arguments(cache)
     Stream.current = stream
     assert known(prepared).pool.take(**sizes) is cache and not event.waited and not recorded_on_stream
     idle.append(pool._Idle(cache, stream, event))
@@ -93,7 +93,7 @@ def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, recorded_o
     assert known(prepared).pool.take(**sizes) is cache
     assert event.waited == [Stream.current]
     (tensors,) = recorded_on_stream
-    assert memory(tensors) >= memory([cache.layers[0].keys, all_residents_of(cache)[0].input_ids])
+    assert storage_addresses(tensors) >= storage_addresses([cache.layers[0].keys, all_residents_of(cache)[0].input_ids])
 
 
 def test_a_cache_of_the_same_stream_is_preferred(pair, recorded_on_stream):
@@ -105,7 +105,7 @@ def test_a_cache_of_the_same_stream_is_preferred(pair, recorded_on_stream):
     other = idle.pop().cache
     idle += [pool._Idle(cache, Stream(), Event()), pool._Idle(other, stream, Event())]
     Stream.current = stream
-    taken = known(prepared).pool.take(**like(cache))
+    taken = known(prepared).pool.take(**take_arguments(cache))
     assert taken is other and not recorded_on_stream
 
 

@@ -31,7 +31,7 @@ def contents(cache):
 
 
 def close(one, two):
-    """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps of the largest value.
+    """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps times the largest value.
 
     The random weights of the tested models amplify rounding errors. The largest observed error is 45 eps, in T5,
     which doesn't scale its attention scores.

@@ -92,16 +92,16 @@ def searched(monkeypatch):
 @pytest.mark.parametrize("ends", [NEVER, [5, 17, 40]])
 def test_tokens_and_end_tokens_are_available_on_the_host(ends, pair, searched, monkeypatch):
     prepared, stock = pair()
-    known_ends = []
+    continued = []
     goes_on = stop_criteria._Criteria._goes_on
     monkeypatch.setattr(
-        stop_criteria._Criteria, "_goes_on", lambda *args: known_ends.append(goes_on(*args)) or known_ends[-1]
+        stop_criteria._Criteria, "_goes_on", lambda *args: continued.append(goes_on(*args)) or continued[-1]
     )
     for seed in (0, 0, 1, 2, 3):
         expected = generate(stock, repeating(seed), new=NEW, eos_token_id=ends)
         tokens = looked_up(prepared, repeating(seed), eos_token_id=ends)
         assert torch.equal(tokens[:, : expected.shape[1]], expected)
-    assert len(searched) - sum(searched) > 12 and sum(known_ends) > 12
+    assert len(searched) - sum(searched) > 12 and sum(continued) > 12
 
 
 def test_a_criterion_of_the_user_may_change_the_tokens(pair, searched):

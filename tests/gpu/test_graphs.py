@@ -63,12 +63,14 @@ def test_greedy_tokens_equal_stock(kind, padded, pair):
 def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypatch):
     prepared, stock = pair()
     draw, drawn = RecordedDraw.draw, []
-    monkeypatch.setattr(RecordedDraw, "draw", lambda self, *how: drawn.append(not how) or draw(self, *how))
-    how = {"do_sample": True, "new": 30, **settings}
+    monkeypatch.setattr(
+        RecordedDraw, "draw", lambda self, *arguments: drawn.append(not arguments) or draw(self, *arguments)
+    )
+    arguments = {"do_sample": True, "new": 30, **settings}
     for seed in (0, 1, 2):
         results = []
         for model in (prepared, stock):
-            tokens = generate(model, make_inputs(rows=rows), seed=seed, **how)
+            tokens = generate(model, make_inputs(rows=rows), seed=seed, **arguments)
             results.append((tokens, torch.cuda.get_rng_state()))
         assert all(map(torch.equal, *results))
     assert sum(drawn) > 60 and known(prepared).disabled is None
@@ -91,7 +93,7 @@ def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
     prepared, stock = pair()
     settings = {"repetition_penalty": 9.0, "pad_token_id": 0}
     free = generate(stock, make_inputs(), **settings)
-    ends = [row[place].item() for row, place in zip(free, at, strict=True)]
+    ends = [row[index].item() for row, index in zip(free, at, strict=True)]
     for _ in range(2):
         assert torch.equal(
             generate(prepared, make_inputs(), eos_token_id=ends, **settings),

@@ -76,8 +76,8 @@ def test_results_are_correct_and_only_the_new_rows_are_written(case, tokens, dty
             for cache in caches:
                 cache[:, :, first:] = torch.nan
         sink = None if sinks is None else convert(sinks)
-        where = {"keys": caches[0], "values": caches[1], "norms": norms, "sinks": sink}
-        output = run_in(tier, *map(convert, inputs), **where, **settings)
+        arguments = {"keys": caches[0], "values": caches[1], "norms": norms, "sinks": sink}
+        output = run_in(tier, *map(convert, inputs), **arguments, **settings)
         results.append((output, *(cache[:, :, first:length] for cache in caches)))
         if tier == "triton":
             assert all(
@@ -107,16 +107,16 @@ def test_a_recorded_graph_reads_the_current_position():
     inputs, keys, values = tensors((2, 32, 8, 3000, 128), BF16)
     lengths, position = torch.tensor([900], device="cuda"), torch.tensor([899], device="cuda")
     norms = tuple(ops.Norm(random(128, dtype=BF16, seed=seed), 1e-6) for seed in (5, 6))
-    where = {"keys": keys, "values": values, "position": position, "scale": 0.1, "norms": norms}
-    run_in("triton", *inputs, lengths, **where)
+    arguments = {"keys": keys, "values": values, "position": position, "scale": 0.1, "norms": norms}
+    run_in("triton", *inputs, lengths, **arguments)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        output = run_in("triton", *inputs, lengths, **where)
+        output = run_in("triton", *inputs, lengths, **arguments)
     for length in (901, 902, 2999, 3000):
         lengths.fill_(length)
         position.fill_(length - 1)
-        again = {**where, "keys": keys.clone(), "values": values.clone()}
+        again = {**arguments, "keys": keys.clone(), "values": values.clone()}
         graph.replay()
         assert torch.equal(output, run_in("triton", *inputs, lengths, **again))
         assert torch.equal(keys, again["keys"]) and torch.equal(values, again["values"])

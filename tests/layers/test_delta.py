@@ -57,8 +57,8 @@ def run(model, ids, cache=None):
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
         logits = [model(ids[:, :5], past_key_values=cache).logits[:, -1]]
-        for place in range(5, ids.shape[1]):
-            logits.append(model(ids[:, place : place + 1], past_key_values=cache).logits[:, -1])
+        for position in range(5, ids.shape[1]):
+            logits.append(model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1])
     return torch.stack(logits), cache
 
 
@@ -124,7 +124,7 @@ def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
         actual = in_parts(prepared)
     runs = in_parts(stock), exactly(stock, in_parts), actual
     assert [shapes[0][1] for shapes in prompts_of(routes)] == [
-        part for place, part in enumerate(parts) if part > 1 or not place
+        part for index, part in enumerate(parts) if part > 1 or not index
     ]
     for number, (stock_result, exact, result) in enumerate(zip(*runs, strict=True)):
         if number or dtype == torch.float32:

@@ -257,11 +257,11 @@ def test_gradients_equal_stock(family):
         output.square().sum().backward()
         counts.append(count)
     assert counts == [0, FAMILIES[family][2] * LAYERS]
-    largest = max(float(one.grad.abs().max()) for one in stock.parameters() if one.grad is not None)
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-4 * largest)
+    largest = max(float(parameter.grad.abs().max()) for parameter in stock.parameters() if parameter.grad is not None)
+    for (name, parameter), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (parameter.grad is None) == (actual.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-3, atol=1e-4 * largest)
 
 
 @torch.no_grad()

@@ -175,14 +175,14 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
     outputs, calls = [], []
     for model in (stock, hf_rocm.prepare(deepcopy(stock), force=True)):
         seen = []
-        for place, module in _dropouts(model):
+        for path, module in _dropouts(model):
             module.register_forward_hook(
-                lambda _, args, output, place=place, seen=seen: (seen.append(place), output / 2)[1]
+                lambda _, args, output, path=path, seen=seen: (seen.append(path), output / 2)[1]
             )
         outputs.append(model(ids)[0])
         calls.append(seen)
-        for place, _ in _dropouts(model):
-            parent, _, child = place.rpartition(".")
+        for path, _ in _dropouts(model):
+            parent, _, child = path.rpartition(".")
             # nn.Identity has no attribute `p`.
             setattr(model.get_submodule(parent), child, nn.Identity())
         outputs.append(model(ids)[0])

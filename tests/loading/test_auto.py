@@ -122,8 +122,8 @@ def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch
 
 
 def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path, monkeypatch):
-    both = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(str(bert), str(bert))
-    both.save_pretrained(tmp_path / "both")
+    encoder_decoder = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(str(bert), str(bert))
+    encoder_decoder.save_pretrained(tmp_path / "both")
 
     stock, inner = PreTrainedModel.__dict__["from_pretrained"], []
 

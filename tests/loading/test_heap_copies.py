@@ -24,7 +24,7 @@ needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reaso
 
 @pytest.fixture
 def simulate_machine(monkeypatch: pytest.MonkeyPatch):
-    """Simulate the kernel and the GPUs on which the decision depends."""
+    """Returns a function that simulates the kernel and the GPUs on which the decision depends."""
 
     def make(kernel: str, *gpus: str) -> None:
         monkeypatch.setattr(heap_copies, "machine", lambda: heap_copies.Machine(kernel, gpus))

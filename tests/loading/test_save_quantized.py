@@ -59,11 +59,11 @@ def state_of(model):
 
 
 def unchanged(model, before):
-    now = state_of(model)
-    assert now.keys() == before.keys()
+    current = state_of(model)
+    assert current.keys() == before.keys()
     for path, (module, contents) in before.items():
-        assert now[path][0] is module and now[path][1].keys() == contents.keys(), path
-        assert all(now[path][1][name] is value for name, value in contents.items()), path
+        assert current[path][0] is module and current[path][1].keys() == contents.keys(), path
+        assert all(current[path][1][name] is value for name, value in contents.items()), path
     assert "quantization_config" not in model.config.__dict__
 
 

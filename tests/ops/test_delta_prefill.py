@@ -67,11 +67,11 @@ def drawn(
 def hard(dtype, filled, **sizes):
     """Returns the results of `drawn`, with some inputs filled with one number or with two alternating numbers."""
     inputs, keywords = drawn(dtype, **sizes)
-    for place, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
+    for index, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
         if name in filled:
             numbers = torch.tensor(filled[name], dtype=dtype).flatten()
-            repeated = numbers[torch.arange(inputs[place].shape[1]) % len(numbers)]
-            inputs[place] = repeated.view(1, -1, *[1] * (inputs[place].dim() - 2)).expand_as(inputs[place])
+            repeated = numbers[torch.arange(inputs[index].shape[1]) % len(numbers)]
+            inputs[index] = repeated.view(1, -1, *[1] * (inputs[index].dim() - 2)).expand_as(inputs[index])
     return inputs, keywords
 
 
@@ -97,10 +97,10 @@ def check(serve, inputs, keywords):
     steps = in_tier("eager", inputs, keywords)
     wide = converted(inputs, keywords, torch.float64)
     exact = in_tier("eager", *wide)
-    for place, name in enumerate(("output", "convolution", "state")):
-        eps = torch.finfo(steps[place].dtype).eps
-        runs = ({name: in_tier("eager", *rounded(*wide, eps, seed))[place]} for seed in range(3))
-        parts = ({name: results[place]} for results in (actual, steps, exact))
+    for index, name in enumerate(("output", "convolution", "state")):
+        eps = torch.finfo(steps[index].dtype).eps
+        runs = ({name: in_tier("eager", *rounded(*wide, eps, seed))[index]} for seed in range(3))
+        parts = ({name: results[index]} for results in (actual, steps, exact))
         assert_run_as_good_as_eager(*parts, rounded=runs)
     assert torch.equal(actual[1], steps[1])
 

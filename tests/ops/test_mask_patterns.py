@@ -80,8 +80,8 @@ def test_a_mask_longer_than_the_keys_is_recognised():
 
 def windowed(real, s_q, window):
     seen = causal_mask(real, s_q)
-    places = torch.arange(seen.shape[3])
-    return seen & (places[None] > places[-s_q:, None] - window)
+    positions = torch.arange(seen.shape[3])
+    return seen & (positions[None] > positions[-s_q:, None] - window)
 
 
 @pytest.mark.parametrize("s_q", [9, 4])

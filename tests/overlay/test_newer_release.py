@@ -176,12 +176,12 @@ def test_the_hint_names_a_checked_release_if_this_one_is_newer(newer: Site, cata
     assert ("--force-reinstall" in error.hint) == (newest is None)
 
 
-@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("definition_changed", [True, False])
 def test_an_edited_file_is_skipped_with_another_reason(
-    site: Site, needed: bool, capsys: pytest.CaptureFixture[str]
+    site: Site, definition_changed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = site.model("llama").read_text()
-    edited = text.replace("class LlamaMLP(", "class LlamaMLQ(") if needed else text + "\n# mine\n"
+    edited = text.replace("class LlamaMLP(", "class LlamaMLQ(") if definition_changed else text + "\n# mine\n"
     site.model("llama").write_text(edited)
     before = hashes(site.path)
     path_option = ["--transformers-path", str(site.path)]

@@ -83,12 +83,12 @@ def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(name, dtype,
             if step != "prefill":
                 seen = torch.cat([seen, torch.ones_like(ids)], dim=1)
             positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            place = torch.arange(start, start + ids.shape[1])
+            cache_position = torch.arange(start, start + ids.shape[1])
             result = model(
                 input_ids=ids,
                 attention_mask=seen,
                 position_ids=positions,
-                cache_position=place,
+                cache_position=cache_position,
                 past_key_values=past,
                 use_cache=True,
                 output_hidden_states=True,

@@ -86,10 +86,10 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
     files = {}
     for suite in lib.testing.plan(dict.fromkeys(names, environment), [], quick=quick):
         words = [word for word in suite.arguments if word not in ("-m", "not slow")]
-        ignored = {words[place + 1] for place, word in enumerate(words) if word == "--ignore"}
-        places = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
-        assert all((ROOT / word).exists() for word in ignored) and all(place.exists() for place in places), suite.name
-        tests = {str(path.relative_to(ROOT)) for place in places for path in [place, *place.rglob("test_*.py")]}
+        ignored = {words[index + 1] for index, word in enumerate(words) if word == "--ignore"}
+        paths = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
+        assert all((ROOT / word).exists() for word in ignored) and all(index.exists() for index in paths), suite.name
+        tests = {str(path.relative_to(ROOT)) for index in paths for path in [index, *index.rglob("test_*.py")]}
         files[suite.name] = {
             test
             for test in tests

@@ -73,7 +73,7 @@ class Walk:
     def __init__(self, kind, forks, seed, **settings):
         from transformers.generation import ContinuousBatchingConfig
 
-        self.chance, self.forks = random.Random(seed), forks
+        self.rng, self.forks = random.Random(seed), forks
         model, self.alone = prepared(kind)
         self.requests, self.cancelled, self.answers = {}, set(), {}
         # top_k=1 selects the most likely token; transformers forks only requests that sample.
@@ -87,7 +87,7 @@ class Walk:
     def run(self, steps):
         try:
             for _ in range(steps):
-                (step,) = self.chance.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
+                (step,) = self.rng.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
                 step()
             self.collect(lambda: self.answers.keys() >= self.due())
         finally:
@@ -97,20 +97,20 @@ class Walk:
             self.receive(rest.get())
 
     def arrive(self):
-        number = self.chance.randrange(1 if self.forks > 1 else 0, len(prompts()))
-        name, new = f"request-{len(self.requests)}", self.chance.randint(1, LONGEST)
+        number = self.rng.randrange(1 if self.forks > 1 else 0, len(prompts()))
+        name, new = f"request-{len(self.requests)}", self.rng.randint(1, LONGEST)
         self.requests[name] = number, new
         self.manager.add_request(prompts()[number], request_id=name, max_new_tokens=new, eos_token_id=-1)
 
     def cancel(self):
         if self.live():
-            name = self.chance.choice(self.live())
+            name = self.rng.choice(self.live())
             self.cancelled.add(name)
             self.manager.cancel_request(name)
 
     def wait_for_one(self):
         if self.live():
-            name = self.chance.choice(self.live())
+            name = self.rng.choice(self.live())
             self.collect(lambda: name in self.answers)
 
     def live(self):

@@ -95,19 +95,19 @@ class Driver:
         assert not unknown, f"injected.IDLE lacks {unknown}"
         return [call for call in results if call.name in IDLE]
 
-    def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
-        """Run the command once on each site, with the fault at call number `place` of this name.
+    def inject(self, fault: str, name: str, targets: Sequence[tuple[int, Path]]) -> list[int]:
+        """Run the command once per (number, site), with the fault at the call of this name that has this number.
 
         strace attaches to a process that has already imported everything, so earlier calls are not counted. Returns the
         statuses of the runs, as returned by waitpid.
         """
         injection = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
-        lead = max(place for place, _ in places) + FEW
+        lead = max(number for number, _ in targets) + FEW
         injected = ["-o", os.devnull, "-e", f"trace={name}", "-e", f"inject={name}:{injection}:when={lead}"]
-        return self._run(name, lead, places, injected)
+        return self._run(name, lead, targets, injected)
 
     def _run(
-        self, name: str | None, lead: int, places: Sequence[tuple[int, Path]], options: Sequence[str]
+        self, name: str | None, lead: int, targets: Sequence[tuple[int, Path]], options: Sequence[str]
     ) -> list[int]:
         request = {
             "command": self.command,
@@ -115,7 +115,7 @@ class Driver:
             "lead": lead,
             "models": list(self.models),
             "overlays": str(self.overlays),
-            "places": [(place, str(site)) for place, site in places],
+            "targets": [(number, str(site)) for number, site in targets],
         }
         ready, parent = self._exchange(json.dumps(request)).rsplit(maxsplit=1)
         assert ready == READY
@@ -130,7 +130,7 @@ class Driver:
         finally:
             strace.kill()
             strace.communicate()
-        assert len(statuses) == len(places)
+        assert len(statuses) == len(targets)
         assert not self.errors.read_text(), self.errors.read_text()
         return statuses
 

@@ -1,7 +1,7 @@
 """Run a command under strace, in one child process per system call. Every child has its own site-packages directory.
 
-A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` applies to the command's call
-number `place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has
+A child first makes `lead - number` calls without effect, so that strace's `when=<lead>` applies to the command's call
+with this number. strace counts calls per process. It attaches to the children's parent, a fork of the process that has
 imported everything, so that the parent makes fewer than `lead` calls and `lead` can be small. The importing process is
 never traced. It starts one such parent for each request that it reads.
 """
@@ -83,12 +83,12 @@ def run(request: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
     command = {"install": commands.install, "uninstall": commands.uninstall}[str(request["command"])]
     idle = IDLE[str(request["call"])] if request["call"] else None
     statuses = []
-    for place, site in request["places"]:  # type: ignore[attr-defined]
+    for number, site in request["targets"]:  # type: ignore[attr-defined]
         child = os.fork()
         if not child:
             code = 3
             try:
-                for _ in range(int(request["lead"]) - place if idle else 0):  # type: ignore[call-overload]
+                for _ in range(int(request["lead"]) - number if idle else 0):  # type: ignore[call-overload]
                     with suppress(OSError):
                         idle()  # type: ignore[misc]
                 if idle is None:

@@ -173,18 +173,18 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
 def test_19_a_partial_selection_composes(farm: Farm) -> None:
     site = farm("one")
     before = hashes(site.path)
-    wanted: set[str] = set()
+    expected: set[str] = set()
     for count in (1, 2, 3):
         for models in itertools.combinations(MODELS, count):
             install(models, transformers_path=site.path)
-            wanted |= set(models)
+            expected |= set(models)
             removed = models[0]
             uninstall([removed], transformers_path=site.path)
-            wanted -= {removed}
-            assert {model for model, state in states(site).items() if state == "yes"} == wanted
+            expected -= {removed}
+            assert {model for model, state in states(site).items() if state == "yes"} == expected
             after = hashes(site.path)
             changed = {path for path in before if before[path] != after[path]}
-            assert changed == {f"transformers/models/{model}/modeling_{model}.py" for model in wanted}
+            assert changed == {f"transformers/models/{model}/modeling_{model}.py" for model in expected}
     uninstall(transformers_path=site.path)
     assert hashes(site.path) == before
 

@@ -300,10 +300,10 @@ def make_newer(site: Site, release: str, *, changed: str = "") -> None:
 
 def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
     site = farm("one")
-    known = site.installation.version
+    installed = site.installation.version
     release = next_release("5.99.0")
     make_newer(site, release, changed="llama")
-    supported = known.startswith("5.23")
+    supported = installed.startswith("5.23")
     assert check_version(["--transformers-path", str(site.path), "--json"]) == 1
     newer_release = json.loads(capsys.readouterr().out)["newer_release"]
     go_on = {file["model"]: file["go_on"] for file in newer_release["files"]}

@@ -34,20 +34,20 @@ def load() -> Record:
 
 def save(section: str, value: Record) -> None:
     """Replace one section of the recorded file."""
-    whole = {**(load() if FILE.is_file() else {}), section: value}
-    FILE.write_text(json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    sections = {**(load() if FILE.is_file() else {}), section: value}
+    FILE.write_text(json.dumps(sections, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def differences(recorded: Record, now: Record) -> list[str]:
+def differences(recorded: Record, current: Record) -> list[str]:
     """One line per entry that was removed, was changed or is not recorded yet."""
-    gone = [f"gone: {name}: {recorded[name]!r}" for name in recorded.keys() - now.keys()]
-    new = [f"not recorded: {name}: {now[name]!r}" for name in now.keys() - recorded.keys()]
+    removed = [f"gone: {name}: {recorded[name]!r}" for name in recorded.keys() - current.keys()]
+    new = [f"not recorded: {name}: {current[name]!r}" for name in current.keys() - recorded.keys()]
     changed = [
-        f"changed: {name}: {recorded[name]!r} became {now[name]!r}"
-        for name in recorded.keys() & now.keys()
-        if recorded[name] != now[name]
+        f"changed: {name}: {recorded[name]!r} became {current[name]!r}"
+        for name in recorded.keys() & current.keys()
+        if recorded[name] != current[name]
     ]
-    return sorted([*gone, *changed, *new])
+    return sorted([*removed, *changed, *new])
 
 
 def names(module_name: str) -> Record:

@@ -11,12 +11,12 @@ import torch
 def replaced(holder, name, change):
     """Replace an entry with change(entry) within the block. holder: a class, a module, a mapping or a registry."""
     before = holder[name] if hasattr(holder, "keys") else getattr(holder, name)
-    own = name in getattr(holder, "_local_mapping", holder if hasattr(holder, "keys") else vars(holder))
+    has_entry = name in getattr(holder, "_local_mapping", holder if hasattr(holder, "keys") else vars(holder))
     put(holder, name, change(before))
     try:
         yield
     finally:
-        if own:
+        if has_entry:
             put(holder, name, before)
         else:
             take_away(holder, name)

@@ -58,12 +58,12 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
     does not count. ignored: prefixes of modules whose caches PyTorch replaces; their entries count only if they refer
     to hf_rocm.
     """
-    wrong = {}
+    changed = {}
     for path, (owner, entries) in before.items():
         cache = path[0].startswith(ignored)
-        now = _entries(owner)
-        for name in entries if entries.keys() == now.keys() else {**entries, **now}:
-            old, new = entries.get(name, ABSENT), now.get(name, ABSENT)
+        current = _entries(owner)
+        for name in entries if entries.keys() == current.keys() else {**entries, **current}:
+            old, new = entries.get(name, ABSENT), current.get(name, ABSENT)
             if old is new:
                 continue
             if _is(new, types.ModuleType) and str(name).startswith("__import_"):
@@ -71,8 +71,8 @@ def differences(before: Snapshot, *, ignored: tuple[str, ...] = CACHES) -> dict[
                 continue
             if ((cache or old is ABSENT) and not is_hf_rocm(new)) or (_is_plain(old) and _is_plain(new)):
                 continue
-            wrong[".".join((*path, str(name)))] = old, new
-    return wrong
+            changed[".".join((*path, str(name)))] = old, new
+    return changed
 
 
 def references() -> Iterator[str]:
@@ -120,10 +120,10 @@ def _entries(owner: Any) -> dict[Any, Any]:
     if _is(owner, list):
         return dict(enumerate(owner))
     if _is(owner, type):
-        own: Any = vars(owner)
+        attributes: Any = vars(owner)
     else:
-        own = object.__getattribute__(owner, "__dict__") if _has_attributes(owner) else {}
-    entries = {name: value for name, value in list(own.items()) if name not in _WRITTEN_BY_PYTHON}
+        attributes = object.__getattribute__(owner, "__dict__") if _has_attributes(owner) else {}
+    entries = {name: value for name, value in list(attributes.items()) if name not in _WRITTEN_BY_PYTHON}
     if _is(owner, dict):
         # `dict.items` avoids the methods of lazy mappings, which import modules
         entries.update((f"[{key!r}]", value) for key, value in list(dict.items(owner)))

@@ -65,9 +65,15 @@ def _described(tree: ast.AST) -> Iterator[int]:
         if isinstance(node, ast.ClassDef):
             yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.AnnAssign))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            its = node.args
-            every = [*its.posonlyargs, *its.args, *its.kwonlyargs, its.vararg, its.kwarg]
-            lines = [parameter.lineno for parameter in every if parameter is not None]
+            arguments = node.args
+            parameters = [
+                *arguments.posonlyargs,
+                *arguments.args,
+                *arguments.kwonlyargs,
+                arguments.vararg,
+                arguments.kwarg,
+            ]
+            lines = [parameter.lineno for parameter in parameters if parameter is not None]
             yield from range(min(lines, default=0), max(lines, default=-1) + 1)
             if node.name == "__init__":
                 yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign))

@@ -12,7 +12,7 @@ from hf_rocm.generation.state import known
 from tests.generation import faults
 from tests.generation.conftest import alike_from_threads, counted, generate, prompt
 from tests.generation.test_encoder_decoder import SIZES, couple, make_inputs  # noqa: F401  a fixture
-from tests.generation.test_user_caches import alike, close
+from tests.generation.test_user_caches import assert_caches_close, close
 
 NEW = 20
 KINDS = ["llama", "mistral", "gemma2", "gemma3"]
@@ -65,7 +65,7 @@ def test_returned_outputs_equal_stock(kind, pair):
         for part in ("scores", "logits"):
             ones, others = torch.stack(actual[part]), torch.stack(expected[part])
             close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
-        alike(actual.past_key_values, expected.past_key_values)
+        assert_caches_close(actual.past_key_values, expected.past_key_values)
     assert counted(prepared)[1] > NEW
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hf_rocm.generation.draft_search import DraftSearch, Search
 from hf_rocm.generation.lookahead import Lookahead
-from tests.generation.test_speculation import KINDS, alike_greedy, looked_up, repeating
+from tests.generation.test_speculation import KINDS, equals_greedy, looked_up, repeating
 
 SEARCH = Search(3, 1, 100, frozenset({9}))
 
@@ -80,5 +80,5 @@ def test_rejected_drafts_stop_the_verification(kind, pair, verified, launched, q
         inputs = repeating(seed)
         # The prompt alternates between one token and others, so that drafts after that token are random.
         inputs["input_ids"][:, ::2] = inputs["input_ids"][:, -1:]
-        assert alike_greedy(looked_up(prepared, inputs, max_matching_ngram_size=1), stock, inputs)
+        assert equals_greedy(looked_up(prepared, inputs, max_matching_ngram_size=1), stock, inputs)
         assert 1 in verified and max(verified) > 1

@@ -21,7 +21,7 @@ from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import State, known
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
 from tests.generation.test_lookup import OnDevice
-from tests.generation.test_speculation import KINDS, NEVER, NEW, alike_greedy, before, looked_up, repeating
+from tests.generation.test_speculation import KINDS, NEVER, NEW, before, equals_greedy, looked_up, repeating
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -33,7 +33,7 @@ def test_launched_steps_are_those_of_the_loop(kind, tokens, pair, launched, monk
     for seed in (0, 1, 0, 1, 2, 3, 2):
         inputs = repeating(seed, padded=3 * (seed % 2))
         with torch.inference_mode(seed == 1):
-            assert alike_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
+            assert equals_greedy(looked_up(prepared, inputs, tokens=tokens), stock, inputs)
     unused = [step for step in launched if not step.served]
     # Steps that are launched at the end of a call are not used.
     assert len(launched) - len(unused) > 8 and len(unused) <= 14

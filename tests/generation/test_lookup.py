@@ -35,10 +35,10 @@ def tokens(length, seed, values=6):
     return ids.as_subclass(OnDevice)
 
 
-def candidates(one, ids):
+def candidates(lookup_generator, ids):
     """Returns (the candidates, the names of the calls for which the host waits)."""
     OnDevice.waits = []
-    drafts, logits = one.get_candidates(ids, **FIRST)
+    drafts, logits = lookup_generator.get_candidates(ids, **FIRST)
     waits = OnDevice.waits
     assert logits is None
     return drafts, waits
@@ -52,19 +52,19 @@ FIRST = {"is_first_iteration": False} if "is_first_iteration" in Generator.get_c
 )
 @pytest.mark.parametrize("length", [1, 2, 5, 19, 20, 40])
 def test_candidates_are_those_of_stock(length, arguments):
-    one, drafted = generator(**arguments), 0
+    lookup_generator, drafted = generator(**arguments), 0
     if arguments.get("max_length", 60) <= length:
         return
     for seed in range(20):
         ids = tokens(length, seed)
-        expected, waits = candidates(one, ids)
+        expected, waits = candidates(lookup_generator, ids)
         with lookup.searching_on_the_host():
-            drafts, host_waits = candidates(one, ids)
+            drafts, host_waits = candidates(lookup_generator, ids)
         assert torch.equal(drafts, expected) and drafts.dtype == expected.dtype
         assert (drafts is ids) == (expected is ids)
-        assert host_waits == ["cpu"] and (length < 2 or length + 1 == one.max_length or len(waits) > 1)
+        assert host_waits == ["cpu"] and (length < 2 or length + 1 == lookup_generator.max_length or len(waits) > 1)
         drafted += drafts is not ids
-    assert drafted or length < 5 or length + 1 == one.max_length
+    assert drafted or length < 5 or length + 1 == lookup_generator.max_length
 
 
 def test_without_a_match_the_tokens_are_returned():
@@ -74,31 +74,33 @@ def test_without_a_match_the_tokens_are_returned():
 
 
 def test_end_tokens_are_copied_once():
-    one = Generator(eos_token_id=torch.tensor([3]).as_subclass(OnDevice), max_length=60)
+    lookup_generator = Generator(eos_token_id=torch.tensor([3]).as_subclass(OnDevice), max_length=60)
     with lookup.searching_on_the_host():
-        waits = [candidates(one, tokens(30, seed))[1] for seed in range(3)]
+        waits = [candidates(lookup_generator, tokens(30, seed))[1] for seed in range(3)]
     assert waits == [["cpu", "cpu"], ["cpu"], ["cpu"]]
 
 
 def test_outside_the_block_and_in_other_threads_stocks_search_runs():
-    one = generator()
+    lookup_generator = generator()
     stock = Generator.get_candidates
     with lookup.searching_on_the_host():
         assert Generator.get_candidates is not stock
         assert alike_from_threads(
-            lambda ids: torch.tensor(len(candidates(one, ids)[1]) > 1), [tokens(30, 0)], [torch.tensor(True)]
+            lambda ids: torch.tensor(len(candidates(lookup_generator, ids)[1]) > 1),
+            [tokens(30, 0)],
+            [torch.tensor(True)],
         )
     assert Generator.get_candidates is stock
-    assert len(candidates(one, tokens(30, 0))[1]) > 1
+    assert len(candidates(lookup_generator, tokens(30, 0))[1]) > 1
 
 
 def test_processors_get_the_arguments_of_stock():
     if "logits_processor" not in vars(generator()):
         pytest.skip("this release does not call processors for drafts")
-    given = []
+    received = []
 
     def processor(ids, scores):
-        given.append(type(ids))
+        received.append(type(ids))
         return scores
 
     class Processors(list):
@@ -107,10 +109,10 @@ def test_processors_get_the_arguments_of_stock():
 
     with lookup.searching_on_the_host():
         generator(logits_processor=Processors([processor]), vocab_size=6).get_candidates(tokens(30, 0), **FIRST)
-        assert given and set(given) == {OnDevice}
-        given.clear()
+        assert received and set(received) == {OnDevice}
+        received.clear()
         generator(logits_processor=Processors(), vocab_size=6).get_candidates(tokens(30, 0), **FIRST)
-        assert given == []
+        assert received == []
 
 
 def test_a_replaced_search_is_kept(monkeypatch):

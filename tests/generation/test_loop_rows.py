@@ -23,9 +23,9 @@ def appended(monkeypatch):
     """Append tokens in one operation, as on a GPU. Returns the list of results."""
     results, append = Results(), ops.append_tokens
 
-    def appending(*given):
-        results.append(append(*given))
-        results.arguments.append(given)
+    def appending(*arguments):
+        results.append(append(*arguments))
+        results.arguments.append(arguments)
         return results[-1]
 
     monkeypatch.setattr(loop_rows, "one_kernel", lambda *_: True)
@@ -50,29 +50,29 @@ def stop_check(request):
 
 def ends_of(tokens, at):
     """The new tokens of row 0 at these indices. As end tokens, they end the rows at different steps."""
-    return [int(tokens[0, 7 + place]) for place in at]
+    return [int(tokens[0, 7 + index]) for index in at]
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("at", [(), (12,), (9, 15)], ids=str)
-def test_rows_end_at_the_same_steps_as_in_stock(at, rows, how, pair, appended, stop_check):
+def test_rows_end_at_the_same_steps_as_in_stock(at, rows, sampling, pair, appended, stop_check):
     prepared, stock = pair()
     inputs = prompt(rows=rows)
-    ends = ends_of(generate(stock, inputs, new=25, seed=0, **how), at)
-    given = {**how, **({"eos_token_id": ends} if ends else {})}
+    ends = ends_of(generate(stock, inputs, new=25, seed=0, **sampling), at)
+    settings = {**sampling, **({"eos_token_id": ends} if ends else {})}
     for seed in (0, 0, 1):
         for pad in (0, *ends[:1]):
-            expected = generate(stock, inputs, new=25, seed=seed, pad_token_id=pad, **given)
-            tokens = generate(prepared, inputs, new=25, seed=seed, pad_token_id=pad, **given)
+            expected = generate(stock, inputs, new=25, seed=seed, pad_token_id=pad, **settings)
+            tokens = generate(prepared, inputs, new=25, seed=seed, pad_token_id=pad, **settings)
             assert torch.equal(tokens, expected) and tokens.is_contiguous()
     assert len(appended) > 4 and counted(prepared)[1] > 4
     if ends and rows == 3:
         assert any(bool((unfinished == 0).any()) and not done for _, unfinished, done in appended)
 
 
-def test_flags_of_deferred_checks_are_copied_beside_the_steps(pair, ends_checked_late, monkeypatch):
-    """From transformers 5.17 on, its own class checks; in earlier releases, hf_rocm does."""
+def test_flags_of_deferred_checks_are_copied_while_steps_run(pair, ends_checked_late, monkeypatch):
+    """From 5.17 on, a class of transformers makes the deferred check; in earlier releases, hf_rocm makes it."""
     sent, send = [], HostCopy.send
     monkeypatch.setattr(HostCopy, "send", lambda self, tensor: sent.append(tensor) or send(self, tensor))
     check = deferred_stop._stock_check()
@@ -80,11 +80,11 @@ def test_flags_of_deferred_checks_are_copied_beside_the_steps(pair, ends_checked
     prepared, stock = pair()
     inputs = prompt(rows=2)
     ends = ends_of(generate(stock, inputs, new=25), (14,))
-    for given in ({}, {"eos_token_id": ends, "pad_token_id": 0}):
+    for settings in ({}, {"eos_token_id": ends, "pad_token_id": 0}):
         sent.clear()
-        expected = generate(stock, inputs, new=25, **given)
+        expected = generate(stock, inputs, new=25, **settings)
         assert not sent
-        assert torch.equal(generate(prepared, inputs, new=25, **given), expected)
+        assert torch.equal(generate(prepared, inputs, new=25, **settings), expected)
         flags = [tensor for tensor in sent if tensor.dtype == torch.bool and tensor.ndim == 0]
         assert len(flags) >= expected.shape[1] - inputs["input_ids"].shape[1] - 1
     assert check is None or before == dict(vars(check))
@@ -113,11 +113,13 @@ def test_with_other_criteria_transformers_appends_the_tokens(pair, appended):
 
 def test_without_a_kernel_no_value_has_a_stand_in(pair, monkeypatch):
     prepared, stock = pair()
-    made = []
-    monkeypatch.setattr(loop_rows, "_Column", lambda *given: made.append(given) or pytest.fail("not expected"))
+    created = []
+    monkeypatch.setattr(
+        loop_rows, "_Column", lambda *arguments: created.append(arguments) or pytest.fail("not expected")
+    )
     monkeypatch.setattr(loop_rows.Rows, "active", False)
     assert torch.equal(generate(prepared, new=20, eos_token_id=3), generate(stock, new=20, eos_token_id=3))
-    assert not made
+    assert not created
 
 
 @pytest.mark.parametrize("kind", [loop_rows.Tokens, loop_rows._Padded])
@@ -160,19 +162,19 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_streamer_can_end_the_call_through_a_criterion(change, pair, appended):
-    """Before transformers 5.17, tokens are streamed after they were appended, and before the criteria are called."""
+    """Before transformers 5.17, tokens are streamed after they are appended and before the criteria are called."""
     prepared, stock = pair()
     make, act = CHANGES[change]
 
     lengths = []
     for model in (stock, prepared, prepared):
         criterion = make()
-        given = {
+        settings = {
             "stopping_criteria": StoppingCriteriaList([criterion]),
             "streamer": Streamer({13: partial(act, criterion)}),
         }
-        given |= {"eos_token_id": 60} if change == "ends" else {}
-        lengths.append(generate(model, prompt(rows=1), new=30, pad_token_id=0, **given).shape[1])
+        settings |= {"eos_token_id": 60} if change == "ends" else {}
+        lengths.append(generate(model, prompt(rows=1), new=30, pad_token_id=0, **settings).shape[1])
     assert lengths[1:] == lengths[:1] * 2 and appended
 
 
@@ -180,12 +182,12 @@ def test_a_streamer_can_end_the_call_through_a_criterion(change, pair, appended)
 def test_end_tokens_of_any_shape_are_supported(ends, pair, appended):
     prepared, stock = pair()
     for _ in range(2):
-        given = {"pad_token_id": 0, "new": 25}
-        tokens = generate(prepared, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **given)
+        settings = {"pad_token_id": 0, "new": 25}
+        tokens = generate(prepared, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **settings)
         assert torch.equal(
-            tokens, generate(stock, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **given)
+            tokens, generate(stock, stopping_criteria=StoppingCriteriaList([EosTokenCriteria(ends)]), **settings)
         )
-    assert appended and all(given[3].ndim == 1 for given in appended.arguments)
+    assert appended and all(arguments[3].ndim == 1 for arguments in appended.arguments)
 
 
 def test_criteria_are_freed_with_the_call(pair, appended):

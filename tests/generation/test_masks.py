@@ -40,9 +40,9 @@ def steps(monkeypatch):
     def remembering(model, inherited, input_ids, *positional, **arguments):
         step = inputs._step_of(arguments.get("past_key_values"))
         if step is not None:
-            step.stock = lambda ids: inherited(ids, **given)
+            step.stock = lambda ids: inherited(ids, **complete)
             # in a call that verifies drafts, hf_rocm removes some arguments that transformers needs: restore them
-            given = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
+            complete = step.restored(arguments, input_ids.shape[1]) if step.lacks(arguments) else arguments
         return prepare(model, inherited, input_ids, *positional, **arguments)
 
     monkeypatch.setattr(inputs.Step, "inputs", checked)
@@ -87,8 +87,8 @@ def test_every_step_equals_transformers_preparation(kind, padded, pair, steps):
 def test_every_step_equals_stock_with_transformers_static_cache(kind, pair, steps):
     in_place, stock = pair(kind, graphs=False)
     call = prompt(padded=3)
-    made = [generate(model, call, new=24, cache_implementation="static") for model in (in_place, stock)]
-    assert torch.equal(*made)
+    tokens = [generate(model, call, new=24, cache_implementation="static") for model in (in_place, stock)]
+    assert torch.equal(*tokens)
     assert len(steps) == 23
     assert all(steps), steps
 
@@ -147,8 +147,8 @@ def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
         bias = mask if mask.dtype == torch.bool else mask == 0
         plain = {"scale": 0.3, "softcap": None, "sinks": None}
         by_mask, _ = attention(query, key, value, causal=False, window=None, mask=bias, **plain)
-        how = {"starts": rows.key_starts, "window": rows.window, **plain}
-        by_rows = eager_decode(query, key, value, rows.key_lengths, **how)
+        settings = {"starts": rows.key_starts, "window": rows.window, **plain}
+        by_rows = eager_decode(query, key, value, rows.key_lengths, **settings)
         seen.append(torch.equal(by_mask, by_rows))
         return False
 
@@ -190,13 +190,13 @@ def test_attributes_of_a_mask_are_kept_when_it_is_moved(pair):
     """Layers, accelerate and transformers move and reshape masks: if nothing changes, the mask itself is returned."""
     from accelerate.utils import send_to_device
 
-    given = []
+    masks = []
     in_place, _ = pair("llama", graphs=False)
     in_place.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda module, args, kwargs: given.append(kwargs["attention_mask"]), with_kwargs=True
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
     generate(in_place, new=4, cache_implementation="static")
-    mask = given[-1]
+    mask = masks[-1]
     assert getattr(mask, layers._ROWS).key_lengths.tolist() == [7 + 4]
     assert mask.contiguous() is mask
     assert mask.to("cpu") is mask

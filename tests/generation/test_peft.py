@@ -107,7 +107,7 @@ def test_a_users_prepare_inputs_gets_the_same_cache_as_in_stock(recorded_on_cpu)
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     caches = {}
 
-    def put(model, name):
+    def set_prepare(model, name):
         inherited = model.prepare_inputs_for_generation
 
         def prepare(*args, **kwargs):
@@ -117,7 +117,7 @@ def test_a_users_prepare_inputs_gets_the_same_cache_as_in_stock(recorded_on_cpu)
 
         model.prepare_inputs_for_generation = prepare
 
-    put(stock, "stock")
-    put(prepared, "prepared")
+    set_prepare(stock, "stock")
+    set_prepare(prepared, "prepared")
     assert torch.equal(generate(prepared), generate(stock))
     assert caches["prepared"] == caches["stock"] and counted(prepared) == (0, 0)

@@ -46,12 +46,12 @@ def prepared(kind, **changes):
 def test_tokens_equal_stock(kind, beams, calls):
     served, stock = prepared(kind)
     call = {**prompt(padded=3), "max_new_tokens": 12, "num_beams": beams, "do_sample": False}
-    got = served.generate(**call)
+    actual = served.generate(**call)
     assert calls["vmap"] == 0
     assert calls["hf_rocm"] >= 12
-    made = dict(calls)
-    assert torch.equal(got, stock.generate(**call))
-    assert calls["hf_rocm"] == made["hf_rocm"], "a stock model used hf_rocm's masks"
+    before = dict(calls)
+    assert torch.equal(actual, stock.generate(**call))
+    assert calls["hf_rocm"] == before["hf_rocm"], "a stock model used hf_rocm's masks"
     assert calls["vmap"] > 0
 
 
@@ -91,7 +91,7 @@ def test_every_mask_equals_transformers(name, implementation, padded, calls):
 def test_a_users_own_function_goes_through_vmap(calls):
     served, _ = prepared("llama")
 
-    def own(batch, head, query, key):
+    def user_mask(batch, head, query, key):
         return key == 0
 
     masking_utils.create_causal_mask(
@@ -100,7 +100,7 @@ def test_a_users_own_function_goes_through_vmap(calls):
         attention_mask=None,
         cache_position=torch.arange(7),
         past_key_values=None,
-        or_mask_function=own,
+        or_mask_function=user_mask,
     )
     assert calls == {"vmap": 1, "hf_rocm": 0}
 
@@ -113,7 +113,7 @@ def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
     # A call of `_seen` would raise.
     monkeypatch.setattr(plain_masks, "_seen", None)
     with torch.no_grad():
-        wanted = stock(**prompt(padded=3)).logits
-        assert torch.equal(served(**prompt(padded=3)).logits, wanted)
+        expected = stock(**prompt(padded=3)).logits
+        assert torch.equal(served(**prompt(padded=3)).logits, expected)
         compiled = torch.compile(stock.forward, backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(**prompt(padded=3)).logits, wanted)
+        torch.testing.assert_close(compiled(**prompt(padded=3)).logits, expected)

@@ -14,7 +14,7 @@ from hf_rocm.generation.draft_search import Search
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.recorded_step import Alarm
-from tests.generation.test_speculation import KINDS, alike_greedy, looked_up, repeating
+from tests.generation.test_speculation import KINDS, equals_greedy, looked_up, repeating
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -26,7 +26,7 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
         inputs = repeating(seed, padded=3 * (seed % 2))
         arguments = {"max_matching_ngram_size": 1 + seed % 3}
         with torch.inference_mode(seed == 1):
-            assert alike_greedy(looked_up(prepared, inputs, tokens=tokens, **arguments), stock, inputs)
+            assert equals_greedy(looked_up(prepared, inputs, tokens=tokens, **arguments), stock, inputs)
     # with at most one draft, the number of drafts may change so rarely that every launched step was queued
     assert 8 < len(queued) < len(launched) + (tokens == 1)
     assert sum(step.served for step in launched) > 8
@@ -67,8 +67,8 @@ def search_wrongly(monkeypatch):
     """Make the search on the device return drafts that begin one token too early."""
     search = lookahead.look_up_drafts
 
-    def wrong(*tensors, **how):
-        search(*tensors, **how)
+    def wrong(*tensors, **keywords):
+        search(*tensors, **keywords)
         # header[1] is the position at which the drafts begin.
         tensors[3][1] -= 1
 
@@ -108,7 +108,7 @@ def test_rows_are_written_again_after_a_queued_step_that_is_not_used():
     cache.drafts = 3
     cache.update(*torch.ones(2, 1, 1, 5, 4), 0)
     cache.aim(3)
-    ((places, _),) = cache.relative_places()
-    places.fill_(9)
+    ((rows, _),) = cache.relative_places()
+    rows.fill_(9)
     cache.aim(3)
-    assert places[:3].tolist() == [5, 6, 7]
+    assert rows[:3].tolist() == [5, 6, 7]

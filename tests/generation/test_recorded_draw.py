@@ -31,35 +31,35 @@ from tests.generation.emulator import EmulatedRecorder
 CPU = torch.device("cpu")
 
 
-def some_processors(pick):
+def some_processors(rng):
     """Random processors with random settings, in the order in which transformers calls them."""
-    keep, filtered = pick.choice([1, 1, 2, 5]), pick.choice([-float("inf"), -float("inf"), -1e9, -4.0])
+    keep, filtered = rng.choice([1, 1, 2, 5]), rng.choice([-float("inf"), -float("inf"), -1e9, -4.0])
     further = {"filter_value": filtered, "min_tokens_to_keep": keep}
     processors = [
         InfNanRemoveLogitsProcessor(),
-        TemperatureLogitsWarper(pick.choice([0.2, 0.7, 1.3, 3.0])),
-        TopKLogitsWarper(pick.choice([1, 2, 20, 50, 10_000]), **further),
-        TopPLogitsWarper(pick.choice([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]), **further),
-        MinPLogitsWarper(pick.choice([0.0, 0.05, 0.5, 1.0]), **further),
-        TypicalLogitsWarper(pick.choice([0.2, 0.9]), **further),
-        EpsilonLogitsWarper(pick.choice([1e-3, 0.2]), **further),
+        TemperatureLogitsWarper(rng.choice([0.2, 0.7, 1.3, 3.0])),
+        TopKLogitsWarper(rng.choice([1, 2, 20, 50, 10_000]), **further),
+        TopPLogitsWarper(rng.choice([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]), **further),
+        MinPLogitsWarper(rng.choice([0.0, 0.05, 0.5, 1.0]), **further),
+        TypicalLogitsWarper(rng.choice([0.2, 0.9]), **further),
+        EpsilonLogitsWarper(rng.choice([1e-3, 0.2]), **further),
         LogitNormalization(),
     ]
-    return [processor for processor in processors if pick.random() < 0.5]
+    return [processor for processor in processors if rng.random() < 0.5]
 
 
-def some_logits(pick, generator):
+def some_logits(rng, generator):
     """Logits of a random vocabulary size and dtype: ordinary, with ties, with banned tokens, or nearly equal."""
-    rows, size = pick.choice([1, 1, 3]), pick.choice([1, 7, 61, 257, 1000, 5003])
+    rows, size = rng.choice([1, 1, 3]), rng.choice([1, 7, 61, 257, 1000, 5003])
     logits = 4 * torch.randn((rows, size), generator=generator)
-    form = pick.choice(["ordinary", "ties", "banned", "flat"])
+    form = rng.choice(["ordinary", "ties", "banned", "flat"])
     if form == "ties":
         logits = logits.round()
     elif form == "banned":
         logits[:, ::2] = -float("inf") if size > 1 else 0.0
     elif form == "flat":
         logits = 1e-3 * logits
-    return logits.to(pick.choice([torch.float32, torch.bfloat16, torch.float16]))
+    return logits.to(rng.choice([torch.float32, torch.bfloat16, torch.float16]))
 
 
 def stock(logits, processors):
@@ -70,8 +70,8 @@ def stock(logits, processors):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_probabilities_and_tokens_equal_stock(seed):
-    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    logits, processors = some_logits(pick, generator), some_processors(pick)
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    logits, processors = some_logits(rng, generator), some_processors(rng)
     step = SimpleNamespace(last_logits=torch.zeros_like(logits))
     recorded = RecordedDraw(EmulatedRecorder(CPU), step, processors)
     for number in range(3):
@@ -150,11 +150,11 @@ def test_nan_agrees_where_the_device_checks_nothing(monkeypatch):
     monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
     multinomial = torch.multinomial
 
-    def unchecked(probabilities, **how):
+    def unchecked(probabilities, **keywords):
         try:
-            return multinomial(probabilities, **how)
+            return multinomial(probabilities, **keywords)
         except RuntimeError:
-            noise = torch.empty_like(probabilities).exponential_(1, generator=how["generator"])
+            noise = torch.empty_like(probabilities).exponential_(1, generator=keywords["generator"])
             return (probabilities / noise).argmax(dim=-1, keepdim=True)
 
     monkeypatch.setattr(torch, "multinomial", unchecked)
@@ -185,6 +185,6 @@ def test_a_different_multinomial_is_detected(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
     draws_like_multinomial.cache_clear()
     multinomial = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda weights, **how: multinomial(weights.flip(-1), **how))
+    monkeypatch.setattr(torch, "multinomial", lambda weights, **keywords: multinomial(weights.flip(-1), **keywords))
     assert not draws_like_multinomial(CPU)
     draws_like_multinomial.cache_clear()

@@ -28,36 +28,36 @@ class Graph:
 
 
 @pytest.fixture
-def kept(monkeypatch):
+def clean_recorder(monkeypatch):
     monkeypatch.setattr(recorder, "_abandoned", [])
     monkeypatch.setattr(recorder, "_devices", {Shared.device: Shared})
     return recorder
 
 
-def test_a_capture_interrupted_by_the_step_is_freed(kept):
+def test_a_capture_interrupted_by_the_step_is_freed(clean_recorder):
     """The graph may contain collectives, whose communicator is only destroyed once the graph is freed."""
     graph = Graph()
-    kept._abandon(graph, Shared)
+    clean_recorder._abandon(graph, Shared)
     assert graph.done == ["capture_end", "reset"]
-    assert not kept._abandoned and kept._devices == {Shared.device: Shared}
+    assert not clean_recorder._abandoned and clean_recorder._devices == {Shared.device: Shared}
 
 
 @pytest.mark.parametrize("name", [*recorder._LEAVE, None])
-@pytest.mark.parametrize("done_already", [True, False])
-def test_a_broken_capture_keeps_its_graph_and_pool(done_already, name, kept, monkeypatch):
+@pytest.mark.parametrize("already_ended", [True, False])
+def test_a_broken_capture_keeps_its_graph_and_pool(already_ended, name, clean_recorder, monkeypatch):
     """PyTorch's allocators keep using the graph, and keep all freed memory until allocation to its pool ends."""
-    left = []
+    ended = []
 
-    def leave(*where):
-        left.append(where)
-        if done_already:
+    def end_allocation(*arguments):
+        ended.append(arguments)
+        if already_ended:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
 
     for entry in recorder._LEAVE:
         monkeypatch.delattr(torch._C, entry, raising=False)
     if name is not None:
-        monkeypatch.setattr(torch._C, name, leave, raising=False)
+        monkeypatch.setattr(torch._C, name, end_allocation, raising=False)
     graph = Graph(RuntimeError("operation failed due to a previous error during capture"))
-    kept._abandon(graph, Shared)
-    assert graph.done == ["capture_end"] and left == ([] if name is None else [(3, Shared.pool)])
-    assert kept._abandoned == [(graph, Shared)] and not kept._devices
+    clean_recorder._abandon(graph, Shared)
+    assert graph.done == ["capture_end"] and ended == ([] if name is None else [(3, Shared.pool)])
+    assert clean_recorder._abandoned == [(graph, Shared)] and not clean_recorder._devices

@@ -19,7 +19,7 @@ from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
 
-def steered(model):
+def add_changing_hook(model):
     """Add a hook that has a different effect on every call."""
     calls = iter(range(1, 10**6))
     model.model.layers[0].register_forward_hook(
@@ -29,7 +29,7 @@ def steered(model):
     )
 
 
-def patched(model):
+def patch_forward(model):
     mlp = model.model.layers[0].mlp
     stock, calls = type(mlp).forward, iter(range(1, 10**6))
     mlp.forward = MethodType(lambda self, x: stock(self, x) * next(calls), mlp)
@@ -43,13 +43,17 @@ class Counting(nn.Module):
         return torch.tanh(x) * self.calls
 
 
-def replaced(model):
+def replace_activation(model):
     model.model.layers[0].mlp.act_fn = Counting()
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(steered, "the hook of model.layers.0"), (patched, "set on model.layers.0.mlp"), (replaced, "of type Counting")],
+    [
+        (add_changing_hook, "the hook of model.layers.0"),
+        (patch_forward, "set on model.layers.0.mlp"),
+        (replace_activation, "of type Counting"),
+    ],
 )
 def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
     prepared, stock = pair(graphs=None)
@@ -63,7 +67,7 @@ def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
     assert any(reason in noted for noted in known(prepared).turned_away)
 
 
-def liger(model):
+def set_liger_forwards(model):
     """Set stand-ins for Liger-Kernel's forwards on norms and MLPs, with its name in `__module__` and stock results."""
 
     def norm(self, x):
@@ -85,12 +89,12 @@ def liger(model):
 def test_ligers_forwards_are_recorded_and_the_other_layers_are_served(before, recorded_on_cpu):
     stock = make("llama")
     prepared = copy.deepcopy(stock)
-    liger(stock)
+    set_liger_forwards(stock)
     if before:
-        liger(prepared)
+        set_liger_forwards(prepared)
     hf_rocm.prepare(prepared, force=True, graphs=True)
     if not before:
-        liger(prepared)
+        set_liger_forwards(prepared)
     assert torch.equal(generate(prepared), generate(stock)) and counted(prepared)[1] > 0
     with torch.no_grad(), ops.recording() as routes:
         prepared(**prompt())
@@ -131,7 +135,7 @@ def test_autocast_runs_uncaptured(pair):
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "a_hub/kernel"])
-def test_another_attention_keeps_transformers_cache(name, pair, monkeypatch):
+def test_another_attention_implementation_keeps_transformers_cache(name, pair, monkeypatch):
     prepared, _ = pair(graphs=None)
     monkeypatch.setattr(prepared.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})
@@ -188,7 +192,7 @@ def test_a_custom_generation_loop_gets_transformers_cache(pair):
 def test_a_model_is_freed_with_its_state(pair):
     prepared, stock = pair()
     generate(prepared)
-    gone = weakref.ref(prepared)
+    reference = weakref.ref(prepared)
     del prepared, stock
     gc.collect()
-    assert gone() is None
+    assert reference() is None

@@ -43,7 +43,7 @@ PLACES = {
     "rotary": (llama.LlamaRotaryEmbedding, "forward", scaled, set()),
     "activation": (activation, "forward", scaled, set()),
     "linear": (nn.Linear, "forward", scaled, set()),
-    "product": (F, "linear", scaled, set()),
+    "functional linear": (F, "linear", scaled, set()),
     "embedding": (nn.Embedding, "forward", scaled, set()),
     "masks": (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", masked, set()),
 }
@@ -58,27 +58,27 @@ def close(prepared, stock):
     torch.testing.assert_close(logits(prepared), logits(stock), rtol=1e-4, atol=1e-4)
 
 
-def stocks(model):
+def stock_classes(model):
     return {part.cls for part in hf_rocm.explain(model).parts if part.stock_because is not None}
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_replacement_is_called_and_the_kernels_run_again_after_it_is_removed(name, pair):
-    holder, place, change, classes = PLACES[name]
+    owner, attribute, change, classes = PLACES[name]
     prepared, stock = pair(graphs=None)
     before = generate(stock)
     assert torch.equal(generate(prepared), before)
     recorded, replayed = counted(prepared)
     assert recorded and replayed
-    with replaced(holder, place, change):
+    with replaced(owner, attribute, change):
         after = generate(stock)
         close(prepared, stock)
-        assert stocks(prepared) == classes
+        assert stock_classes(prepared) == classes
         for _ in range(2):
             assert torch.equal(generate(prepared), after)
         assert counted(prepared) == (recorded, replayed), "a recording was replayed"
     assert not torch.equal(before, after), "the replacement did not change the tokens"
-    assert stocks(prepared) == set()
+    assert stock_classes(prepared) == set()
     with ops.recording() as routes, torch.no_grad():
         close(prepared, stock)
     assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
@@ -88,12 +88,12 @@ def test_a_replacement_is_called_and_the_kernels_run_again_after_it_is_removed(n
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
-    holder, place, change, _ = PLACES[name]
+    owner, attribute, change, _ = PLACES[name]
     stock = make("llama")
     before = generate(stock)
     hf_rocm.deactivate("llama")
     try:
-        with replaced(holder, place, change):
+        with replaced(owner, attribute, change):
             prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
             close(prepared, stock)
             assert torch.equal(generate(prepared), generate(stock))
@@ -102,7 +102,7 @@ def test_a_replacement_before_prepare_is_called(name, recorded_on_cpu):
         hf_rocm.prepare(prepared, force=True)
         for _ in range(2):
             assert torch.equal(generate(prepared), before)
-        assert stocks(prepared) == set() and not bind.waiting
+        assert stock_classes(prepared) == set() and not bind.waiting
         assert {part.cls for part in hf_rocm.explain(prepared).parts} >= {"LlamaMLP", "LlamaRMSNorm", "LlamaAttention"}
     finally:
         hf_rocm.deactivate("llama")
@@ -192,7 +192,7 @@ def test_a_hook_registered_during_a_call_is_called(pair):
 
 
 @pytest.mark.parametrize(
-    ("holder", "name"),
+    ("owner", "name"),
     [
         (llama, "eager_attention_forward"),
         (attention, "flash_attention_2"),
@@ -201,13 +201,13 @@ def test_a_hook_registered_during_a_call_is_called(pair):
         (nn.LayerNorm, "forward"),
     ],
 )
-def test_replacing_an_unused_function_changes_nothing(holder, name, pair):
+def test_replacing_an_unused_function_changes_nothing(owner, name, pair):
     prepared, stock = pair()
     generate(prepared)
     recorded, replayed = counted(prepared)
-    with replaced(holder, name, scaled), ops.recording() as routes:
+    with replaced(owner, name, scaled), ops.recording() as routes:
         logits(prepared)
-        assert stocks(prepared) == set()
+        assert stock_classes(prepared) == set()
         assert torch.equal(generate(prepared), generate(stock))
     assert {"linear", "rope", "attention"} <= {route.operation for route in routes}
     assert counted(prepared)[0] == recorded and counted(prepared)[1] > replayed
@@ -219,8 +219,8 @@ def test_training_runs_through_the_replacement(pair):
     with replaced(llama, "apply_rotary_pos_emb", scaled), replaced(activation, "forward", scaled):
         for model in (prepared, stock):
             model(**prompt(), labels=prompt()["input_ids"]).loss.backward()
-    for one, other in zip(prepared.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
+    for parameter, reference in zip(prepared.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")
@@ -264,7 +264,7 @@ def test_wrappers_that_compare_equal_to_the_wrapped_function_are_called(pair):
             expected = generate(stock)
             assert not torch.equal(before, expected)
             assert torch.equal(generate(prepared), expected)
-            assert stocks(prepared) == {"LlamaAttention"}
+            assert stock_classes(prepared) == {"LlamaAttention"}
 
 
 def test_a_removed_function_is_named(pair):

@@ -33,10 +33,10 @@ def wrapped(function):
     """A wrapper that changes nothing."""
 
     @functools.wraps(function)
-    def expected(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return expected
+    return wrapper
 
 
 def pieces_of(model):
@@ -81,17 +81,17 @@ class Replacing(RuleBasedStateMachine):
     @rule(data=st.data(), change=st.sampled_from(("replace", "wrap")))
     def replace(self, data, change):
         name = data.draw(st.sampled_from(sorted(self.pieces)))
-        holder, place, replacement = self.pieces[name]
+        owner, attribute, replacement = self.pieces[name]
         change = replacement if change == "replace" else wrapped
-        self.places.setdefault(name, ExitStack()).enter_context(replaced(holder, place, change))
+        self.places.setdefault(name, ExitStack()).enter_context(replaced(owner, attribute, change))
 
     @rule(data=st.data(), call=st.sampled_from(("generated", "run")), again=st.booleans())
     def replace_between_calls(self, data, call, again):
         """Replace a function between two calls, and restore it after the second one."""
-        holder, place, replacement = self.pieces[data.draw(st.sampled_from(sorted(self.pieces)))]
+        owner, attribute, replacement = self.pieces[data.draw(st.sampled_from(sorted(self.pieces)))]
         call = getattr(self, call)
         call()
-        with replaced(holder, place, replacement):
+        with replaced(owner, attribute, replacement):
             call()
         if again:
             call()
@@ -181,8 +181,8 @@ class Replacing(RuleBasedStateMachine):
         torch.testing.assert_close(actual / scale, expected / scale, rtol=1e-4, atol=1e-4)
 
     def teardown(self):
-        for place in getattr(self, "places", {}).values():
-            place.close()
+        for stack in getattr(self, "places", {}).values():
+            stack.close()
 
 
 def run(examples):

@@ -132,25 +132,25 @@ def test_nonfinite_logits_of_the_model_itself_are_not_a_fault(pair):
 
 def test_sampling_equals_an_uncaptured_call(faulty):
     prepared, stock = faulty(faults.garbage, 6)
-    how = {"do_sample": True, "top_k": 20, "temperature": 1.3, "seed": 3, "new": 25}
-    expected = generate(stock, **how), torch.rand(3)
-    assert torch.equal(generate(prepared, **how), expected[0]) and torch.equal(torch.rand(3), expected[1])
+    settings = {"do_sample": True, "top_k": 20, "temperature": 1.3, "seed": 3, "new": 25}
+    expected = generate(stock, **settings), torch.rand(3)
+    assert torch.equal(generate(prepared, **settings), expected[0]) and torch.equal(torch.rand(3), expected[1])
     assert len(ledger.events()) == 1
 
 
 def test_a_fault_is_detected_after_a_row_has_ended(faulty):
     prepared, stock = faulty(faults.garbage, 6)
     free = generate(stock, repetition_penalty=9.0)
-    how = {"eos_token_id": [free[0, 9].item()], "repetition_penalty": 9.0, "new": 25}
-    assert torch.equal(generate(prepared, **how), generate(stock, **how))
+    settings = {"eos_token_id": [free[0, 9].item()], "repetition_penalty": 9.0, "new": 25}
+    assert torch.equal(generate(prepared, **settings), generate(stock, **settings))
     assert len(ledger.events()) == 1
 
 
 def test_a_fault_is_detected_with_the_deferred_check(faulty, ends_checked_late):
     prepared, stock = faulty(faults.garbage, 6)
     ends = generate(stock, prompt(rows=1), repetition_penalty=9.0, new=25)[0, 22].item()
-    how = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}
-    assert torch.equal(generate(prepared, prompt(rows=1), **how), generate(stock, prompt(rows=1), **how))
+    settings = {"eos_token_id": ends, "repetition_penalty": 9.0, "new": 25}
+    assert torch.equal(generate(prepared, prompt(rows=1), **settings), generate(stock, prompt(rows=1), **settings))
     assert len(ledger.events()) == 1
 
 
@@ -190,11 +190,11 @@ def test_tokens_that_a_users_criterion_has_received_raise(faulty):
 def test_a_difference_before_any_used_replay_needs_no_restart(faulty):
     """The first comparison detects the fault, before the result of any replay was used."""
     prepared, stock = faulty(faults.garbage, 1)
-    taken = Streamer()
+    streamer = Streamer()
     assert torch.equal(
-        generate(prepared, prompt(rows=1), streamer=taken, new=25), generate(stock, prompt(rows=1), new=25)
+        generate(prepared, prompt(rows=1), streamer=streamer, new=25), generate(stock, prompt(rows=1), new=25)
     )
-    assert taken.ended == 1
+    assert streamer.ended == 1
 
 
 def test_required_graphs_raise(pair, monkeypatch):

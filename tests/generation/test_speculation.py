@@ -20,7 +20,7 @@ from hf_rocm.generation.state import known
 from hf_rocm.ops.captured import in_captured_block
 from tests.generation import faults
 from tests.generation.conftest import Streamer, alike_from_threads, assistant_of, counted, generate, prompt
-from tests.generation.test_user_caches import alike, close
+from tests.generation.test_user_caches import assert_caches_close, close
 
 NEW = 40
 # An end token beyond the vocabulary: stock before 5.0 fails without one.
@@ -45,7 +45,7 @@ def looked_up(model, inputs, seed=0, *, tokens=4, **arguments):
     return generate(model, inputs, seed=seed, **arguments)
 
 
-def alike_greedy(tokens, stock, inputs):
+def equals_greedy(tokens, stock, inputs):
     """Whether these are the tokens of greedy decoding. Before 5.14, the last draft may exceed the maximum length."""
     expected = generate(stock, inputs, new=NEW)
     excess = tokens.shape[1] - expected.shape[1]
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_greedy_decoding(kind, tokens, pair):
         inputs = repeating(seed, padded=3 * (seed % 2))
         with torch.inference_mode(seed == 1):
             result = looked_up(prepared, inputs, tokens=tokens)
-        assert alike_greedy(result, stock, inputs)
+        assert equals_greedy(result, stock, inputs)
     assert counted(prepared)[1] > 1
 
 
@@ -95,9 +95,9 @@ def test_the_last_step_of_a_call_is_recorded_in_a_later_call(pair, monkeypatch):
     # Buffers may grow in the first call, and steps are then recorded again.
     for _ in range(3):
         uncaptured.clear()
-        assert alike_greedy(looked_up(prepared, repeating(1)), stock, repeating(1))
+        assert equals_greedy(looked_up(prepared, repeating(1)), stock, repeating(1))
     uncaptured.clear()
-    assert alike_greedy(looked_up(prepared, repeating(1)), stock, repeating(1))
+    assert equals_greedy(looked_up(prepared, repeating(1)), stock, repeating(1))
     assert not uncaptured
 
 
@@ -124,7 +124,7 @@ def test_every_step_reads_its_inputs_in_place(kind, pair, drafted, in_place):
             drafted.clear()
             in_place.clear()
             call = repeating(seed, padded=padded)
-            assert alike_greedy(looked_up(prepared, call), stock, call)
+            assert equals_greedy(looked_up(prepared, call), stock, call)
             # All steps except the prompt's are prepared in place.
             assert in_place == [drafts + 1 for drafts in drafted[1:]]
         recorded.append(counted(prepared)[0])
@@ -136,12 +136,12 @@ def test_transformers_prepares_steps_while_a_mask_function_is_replaced(pair, mon
     """While a mask function is replaced, transformers receives the arguments that it would have computed itself."""
     prepared, stock = pair(graphs=None)
     for seed in range(3):
-        answers = itertools.cycle((None, None, "replaced"))
-        monkeypatch.setattr(preparation, "masks_replaced", lambda model, answers=answers: next(answers))
+        reasons = itertools.cycle((None, None, "replaced"))
+        monkeypatch.setattr(preparation, "masks_replaced", lambda model, reasons=reasons: next(reasons))
         call = repeating(seed, padded=seed)
         in_place.clear()
         drafted.clear()
-        assert alike_greedy(looked_up(prepared, call), stock, call)
+        assert equals_greedy(looked_up(prepared, call), stock, call)
         assert 3 < len(in_place) < len(drafted) - 2
     assert counted(prepared)[1] > 0
 
@@ -151,9 +151,9 @@ def test_a_mask_with_a_gap_is_prepared_by_transformers(pair, in_place):
     prepared, stock = pair()
     call = repeating()
     call["attention_mask"][0, 4] = 0
-    assert alike_greedy(looked_up(prepared, call), stock, call)
+    assert equals_greedy(looked_up(prepared, call), stock, call)
     assert not in_place and preparation.noted(prepared) is not None
-    assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+    assert equals_greedy(looked_up(prepared, repeating()), stock, repeating())
     assert in_place and preparation.noted(prepared) is None
 
 
@@ -175,8 +175,8 @@ def test_each_number_of_drafts_has_a_recording(pair, drafted):
 def test_sampling_draws_the_same_random_numbers_as_stock(arguments, pair, drafted):
     prepared, stock = pair()
     for seed in range(4):
-        how = {"do_sample": True, "top_k": 3, "temperature": 0.6, **arguments}
-        calls = [looked_up(model, repeating(seed), seed, **how) for model in (prepared, stock)]
+        settings = {"do_sample": True, "top_k": 3, "temperature": 0.6, **arguments}
+        calls = [looked_up(model, repeating(seed), seed, **settings) for model in (prepared, stock)]
         assert torch.equal(*calls)
     assert max(drafted) > 0 and counted(prepared)[1] > 0
 
@@ -184,16 +184,18 @@ def test_sampling_draws_the_same_random_numbers_as_stock(arguments, pair, drafte
 @pytest.mark.parametrize("sampled", [False, True])
 def test_returned_outputs_equal_stock(sampled, pair):
     prepared, stock = pair()
-    how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": sampled}
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "do_sample": sampled}
     for seed in range(3):
         inputs = repeating(seed, padded=2)
-        got, wanted = (looked_up(model, inputs, seed, repetition_penalty=0.9, **how) for model in (prepared, stock))
-        assert type(got) is type(wanted) and list(got) == list(wanted)
-        assert torch.equal(got.sequences, wanted.sequences)
+        actual, expected = (
+            looked_up(model, inputs, seed, repetition_penalty=0.9, **settings) for model in (prepared, stock)
+        )
+        assert type(actual) is type(expected) and list(actual) == list(expected)
+        assert torch.equal(actual.sequences, expected.sequences)
         for part in ("scores", "logits"):
-            ones, others = torch.stack(got[part]), torch.stack(wanted[part])
+            ones, others = torch.stack(actual[part]), torch.stack(expected[part])
             close(ones.nan_to_num(neginf=0), others.nan_to_num(neginf=0))
-        alike(got.past_key_values, wanted.past_key_values)
+        assert_caches_close(actual.past_key_values, expected.past_key_values)
     assert counted(prepared)[1] > NEW / 2
 
 
@@ -216,8 +218,8 @@ def test_assistant_models_draft_as_in_stock(sampled, schedule, pair, drafted):
         results, lengths = [], []
         for model, assistant in zip((prepared, stock), assistants, strict=True):
             drafted.clear()
-            how = {"assistant_model": assistant, "do_sample": sampled}
-            results.append(generate(model, repeating(seed), seed=seed, new=NEW, **how))
+            settings = {"assistant_model": assistant, "do_sample": sampled}
+            results.append(generate(model, repeating(seed), seed=seed, new=NEW, **settings))
             lengths.append(list(drafted))
         assert torch.equal(*results) and lengths[0] == lengths[1]
         if not sampled:
@@ -242,7 +244,7 @@ def test_calls_with_and_without_drafts_alternate(kind, pair):
     for seed in range(3):
         inputs = repeating(seed)
         assert torch.equal(generate(prepared, inputs, new=NEW), generate(stock, inputs, new=NEW))
-        assert alike_greedy(looked_up(prepared, inputs), stock, inputs)
+        assert equals_greedy(looked_up(prepared, inputs), stock, inputs)
     recorded = counted(prepared)[0]
     for seed in range(3):
         generate(prepared, repeating(seed), new=NEW)
@@ -253,17 +255,19 @@ FAULTS = [faults.garbage, faults.node_dropped, faults.stale_input, faults.stale_
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_replay_is_noticed_and_the_call_begins_again(fault, pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_is_detected_and_the_call_is_restarted(fault, pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(fault, first=4))
     prepared, stock = pair(graphs=None)
     for seed in range(4):
-        how = {"do_sample": bool(seed % 2)}
-        assert torch.equal(looked_up(prepared, repeating(), seed, **how), looked_up(stock, repeating(), seed, **how))
+        settings = {"do_sample": bool(seed % 2)}
+        assert torch.equal(
+            looked_up(prepared, repeating(), seed, **settings), looked_up(stock, repeating(), seed, **settings)
+        )
     assert "differed from the step itself" in known(prepared).disabled
 
 
-def test_a_wrong_replay_with_an_assistant_is_noticed(pair, monkeypatch, tmp_path):
+def test_a_wrong_replay_with_an_assistant_is_detected(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ROCM_CACHE", str(tmp_path))
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.garbage, first=4))
     prepared, stock = pair(graphs=None)
@@ -322,8 +326,8 @@ def test_calls_that_cannot_be_recorded_run_as_in_stock(pair):
 def test_threads_look_up_concurrently(pair):
     prepared, stock = pair()
     inputs = [repeating(seed) for seed in range(4)]
-    expected = [looked_up(stock, given) for given in inputs]
-    assert alike_from_threads(lambda given: looked_up(prepared, given, seed=None), inputs, expected)
+    expected = [looked_up(stock, call) for call in inputs]
+    assert alike_from_threads(lambda call: looked_up(prepared, call, seed=None), inputs, expected)
 
 
 def test_the_class_is_stock_again_after_a_call(pair):
@@ -340,7 +344,7 @@ def test_rejected_drafts_leave_room_in_windows(pair, monkeypatch):
     prepared, stock = pair("mistral")
     for seed in range(3):
         inputs = repeating(seed, length=20)
-        assert alike_greedy(looked_up(prepared, inputs, tokens=15), stock, inputs)
+        assert equals_greedy(looked_up(prepared, inputs, tokens=15), stock, inputs)
     assert counted(prepared)[1] > 0
 
 
@@ -353,6 +357,6 @@ def test_a_prompt_of_embeddings_runs_as_in_stock(pair):
     # Before 5.14, stock fails without token ids.
     if not before("5.14"):
         prompts.append(inputs)
-    for given in prompts:
-        assert torch.equal(*(looked_up(model, given) for model in (prepared, stock)))
-    assert sum(count for why, count in known(prepared).turned_away.items() if "embeddings" in why) == len(prompts)
+    for call in prompts:
+        assert torch.equal(*(looked_up(model, call) for model in (prepared, stock)))
+    assert sum(count for reason, count in known(prepared).turned_away.items() if "embeddings" in reason) == len(prompts)

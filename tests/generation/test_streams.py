@@ -31,7 +31,7 @@ class Event:
 
 
 @pytest.fixture
-def handed_over(monkeypatch):
+def recorded_on_stream(monkeypatch):
     """The arguments of every call of `record_current_stream`, as lists of tensors."""
     calls = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: calls.append(list(tensors)))
@@ -43,11 +43,11 @@ def handed_over(monkeypatch):
     return calls
 
 
-def memory(tensors):
+def storage_addresses(tensors):
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
-def like(cache):
+def take_arguments(cache):
     """The arguments of `pool.take` for a call that this cache can serve."""
     windows = [layer.window for layer in cache.layers]
     return {"windows": windows, "batch": cache.max_batch_size, "prompt": 1, "limit": cache.capacity - 2}
@@ -56,16 +56,16 @@ def like(cache):
 @pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "eos_token_id": 61}])
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
-def test_all_tensors_of_a_cache_are_found(kind, padded, drafts, pair):
+def test_all_tensors_of_a_cache_are_collected(kind, padded, drafts, pair):
     prepared, _ = pair(kind)
     generate(prepared, prompt(rows=1, padded=padded), new=40, **drafts)
     cache = known(prepared).pool._idle[0].cache
     everything = all_residents_of(cache)
     assert len(everything) == 1 or (drafts and len({residents.form.tokens for residents in everything}) > 1)
-    kept = [recording for recording in cache.recordings.values() if isinstance(recording, RecordedStep)]
-    assert kept and everything and counted(prepared)[1] > 0
+    recordings = [recording for recording in cache.recordings.values() if isinstance(recording, RecordedStep)]
+    assert recordings and everything and counted(prepared)[1] > 0
     expected = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values, layer.place)]
-    expected += [tensor for one in kept for tensor in (*one._inputs, *one.tensors)]
+    expected += [tensor for step in recordings for tensor in (*step._inputs, *step.tensors)]
     for residents in everything:
         expected += [residents.input_ids, residents._clock, residents._relative, *residents.clocks.values()]
         for mask in residents.masks:
@@ -73,40 +73,40 @@ def test_all_tensors_of_a_cache_are_found(kind, padded, drafts, pair):
             expected += [] if mask.rows.key_starts is None else [mask.rows.key_starts]
         assert (residents._padding is not None) == bool(padded)
         expected += [start for start in (residents._padding, *residents._starts) if start is not None]
-    result = memory(tensors_in(cache, everything))
-    assert memory(expected) <= result
+    result = storage_addresses(tensors_in(cache, everything))
+    assert storage_addresses(expected) <= result
     # The traversal doesn't leave the cache.
-    assert not result & memory(prepared.parameters())
+    assert not result & storage_addresses(prepared.parameters())
 
 
-def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, handed_over):
+def test_a_cache_of_another_stream_is_synchronised_and_recorded(pair, recorded_on_stream):
     prepared, _ = pair()
     generate(prepared)
     idle = known(prepared).pool._idle
-    cache, here, event = idle[0].cache, Stream(), Event()
-    idle[0] = pool._Idle(cache, here, event)
-    sizes = like(cache)
-    Stream.current = here
-    assert known(prepared).pool.take(**sizes) is cache and not event.waited and not handed_over
-    idle.append(pool._Idle(cache, here, event))
+    cache, stream, event = idle[0].cache, Stream(), Event()
+    idle[0] = pool._Idle(cache, stream, event)
+    sizes = take_arguments(cache)
+    Stream.current = stream
+    assert known(prepared).pool.take(**sizes) is cache and not event.waited and not recorded_on_stream
+    idle.append(pool._Idle(cache, stream, event))
     Stream.current = Stream()
     assert known(prepared).pool.take(**sizes) is cache
     assert event.waited == [Stream.current]
-    (info,) = handed_over
-    assert memory(info) >= memory([cache.layers[0].keys, all_residents_of(cache)[0].input_ids])
+    (tensors,) = recorded_on_stream
+    assert storage_addresses(tensors) >= storage_addresses([cache.layers[0].keys, all_residents_of(cache)[0].input_ids])
 
 
-def test_a_cache_of_the_same_stream_is_preferred(pair, handed_over):
+def test_a_cache_of_the_same_stream_is_preferred(pair, recorded_on_stream):
     prepared, _ = pair()
     generate(prepared)
     idle = known(prepared).pool._idle
-    cache, here = idle.pop().cache, Stream()
+    cache, stream = idle.pop().cache, Stream()
     generate(prepared)
     other = idle.pop().cache
-    idle += [pool._Idle(cache, Stream(), Event()), pool._Idle(other, here, Event())]
-    Stream.current = here
-    taken = known(prepared).pool.take(**like(cache))
-    assert taken is other and not handed_over
+    idle += [pool._Idle(cache, Stream(), Event()), pool._Idle(other, stream, Event())]
+    Stream.current = stream
+    taken = known(prepared).pool.take(**take_arguments(cache))
+    assert taken is other and not recorded_on_stream
 
 
 def test_separate_streams_differ(monkeypatch):

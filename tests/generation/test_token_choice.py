@@ -62,16 +62,16 @@ def test_the_largest_logits_are_chosen_in_the_step(pair, chosen):
     assert chosen["largest"] > 40 and not chosen["drawn"]
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_choose_the_same_tokens(dtype, how, pair, chosen, monkeypatch):
+def test_half_precision_models_choose_the_same_tokens(dtype, sampling, pair, chosen, monkeypatch):
     """The reference is the same model, with tokens chosen by transformers. Of tied logits, the first is chosen."""
     prepared = pair()[0].to(dtype)
-    tokens = [generate(prepared, prompt(rows=3), seed=seed, new=25, **how) for seed in (0, 1)]
+    tokens = [generate(prepared, prompt(rows=3), seed=seed, new=25, **sampling) for seed in (0, 1)]
     assert chosen.total() > 25
     monkeypatch.setattr(token_choice, "of_call", lambda *_: None)
     for seed in (0, 1):
-        assert torch.equal(generate(prepared, prompt(rows=3), seed=seed, new=25, **how), tokens[seed])
+        assert torch.equal(generate(prepared, prompt(rows=3), seed=seed, new=25, **sampling), tokens[seed])
 
 
 def test_rows_end_as_in_stock(pair, chosen):
@@ -85,13 +85,13 @@ def test_rows_end_as_in_stock(pair, chosen):
     assert chosen["drawn"] and chosen["largest"]
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_streamers_receive_the_values_of_stock(how, pair, chosen):
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_streamers_receive_the_values_of_stock(sampling, pair, chosen):
     prepared, stock = pair()
     for seed in (0, 1):
         streamers = Streamer(), Streamer()
         for model, streamer in zip((prepared, stock), streamers, strict=True):
-            generate(model, prompt(rows=1), streamer=streamer, seed=seed, new=20, **how)
+            generate(model, prompt(rows=1), streamer=streamer, seed=seed, new=20, **sampling)
         assert streamers[0].values == streamers[1].values
     assert chosen.total() > 10
 
@@ -101,9 +101,9 @@ def test_a_deferred_check_restores_the_random_state(pair, ends_checked_late, cho
     free = generate(stock, prompt(rows=1), seed=0, new=25, **SAMPLED)[0]
     # The row ends in one of the first steps, which run uncaptured, in a later step, or in the last one.
     for at in (8, 9, 12, 20, 31):
-        how = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
+        settings = {"eos_token_id": free[at].item(), "pad_token_id": 0, **SAMPLED}
         for _ in range(2):
-            assert same(prepared, stock, prompt(rows=1), new=25, **how)
+            assert same(prepared, stock, prompt(rows=1), new=25, **settings)
     assert chosen["drawn"]
 
 
@@ -152,53 +152,59 @@ def test_in_unsupported_calls_transformers_chooses_the_tokens(name, pair, chosen
     for _ in range(2):
         results = []
         for model in (prepared, stock):
-            how = REFUSED[name]()
-            results.append(generate(model, seed=0, new=20, **{**SAMPLED, "do_sample": True, **how}))
-            results.append(how)
-        ours, how, stocks, other = results
-        if isinstance(ours, torch.Tensor):
-            assert torch.equal(ours, stocks)
+            arguments = REFUSED[name]()
+            results.append(generate(model, seed=0, new=20, **{**SAMPLED, "do_sample": True, **arguments}))
+            results.append(arguments)
+        actual, arguments, expected, stock_arguments = results
+        if isinstance(actual, torch.Tensor):
+            assert torch.equal(actual, expected)
         else:
-            assert torch.equal(ours.sequences, stocks.sequences)
-            for mine, its in zip(ours.scores or ours.logits, stocks.scores or stocks.logits, strict=True):
-                torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
-        for mine, its in zip(how.get("logits_processor", ()), other.get("logits_processor", ()), strict=True):
-            assert getattr(mine, "seen", []) == pytest.approx(getattr(its, "seen", []), rel=1e-3)
+            assert torch.equal(actual.sequences, expected.sequences)
+            for result, reference in zip(
+                actual.scores or actual.logits, expected.scores or expected.logits, strict=True
+            ):
+                torch.testing.assert_close(result, reference, rtol=1e-3, atol=1e-3)
+        for result, reference in zip(
+            arguments.get("logits_processor", ()), stock_arguments.get("logits_processor", ()), strict=True
+        ):
+            assert getattr(result, "seen", []) == pytest.approx(getattr(reference, "seen", []), rel=1e-3)
     assert counted(prepared)[1] and not chosen
 
 
 def test_a_returned_dict_without_scores_equals_stock(pair, chosen):
     prepared, stock = pair()
     for _ in range(2):
-        ours, stocks = (generate(model, seed=1, return_dict_in_generate=True, **SAMPLED) for model in (prepared, stock))
-        assert torch.equal(ours.sequences, stocks.sequences) and ours.scores is stocks.scores is None
+        actual, expected = (
+            generate(model, seed=1, return_dict_in_generate=True, **SAMPLED) for model in (prepared, stock)
+        )
+        assert torch.equal(actual.sequences, expected.sequences) and actual.scores is expected.scores is None
     assert chosen["drawn"]
 
 
 @pytest.mark.parametrize("at", [2, 4, 6, 9])
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_logits_that_become_nan_are_handled_as_in_stock(how, at, pair):
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_logits_that_become_nan_are_handled_as_in_stock(sampling, at, pair):
     """Stock chooses the first NaN, or raises in `torch.multinomial`. Later calls are recorded as before."""
     prepared, stock = pair()
-    inputs, kept = prompt(rows=1), stock.model.embed_tokens.weight.clone()
-    token = generate(stock, inputs, seed=0, new=20, **how)[0, 6 + at]
+    inputs, weights = prompt(rows=1), stock.model.embed_tokens.weight.clone()
+    token = generate(stock, inputs, seed=0, new=20, **sampling)[0, 6 + at]
     for model in (prepared, stock):
         for seed in range(2):
-            generate(model, inputs, seed=seed, new=20, **how)
+            generate(model, inputs, seed=seed, new=20, **sampling)
         with torch.no_grad():
             model.model.embed_tokens.weight[token] = float("nan")
     results = []
     for model in (prepared, stock):
         streamer = Streamer()
-        with pytest.raises(RuntimeError, match="nan") if how else nullcontext():
-            generate(model, inputs, seed=0, new=30, streamer=streamer, **how)
+        with pytest.raises(RuntimeError, match="nan") if sampling else nullcontext():
+            generate(model, inputs, seed=0, new=30, streamer=streamer, **sampling)
         results.append(streamer.values)
-    assert results[0] == results[1] and len(results[0]) == (at + 1 if how else 32)
+    assert results[0] == results[1] and len(results[0]) == (at + 1 if sampling else 32)
     for model in (prepared, stock):
         with torch.no_grad():
-            model.model.embed_tokens.weight.copy_(kept)
+            model.model.embed_tokens.weight.copy_(weights)
     for _ in range(2):
-        assert same(prepared, stock, inputs, new=20, **how)
+        assert same(prepared, stock, inputs, new=20, **sampling)
     assert known(prepared).disabled is None
 
 
@@ -206,15 +212,15 @@ def test_a_method_of_the_model_may_read_the_logits(pair, chosen):
     prepared, stock = pair()
     sums = []
     for model in (prepared, stock):
-        update, mine = model._update_model_kwargs_for_generation, []
+        update, values = model._update_model_kwargs_for_generation, []
 
-        def reading(outputs, *args, update=update, mine=mine, **kwargs):
-            mine.append(outputs.logits[:, -1].sum().item())
+        def reading(outputs, *args, update=update, values=values, **kwargs):
+            values.append(outputs.logits[:, -1].sum().item())
             return update(outputs, *args, **kwargs)
 
         model._update_model_kwargs_for_generation = reading
         generate(model, seed=0, new=20, **SAMPLED)
-        sums.append(mine)
+        sums.append(values)
     assert sums[0] == pytest.approx(sums[1], rel=1e-4) and not chosen
 
 
@@ -228,8 +234,12 @@ def test_after_restore_transformers_chooses_the_tokens(pair, chosen):
 
 def test_with_beams_or_drafts_transformers_chooses_the_tokens(pair, chosen):
     prepared, stock = pair()
-    for how in ({"num_beams": 3}, {"num_beams": 3, **SAMPLED}, {"prompt_lookup_num_tokens": 2, "eos_token_id": 60}):
-        assert same(prepared, stock, prompt(rows=1), new=20, **how)
+    for settings in (
+        {"num_beams": 3},
+        {"num_beams": 3, **SAMPLED},
+        {"prompt_lookup_num_tokens": 2, "eos_token_id": 60},
+    ):
+        assert same(prepared, stock, prompt(rows=1), new=20, **settings)
     assert not chosen
 
 

@@ -30,36 +30,36 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
     """Functions are called as often as in stock, and with tensors, even if they are replaced during a call."""
-    owner, attribute, how = PLACES[name]
+    owner, attribute, settings = PLACES[name]
     prepared, stock = pair("llama", graphs=None)
     # Later calls compare few of their draws, and a comparison calls the functions too.
     for _ in range(3):
-        generate(prepared, prompt(rows=1), seed=0, new=20, **how)
+        generate(prepared, prompt(rows=1), seed=0, new=20, **settings)
     original, calls = getattr(owner, attribute), []
 
     def replacement(*args, **kwargs):
         calls.append(not any(isinstance(value, token_choice.StandIn) for value in args))
         return original(*args, **kwargs)
 
-    acts = {7: lambda _: monkeypatch.setattr(owner, attribute, replacement)} if during else {}
+    actions = {7: lambda _: monkeypatch.setattr(owner, attribute, replacement)} if during else {}
     counts = []
     for model in (prepared, stock):
         with monkeypatch.context() as patch:
             if not during:
                 patch.setattr(owner, attribute, replacement)
             calls.clear()
-            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Streamer(acts), **how)
+            tokens = generate(model, prompt(rows=1), seed=0, new=20, streamer=Streamer(actions), **settings)
             counts.append((len(calls), tokens))
             assert calls and all(calls)
         monkeypatch.setattr(owner, attribute, original)
     assert torch.equal(counts[0][1], counts[1][1])
-    # Attention may call it too.
+    # Attention may call softmax too.
     if name != "softmax":
         assert counts[0][0] == counts[1][0]
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_functions_replaced_before_the_first_call_are_called(how, pair, monkeypatch):
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_functions_replaced_before_the_first_call_are_called(sampling, pair, monkeypatch):
     """One replacement is another function of torch, and one accepts only the arguments that transformers passes."""
     draws_like_multinomial.cache_clear()
     token_choice._skipped.cache_clear()
@@ -67,7 +67,7 @@ def test_functions_replaced_before_the_first_call_are_called(how, pair, monkeypa
     monkeypatch.setattr(torch, "multinomial", lambda weights, num_samples: weights.topk(2).indices[:, 1:])
     prepared, stock = pair("llama", graphs=None)
     for _ in range(2):
-        assert same(prepared, stock, new=20, **how)
+        assert same(prepared, stock, new=20, **sampling)
     assert counted(prepared)[1]
     token_choice._skipped.cache_clear()
 
@@ -109,8 +109,8 @@ def test_a_setting_that_becomes_a_tensor_takes_effect(pair):
 
             change = partial(setattr, processor, "temperature", torch.linspace(0.5, 1, 61))
             streamer = Streamer({8: lambda _, change=change: change()})
-            how = {"logits_processor": processors, "streamer": streamer, "do_sample": True}
-            tokens.append(generate(model, prompt(rows=1), seed=seed, new=20, **how))
+            settings = {"logits_processor": processors, "streamer": streamer, "do_sample": True}
+            tokens.append(generate(model, prompt(rows=1), seed=seed, new=20, **settings))
         assert torch.equal(*tokens)
 
 
@@ -130,7 +130,7 @@ def test_a_setting_that_changes_during_a_call_takes_effect(pair, chosen):
         tokens = []
         for model in (prepared, stock):
             processor = TemperatureLogitsWarper(2.0)
-            how = {"logits_processor": LogitsProcessorList([processor]), "streamer": Changes(processor)}
-            tokens.append(generate(model, prompt(rows=1), seed=0, new=20, do_sample=True, **how))
+            settings = {"logits_processor": LogitsProcessorList([processor]), "streamer": Changes(processor)}
+            tokens.append(generate(model, prompt(rows=1), seed=0, new=20, do_sample=True, **settings))
         assert torch.equal(*tokens)
     assert chosen["drawn"]

@@ -31,7 +31,7 @@ def contents(cache):
 
 
 def close(one, two):
-    """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps of the largest value.
+    """Compare up to rounding, because layers sum in different orders. The tolerance is 512 eps times the largest value.
 
     The random weights of the tested models amplify rounding errors. The largest observed error is 45 eps, in T5,
     which doesn't scale its attention scores.
@@ -44,7 +44,7 @@ def _pairs(layers):
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def alike(prepared, stock):
+def assert_caches_close(prepared, stock):
     """Compare caches up to rounding, because keys are computed with masks that differ from stock's."""
     (kind, length, tensors), (other, others_length, others) = contents(prepared), contents(stock)
     assert kind is other and length == others_length and len(tensors) == len(others)
@@ -62,37 +62,42 @@ def alike(prepared, stock):
 @pytest.mark.parametrize("padded", [0, 3])
 def test_returned_caches_equal_stock(kind, name, padded, pair):
     if name == "static" and kind != "llama" and not SLIDING_STATIC:
-        pytest.skip("its static cache has another class")
+        pytest.skip("the static cache of this release has another class")
     prepared, stock = pair(kind)
-    how = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "cache_implementation": name}
+    settings = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "cache_implementation": name,
+    }
     for seed in (0, 1):
         inputs = prompt(padded=padded, seed=seed)
-        got, wanted = generate(prepared, inputs, new=NEW, **how), generate(stock, inputs, new=NEW, **how)
-        assert type(got) is type(wanted) and list(got) == list(wanted)
-        assert torch.equal(got.sequences, wanted.sequences)
+        actual, expected = generate(prepared, inputs, new=NEW, **settings), generate(stock, inputs, new=NEW, **settings)
+        assert type(actual) is type(expected) and list(actual) == list(expected)
+        assert torch.equal(actual.sequences, expected.sequences)
         for part in ("scores", "logits"):
-            close(torch.stack(got[part]), torch.stack(wanted[part]))
-        alike(got.past_key_values, wanted.past_key_values)
+            close(torch.stack(actual[part]), torch.stack(expected[part]))
+        assert_caches_close(actual.past_key_values, expected.past_key_values)
     assert counted(prepared) == (1, 2 * (NEW - 1) - 3)
 
 
-def brought(kind, how, model):
-    if how == "dynamic":
+def passed_cache(kind, form, model):
+    if form == "dynamic":
         return DynamicCache()
-    if how == "dynamic with a config":
+    if form == "dynamic with a config":
         return DynamicCache(config=model.config)
     if SLIDING_STATIC:
         return StaticCache(config=model.config, max_cache_len=64)
     return StaticCache(config=model.config, max_batch_size=2, max_cache_len=64)
 
 
-@pytest.mark.parametrize("how", ["dynamic", "dynamic with a config", "static"])
+@pytest.mark.parametrize("form", ["dynamic", "dynamic with a config", "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chat_continues_with_a_passed_cache(kind, how, pair):
-    if not SLIDING_STATIC and (how == "dynamic with a config" or (how == "static" and kind != "llama")):
+def test_a_chat_continues_with_a_passed_cache(kind, form, pair):
+    if not SLIDING_STATIC and (form == "dynamic with a config" or (form == "static" and kind != "llama")):
         pytest.skip("this release has no such cache")
     prepared, stock = pair(kind)
-    caches = [brought(kind, how, model) for model in (prepared, stock)]
+    caches = [passed_cache(kind, form, model) for model in (prepared, stock)]
     sequences = [prompt(padded=2)["input_ids"]] * 2
     mask = prompt(padded=2)["attention_mask"]
     # Number of new prompt tokens: none, a user's turn, a single token.
@@ -102,11 +107,11 @@ def test_a_chat_continues_with_a_passed_cache(kind, how, pair):
         mask = torch.cat((mask, mask.new_ones((2, sequences[0].shape[1] - mask.shape[1]))), 1)
         inputs = [{"input_ids": tokens, "attention_mask": mask} for tokens in sequences]
         sequences = [
-            generate(model, given, new=NEW, past_key_values=cache)
-            for model, given, cache in zip((prepared, stock), inputs, caches, strict=True)
+            generate(model, call, new=NEW, past_key_values=cache)
+            for model, call, cache in zip((prepared, stock), inputs, caches, strict=True)
         ]
         assert torch.equal(*sequences)
-        alike(*caches)
+        assert_caches_close(*caches)
     assert counted(prepared)[1] >= NEW
 
 
@@ -115,35 +120,40 @@ def test_a_returned_cache_is_continued_and_can_be_copied(pair):
     results = []
     for model in (prepared, stock):
         first = generate(model, new=NEW, return_dict_in_generate=True)
-        kept = copy.deepcopy(first.past_key_values)
+        duplicate = copy.deepcopy(first.past_key_values)
         tokens = [
             generate(model, {"input_ids": first.sequences}, new=NEW, past_key_values=cache)
-            for cache in (first.past_key_values, kept)
+            for cache in (first.past_key_values, duplicate)
         ]
-        results.append((*tokens, first.past_key_values, kept))
+        results.append((*tokens, first.past_key_values, duplicate))
     assert all(torch.equal(*pair) for pair in zip(results[0][:2], results[1][:2], strict=True))
-    alike(results[0][2], results[1][2])
-    alike(results[0][3], results[1][3])
+    assert_caches_close(results[0][2], results[1][2])
+    assert_caches_close(results[0][3], results[1][3])
     assert counted(prepared)[1] > 2 * NEW
     assert all(idle.cache.user is None for idle in known(prepared).pool._idle)
 
 
-@pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True, "output_scores": True}])
-def test_the_deferred_check_leaves_no_extra_token_in_the_cache(how, pair, ends_checked_late):
+@pytest.mark.parametrize("settings", [{}, {"return_dict_in_generate": True, "output_scores": True}])
+def test_the_deferred_check_leaves_no_extra_token_in_the_cache(settings, pair, ends_checked_late):
     prepared, stock = pair()
     free = generate(stock, repetition_penalty=9.0)
-    how = {**how, "eos_token_id": [row[12].item() for row in free], "repetition_penalty": 9.0, "pad_token_id": 0}
+    settings = {
+        **settings,
+        "eos_token_id": [row[12].item() for row in free],
+        "repetition_penalty": 9.0,
+        "pad_token_id": 0,
+    }
     for _ in range(2):
         caches = [DynamicCache(), DynamicCache()]
-        got, wanted = (
-            generate(model, past_key_values=cache, **how)
+        actual, expected = (
+            generate(model, past_key_values=cache, **settings)
             for model, cache in zip((prepared, stock), caches, strict=True)
         )
-        if "output_scores" in how:
-            assert len(got.scores) == len(wanted.scores)
-            got, wanted = got.sequences, wanted.sequences
-        assert torch.equal(got, wanted) and got.shape[1] < 19
-        alike(*caches)
+        if "output_scores" in settings:
+            assert len(actual.scores) == len(expected.scores)
+            actual, expected = actual.sequences, expected.sequences
+        assert torch.equal(actual, expected) and actual.shape[1] < 19
+        assert_caches_close(*caches)
     assert counted(prepared)[1]
 
 
@@ -167,7 +177,7 @@ def test_an_error_leaves_the_tokens_so_far_in_the_cache(pair):
         with pytest.raises(KeyboardInterrupt):
             generate(model, prompt(rows=1), new=NEW, past_key_values=cache, streamer=Streamer())
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
-    alike(*caches)
+    assert_caches_close(*caches)
 
 
 def test_a_wrong_replay_does_not_change_the_users_cache(pair, monkeypatch, tmp_path):
@@ -176,14 +186,14 @@ def test_a_wrong_replay_does_not_change_the_users_cache(pair, monkeypatch, tmp_p
     prepared, stock = pair(graphs=None)
     first = generate(stock, new=NEW, return_dict_in_generate=True)
     caches = [copy.deepcopy(first.past_key_values) for _ in range(2)]
-    given = {"input_ids": first.sequences}
+    call = {"input_ids": first.sequences}
     tokens = [
-        generate(model, given, new=25, past_key_values=cache)
+        generate(model, call, new=25, past_key_values=cache)
         for model, cache in zip((prepared, stock), caches, strict=True)
     ]
     assert torch.equal(*tokens)
     assert "differed from the step itself" in known(prepared).disabled
-    alike(*caches)
+    assert_caches_close(*caches)
 
 
 def test_user_code_can_read_the_passed_cache(pair):
@@ -213,15 +223,15 @@ class OwnCache(DynamicCache):
 @pytest.mark.parametrize("name", ["offloaded", OwnCache])
 def test_other_caches_are_not_replaced(name, pair):
     prepared, stock = pair(graphs=None)
-    how = {"cache_implementation": name} if isinstance(name, str) else {}
+    settings = {"cache_implementation": name} if isinstance(name, str) else {}
     if name == "offloaded" and not torch.cuda.is_available():
         pytest.skip("an offloaded cache needs a GPU")
     results = []
     for model in (prepared, stock):
-        given = how or {"past_key_values": name()}
-        results.append(generate(model, return_dict_in_generate=True, **given))
+        arguments = settings or {"past_key_values": name()}
+        results.append(generate(model, return_dict_in_generate=True, **arguments))
     assert torch.equal(results[0].sequences, results[1].sequences)
-    alike(results[0].past_key_values, results[1].past_key_values)
+    assert_caches_close(results[0].past_key_values, results[1].past_key_values)
     assert counted(prepared) == (0, 0)
 
 
@@ -238,6 +248,6 @@ def test_steps_after_a_prompt_of_embeddings_are_recorded(kind, pair):
     for seed in (0, 1):
         with torch.no_grad():
             embeddings = stock.get_input_embeddings()(prompt(padded=2, seed=seed)["input_ids"])
-        given = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
-        assert torch.equal(generate(prepared, given, new=NEW), generate(stock, given, new=NEW))
+        call = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
+        assert torch.equal(generate(prepared, call, new=NEW), generate(stock, call, new=NEW))
     assert counted(prepared) == (1, 2 * (NEW - 1) - 3)

@@ -16,22 +16,22 @@ from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.state import known
 from tests.generation import faults
 from tests.generation.conftest import Streamer, assistant_of, counted, generate
-from tests.generation.test_speculation import NEVER, NEW, alike_greedy, before, looked_up, repeating
+from tests.generation.test_speculation import NEVER, NEW, before, equals_greedy, looked_up, repeating
 
 
 @pytest.fixture
 def read(monkeypatch):
     """Count the steps whose tokens were read on the host, and how often a stand-in computed its logits or scores."""
     counts = Counter()
-    for kind, name, what in (
+    for kind, name, value in (
         (verification._Selected, "__init__", "tokens"),
         (verification._Logits, "tensor", "logits"),
         (verification._Scores, "tensor", "logits"),
     ):
         method = getattr(kind, name)
 
-        def counting(self, *args, method=method, what=what):
-            counts[what] += 1
+        def counting(self, *args, method=method, value=value):
+            counts[value] += 1
             return method(self, *args)
 
         monkeypatch.setattr(kind, name, counting)
@@ -46,7 +46,7 @@ def test_lookups_read_only_tokens(kind, ends, pair, read):
         inputs = repeating(seed)
         tokens = looked_up(prepared, inputs, eos_token_id=ends)
         if ends == NEVER:
-            assert alike_greedy(tokens, stock, inputs)
+            assert equals_greedy(tokens, stock, inputs)
         elif not before("5.14"):
             assert torch.equal(tokens, generate(stock, inputs, new=NEW, eos_token_id=ends))
     replayed = counted(prepared)[1] - known(prepared).compared
@@ -56,10 +56,10 @@ def test_lookups_read_only_tokens(kind, ends, pair, read):
 def test_calls_with_an_assistant_read_only_tokens(pair, read):
     prepared, stock = pair()
     for _ in range(2):
-        drafting = hf_rocm.prepare(assistant_of(stock, "constant"), force=True, graphs=True)
+        assistant = hf_rocm.prepare(assistant_of(stock, "constant"), force=True, graphs=True)
         streamers = Streamer(), Streamer()
         tokens = generate(
-            prepared, repeating(), new=NEW, eos_token_id=NEVER, assistant_model=drafting, streamer=streamers[0]
+            prepared, repeating(), new=NEW, eos_token_id=NEVER, assistant_model=assistant, streamer=streamers[0]
         )
         expected = generate(
             stock,
@@ -92,16 +92,16 @@ def searched(monkeypatch):
 @pytest.mark.parametrize("ends", [NEVER, [5, 17, 40]])
 def test_tokens_and_end_tokens_are_available_on_the_host(ends, pair, searched, monkeypatch):
     prepared, stock = pair()
-    known_ends = []
+    continued = []
     goes_on = stop_criteria._Criteria._goes_on
     monkeypatch.setattr(
-        stop_criteria._Criteria, "_goes_on", lambda *args: known_ends.append(goes_on(*args)) or known_ends[-1]
+        stop_criteria._Criteria, "_goes_on", lambda *args: continued.append(goes_on(*args)) or continued[-1]
     )
     for seed in (0, 0, 1, 2, 3):
         expected = generate(stock, repeating(seed), new=NEW, eos_token_id=ends)
         tokens = looked_up(prepared, repeating(seed), eos_token_id=ends)
         assert torch.equal(tokens[:, : expected.shape[1]], expected)
-    assert len(searched) - sum(searched) > 12 and sum(known_ends) > 12
+    assert len(searched) - sum(searched) > 12 and sum(continued) > 12
 
 
 def test_a_criterion_of_the_user_may_change_the_tokens(pair, searched):
@@ -127,24 +127,24 @@ def test_a_streamer_may_change_the_values_that_it_receives(pair, searched):
     prepared, stock = pair()
     for seed in (0, 0, 1):
         tokens = looked_up(prepared, repeating(seed), streamer=Changes())
-        assert alike_greedy(tokens, stock, repeating(seed))
+        assert equals_greedy(tokens, stock, repeating(seed))
     assert not all(searched)
 
 
 @pytest.mark.parametrize(
-    "how",
+    "settings",
     [
         {"do_sample": True},
         {"repetition_penalty": 1.1},
         {"return_dict_in_generate": True, "output_scores": True},
         {"return_dict_in_generate": True, "output_logits": True},
     ],
-    ids=lambda how: "-".join(how),
+    ids=lambda settings: "-".join(settings),
 )
-def test_calls_that_read_logits_equal_stock(how, pair, read):
+def test_calls_that_read_logits_equal_stock(settings, pair, read):
     prepared, stock = pair()
     for _ in range(2):
-        results = [looked_up(model, repeating(), **how) for model in (prepared, stock)]
+        results = [looked_up(model, repeating(), **settings) for model in (prepared, stock)]
         assert torch.equal(*(getattr(result, "sequences", result) for result in results))
     assert counted(prepared)[1] > 8 and read["tokens"] == 0
 
@@ -154,15 +154,15 @@ def test_replaced_functions_receive_tensors(pair, read, monkeypatch):
     looked_up(prepared, repeating())
     before_replacing = read["tokens"]
     monkeypatch.setattr(torch, "cat", lambda *args, stock=torch.cat, **kwargs: stock(*args, **kwargs))
-    assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+    assert equals_greedy(looked_up(prepared, repeating()), stock, repeating())
     assert read["tokens"] == before_replacing > 0
     assert not verification.Verification(LogitsProcessorList()).holds()
 
 
 def test_a_model_with_its_own_update_receives_tensors(pair, read):
     prepared, _ = pair()
-    stocks = GenerationMixin._update_model_kwargs_for_generation
-    prepared._update_model_kwargs_for_generation = lambda *args, **kwargs: stocks(prepared, *args, **kwargs)
+    stock_update = GenerationMixin._update_model_kwargs_for_generation
+    prepared._update_model_kwargs_for_generation = lambda *args, **kwargs: stock_update(prepared, *args, **kwargs)
     looked_up(prepared, repeating())
     assert read["tokens"] == 0
 
@@ -172,7 +172,7 @@ def test_wrong_tokens_are_detected(pair, monkeypatch, tmp_path):
     monkeypatch.setitem(recorder.factories, "cpu", faults.recorder_with(faults.argmax_dropped, first=2, last=2))
     prepared, stock = pair(graphs=None)
     for _ in range(2):
-        assert alike_greedy(looked_up(prepared, repeating()), stock, repeating())
+        assert equals_greedy(looked_up(prepared, repeating()), stock, repeating())
     assert "differed from the step itself" in known(prepared).disabled
 
 

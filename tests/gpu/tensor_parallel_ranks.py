@@ -28,8 +28,8 @@ def main(checkpoint: str, out: str) -> None:
     ids = torch.tensor([[5, 9, 31, 7], [3, 44, 8, 21]], device="cuda")
     results = {}
     for name, model in (("stock", stock), ("prepared", prepared)):
-        made = [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n) for n in (24, 12)]
-        results[name] = [tensor.tolist() for tensor in made]
+        tokens = [model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n) for n in (24, 12)]
+        results[name] = [tensor.tolist() for tensor in tokens]
     state = known(prepared)
     results["recorded"], results["replayed"] = state.recorded, state.replayed
     Path(out, f"{rank}.json").write_text(json.dumps(results))

@@ -17,13 +17,13 @@ DECODE = Case("decode", 2, 64, 32)
 
 def test_a_decode_case_is_timed_with_recorded_steps():
     subject = run.Subject(None, "small", torch.device("cuda:0"))
-    done = run.bench(subject, [DECODE], ["stock", "hf_rocm"], rounds=2, segment="x", progress=lambda text: None)
-    stock, prepared = done.results[0].timings
+    report = run.bench(subject, [DECODE], ["stock", "hf_rocm"], rounds=2, segment="x", progress=lambda text: None)
+    stock, prepared = report.results[0].timings
     assert "steps replayed" in prepared.note and not prepared.note.startswith("0 ") and stock.note is None
     assert 0 < prepared.replay < prepared.unit.median and stock.replay is None
-    weights = 2 * done.model["parameters"]
-    for our in (stock, prepared):
-        assert our.parity.refusal is None and weights < our.peak < weights + 2**30
+    weights = 2 * report.model["parameters"]
+    for timing in (stock, prepared):
+        assert timing.parity.refusal is None and weights < timing.peak < weights + 2**30
 
 
 def test_rates_are_those_of_a_gpu_and_exclude_launches():

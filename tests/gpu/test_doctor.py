@@ -11,20 +11,20 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_gpu_is_tested() -> None:
-    answer = ThisMachine().run_task("torch", timeout=240)
-    assert answer.error is None
-    devices = answer.facts["devices"]
+    result = ThisMachine().run_task("torch", timeout=240)
+    assert result.error is None
+    devices = result.facts["devices"]
     assert len(devices) == torch.cuda.device_count() and all(device["gemm"] is None for device in devices)
     assert all("flash" in device and device["free"] <= device["total"] for device in devices)
-    allocator = answer.facts["allocator"]
+    allocator = result.facts["allocator"]
     assert allocator["error"] is None and allocator["reserved_after_8"] <= allocator["reserved_after_2"] + 512 * 2**20
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:128"])
 def test_the_settings_of_the_allocator_take_effect(settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    answer = ThisMachine().run_task("torch", timeout=240)
-    assert answer.error is None and answer.facts["allocator"]["error"] is None
+    result = ThisMachine().run_task("torch", timeout=240)
+    assert result.error is None and result.facts["allocator"]["error"] is None
     # Some ROCm builds ignore the setting, and doctor reports this.
     if torch.version.hip is None:
-        assert answer.facts["allocator"]["expandable"] is ("expandable" in settings)
+        assert result.facts["allocator"]["expandable"] is ("expandable" in settings)

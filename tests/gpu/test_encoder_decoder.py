@@ -29,7 +29,10 @@ def test_tokens_equal_stock(kind, padded, monkeypatch):
         for seed in (0, 1, 2):
             inputs = {name: tensor.cuda() for name, tensor in make_inputs(kind, seed=seed, padded=padded).items()}
             assert torch.equal(generate(prepared, inputs, new=40), generate(stock, inputs, new=40))
-            how = {"return_dict_in_generate": True, "output_scores": True}
-            got, wanted = generate(prepared, inputs, new=40, **how), generate(stock, inputs, new=40, **how)
-            assert torch.equal(got.sequences, wanted.sequences)
+            settings = {"return_dict_in_generate": True, "output_scores": True}
+            actual, expected = (
+                generate(prepared, inputs, new=40, **settings),
+                generate(stock, inputs, new=40, **settings),
+            )
+            assert torch.equal(actual.sequences, expected.sequences)
     assert counted(prepared)[1] > 3 * 39 and known(prepared).disabled is None

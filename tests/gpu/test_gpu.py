@@ -11,7 +11,7 @@ import transformers
 import hf_rocm
 from hf_rocm import ops
 from tests.parity import models
-from tests.parity.models import DECODERS, fused_ran, served, tokens
+from tests.parity.models import DECODERS, assert_fused_gemms_ran, assert_served, tokens
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
@@ -36,9 +36,9 @@ def test_outputs_equal_stock_within_tolerance(name, padded, dtype, checkpoint):
     with torch.inference_mode():
         with ops.recording() as routes:
             actual = prepared(input_ids=ids, attention_mask=mask).logits
-        served(name, prepared, routes, calls=1)
+        assert_served(name, prepared, routes, calls=1)
         # The move to the GPU fused the weights again.
-        fused_ran(prepared, routes)
+        assert_fused_gemms_ran(prepared, routes)
         expected = exact(input_ids=ids, attention_mask=mask).logits
         same_dtype = stock(input_ids=ids, attention_mask=mask).logits
     keep = mask.bool()
@@ -105,7 +105,7 @@ def test_preparing_and_saving_on_the_gpu_stay_within_the_memory_bound(tmp_path):
     assert torch.cuda.max_memory_allocated() <= allocated + LAYER + SLACK
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
-    fused_ran(model, routes)
+    assert_fused_gemms_ran(model, routes)
 
     torch.cuda.reset_peak_memory_stats()
     model.save_pretrained(tmp_path)
@@ -127,4 +127,4 @@ def test_moving_a_prepared_model_to_the_gpu_needs_only_its_weights():
     with torch.inference_mode(), ops.recording() as routes:
         model(input_ids=torch.arange(10, device="cuda")[None])
     # The move fused the weights again.
-    fused_ran(model, routes)
+    assert_fused_gemms_ran(model, routes)

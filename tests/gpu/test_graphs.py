@@ -63,12 +63,14 @@ def test_greedy_tokens_equal_stock(kind, padded, pair):
 def test_sampling_draws_the_same_tokens_as_stock(settings, rows, pair, monkeypatch):
     prepared, stock = pair()
     draw, drawn = RecordedDraw.draw, []
-    monkeypatch.setattr(RecordedDraw, "draw", lambda self, *how: drawn.append(not how) or draw(self, *how))
-    how = {"do_sample": True, "new": 30, **settings}
+    monkeypatch.setattr(
+        RecordedDraw, "draw", lambda self, *arguments: drawn.append(not arguments) or draw(self, *arguments)
+    )
+    arguments = {"do_sample": True, "new": 30, **settings}
     for seed in (0, 1, 2):
         results = []
         for model in (prepared, stock):
-            tokens = generate(model, make_inputs(rows=rows), seed=seed, **how)
+            tokens = generate(model, make_inputs(rows=rows), seed=seed, **arguments)
             results.append((tokens, torch.cuda.get_rng_state()))
         assert all(map(torch.equal, *results))
     assert sum(drawn) > 60 and known(prepared).disabled is None
@@ -78,10 +80,10 @@ def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
     prepared, stock = pair()
     free = generate(stock, make_inputs(rows=1), seed=0, new=25, do_sample=True)[0]
     for at in (8, 9, 12, 20, 31):
-        how = {"do_sample": True, "seed": 0, "new": 25, "eos_token_id": free[at].item(), "pad_token_id": 0}
+        settings = {"do_sample": True, "seed": 0, "new": 25, "eos_token_id": free[at].item(), "pad_token_id": 0}
         results = []
         for model in (prepared, stock):
-            tokens = generate(model, make_inputs(rows=1), **how)
+            tokens = generate(model, make_inputs(rows=1), **settings)
             results.append((tokens, torch.cuda.get_rng_state()))
         assert all(map(torch.equal, *results))
 
@@ -89,13 +91,13 @@ def test_sampling_with_the_deferred_check_restores_the_random_state(pair):
 @pytest.mark.parametrize("at", [(8, 13), (12, 12), (17, 18)])
 def test_rows_end_at_equal_or_different_steps_with_the_deferred_check(at, pair):
     prepared, stock = pair()
-    how = {"repetition_penalty": 9.0, "pad_token_id": 0}
-    free = generate(stock, make_inputs(), **how)
-    ends = [row[place].item() for row, place in zip(free, at, strict=True)]
+    settings = {"repetition_penalty": 9.0, "pad_token_id": 0}
+    free = generate(stock, make_inputs(), **settings)
+    ends = [row[index].item() for row, index in zip(free, at, strict=True)]
     for _ in range(2):
         assert torch.equal(
-            generate(prepared, make_inputs(), eos_token_id=ends, **how),
-            generate(stock, make_inputs(), eos_token_id=ends, **how),
+            generate(prepared, make_inputs(), eos_token_id=ends, **settings),
+            generate(stock, make_inputs(), eos_token_id=ends, **settings),
         )
 
 
@@ -162,8 +164,8 @@ def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pa
     for thread in threads:
         thread.join()
     assert not failed and len(caught) <= len(calls)
-    for right, entry in zip(expected, result, strict=True):
-        assert len(entry) == 3 and all(torch.equal(right.cpu(), tokens) for tokens in entry)
+    for reference, entry in zip(expected, result, strict=True):
+        assert len(entry) == 3 and all(torch.equal(reference.cpu(), tokens) for tokens in entry)
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):

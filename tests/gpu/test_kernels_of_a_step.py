@@ -66,8 +66,8 @@ def kernels(kind, layers):
     if "sliding_window" in settings:
         depth["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     configuration = getattr(transformers, config)(**{**SIZES, **settings, **depth})
-    made = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)
-    prepared = hf_rocm.prepare(made, force=True)
+    stock = getattr(transformers, f"{model}ForCausalLM")(configuration).eval().to("cuda", torch.bfloat16)
+    prepared = hf_rocm.prepare(stock, force=True)
     ids = torch.randint(1, 500, (1, 200), device="cuda")
     counts = []
     for _ in range(RUNS):

@@ -79,17 +79,17 @@ def test_a_checkpoint_stays_packed_and_its_steps_are_recorded(tmp_path):
     stock = mxfp4.write(tmp_path, torch.bfloat16, **sizes, vocab_size=512, head_dim=64).cuda()
     wide = copy.deepcopy(stock).double()
     wide.config._experts_implementation = "eager"
-    file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    file_size = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = hf_rocm.from_pretrained(tmp_path, force=True, device_map="cuda", attn_implementation="eager")
     gc.collect()
     # The allocator rounds sizes up.
-    assert abs(torch.cuda.memory_allocated() - before - file) < 0.03 * file + 2**20
+    assert abs(torch.cuda.memory_allocated() - before - file_size) < 0.03 * file_size + 2**20
     ids = torch.arange(3, 35, device="cuda").view(2, 16)
-    for given in (ids, ids[:, :1]):
-        assert_as_good_as_eager(model(given).logits, stock(given).logits, wide(given).logits)
+    for inputs in (ids, ids[:, :1]):
+        assert_as_good_as_eager(model(inputs).logits, stock(inputs).logits, wide(inputs).logits)
     tokens = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     recorded = model.generate(ids, **tokens)
     hf_rocm.prepare(model, force=True, graphs=False)

@@ -57,8 +57,8 @@ def case(shape, k, n, dtype, format, bias):
 
 
 def in_full(x, data, scale, bias, dtype):
-    to = [None if tensor is None else tensor.to(dtype) for tensor in (x, data, scale, bias)]
-    return eager_linear(QuantizedCall(*to, data.dtype, False))
+    tensors = [None if tensor is None else tensor.to(dtype) for tensor in (x, data, scale, bias)]
+    return eager_linear(QuantizedCall(*tensors, data.dtype, False))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -73,12 +73,12 @@ def test_one_kernel_rounds_rows_as_the_cpu_does(m, k, dtype, kind):
     with options.override(probe=False), ops.recording() as routes:
         rows, scale = round_rows(x.cuda(), format)
     assert [(route.operation, route.tier) for route in routes] == [("round_rows", "triton")]
-    expected, its_scale = quantize_rows(x, format)
-    assert torch.equal(scale.cpu(), its_scale)
+    expected, expected_scale = quantize_rows(x, format)
+    assert torch.equal(scale.cpu(), expected_scale)
     assert torch.equal(rows.cpu().view(torch.uint8), expected.view(torch.uint8))
     with options.override(probe=False):
-        kept = round_rows(torch.full((2, k), torch.nan, dtype=dtype, device="cuda"), format)[1]
-    assert kept.isnan().all()
+        nan_scale = round_rows(torch.full((2, k), torch.nan, dtype=dtype, device="cuda"), format)[1]
+    assert nan_scale.isnan().all()
 
 
 @pytest.mark.parametrize(("shape", "k", "n"), SHAPES, ids=str)
@@ -240,12 +240,19 @@ def test_few_rows_run_the_kernel_of_this_gpu(kind, dtype, form, n, k):
             x, data, scale, bias, data.dtype, False, False, norm, residual, 1e-5, activation=activation
         )
         results = []
-        for wide in (dtype, FP64):
-            tensors = [None if tensor is None else tensor.to(wide) for tensor in (x, bias, norm, residual)]
-            its_x, its_bias, its_norm, its_residual = tensors
+        for compute_dtype in (dtype, FP64):
+            tensors = [None if tensor is None else tensor.to(compute_dtype) for tensor in (x, bias, norm, residual)]
+            wide_x, wide_bias, wide_norm, wide_residual = tensors
             results.append(
                 eager_fused_linear(
-                    its_x, call.dequantized(wide), its_bias, its_norm, its_residual, 1e-5, False, activation
+                    wide_x,
+                    call.dequantized(compute_dtype),
+                    wide_bias,
+                    wide_norm,
+                    wide_residual,
+                    1e-5,
+                    False,
+                    activation,
                 )
             )
         assert_as_good_as_eager(output, *results)
@@ -271,9 +278,9 @@ def test_many_rows_use_a_dequantised_weight(kind, dtype, n, k):
         output = ops.quantized_linear(x, data, scale, bias, round_input=False)
     assert [(route.tier, route.name) for route in routes] == [("triton", triton.DEQUANTIZE)]
     results = []
-    for wide in (dtype, FP64):
-        its_x, its_bias = x.to(wide), bias.to(wide)
-        results.append(torch.nn.functional.linear(its_x, call.dequantized(wide), its_bias))
+    for compute_dtype in (dtype, FP64):
+        wide_x, wide_bias = x.to(compute_dtype), bias.to(compute_dtype)
+        results.append(torch.nn.functional.linear(wide_x, call.dequantized(compute_dtype), wide_bias))
     assert_as_good_as_eager(output, *results)
 
 

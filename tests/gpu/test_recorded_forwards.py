@@ -36,9 +36,9 @@ def build(name, dtype=torch.float32):
     return hf_rocm.prepare(prepared, force=True), hf_rocm.prepare(twin, force=True, graphs=False), stock
 
 
-def on_gpu(given, dtype=torch.float32):
+def on_gpu(arguments, dtype=torch.float32):
     moved = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         tensor = isinstance(value, torch.Tensor)
         moved[name] = value.to("cuda", dtype if value.is_floating_point() else None) if tensor else value
     return moved
@@ -47,8 +47,8 @@ def on_gpu(given, dtype=torch.float32):
 def close(result, expected, dtype):
     """Compare up to rounding: an uncaptured padded batch may run in a kernel without masks, while replays use masks."""
     scale = 32 * torch.finfo(dtype).eps
-    for one, other in zip(tensors(result), tensors(expected), strict=True):
-        torch.testing.assert_close(one, other, rtol=scale, atol=scale * float(other.abs().max()))
+    for actual, reference in zip(tensors(result), tensors(expected), strict=True):
+        torch.testing.assert_close(actual, reference, rtol=scale, atol=scale * float(reference.abs().max()))
 
 
 def assert_replayed(prepared, name, *, least):
@@ -81,8 +81,8 @@ def test_every_family_that_can_be_recorded_is_recorded(name):
     prepared, twin, _ = build(name)
     for seed in range(6):
         for padded in (0, 2):
-            given = on_gpu(inputs(name, seed=seed, padded=padded))
-            close(call(prepared, given), call(twin, given), torch.float32)
+            arguments = on_gpu(inputs(name, seed=seed, padded=padded))
+            close(call(prepared, arguments), call(twin, arguments), torch.float32)
     assert_replayed(prepared, name, least=3)
     assert name in COPIES or not reasons(prepared), reasons(prepared)
 
@@ -90,8 +90,8 @@ def test_every_family_that_can_be_recorded_is_recorded(name):
 def test_a_call_without_a_mask_is_recorded():
     prepared, twin, _ = build("bert")
     for seed in range(6):
-        given = on_gpu(inputs("bert", seed=seed, padded=None))
-        assert equal(call(prepared, given), call(twin, given))
+        arguments = on_gpu(inputs("bert", seed=seed, padded=None))
+        assert equal(call(prepared, arguments), call(twin, arguments))
     assert counted(prepared)[1] == 3
 
 
@@ -102,13 +102,13 @@ def test_a_mask_that_is_computed_just_before_the_call_is_read_correctly(mode):
     slow = torch.randn(4096, 4096, device="cuda")
     with mode(), options.override(pad_tokens=0):
         for seed in range(60):
-            given = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
+            arguments = on_gpu(inputs("bert", seed=seed, padded=2 * (seed % 7 == 6)))
             for _ in range(20):
                 slow = torch.tanh(slow @ slow)
             # This tensor is available only after the GEMMs.
             zero = (slow.sum() * 0).long()
-            given["attention_mask"] = given["attention_mask"] + zero
-            close(prepared(**given), twin(**given), torch.float32)
+            arguments["attention_mask"] = arguments["attention_mask"] + zero
+            close(prepared(**arguments), twin(**arguments), torch.float32)
     assert known(prepared).disabled is None
     assert counted(prepared)[0] == 2 and counted(prepared)[1] > 40, (counted(prepared), reasons(prepared))
 
@@ -117,8 +117,8 @@ def test_a_mask_that_is_computed_just_before_the_call_is_read_correctly(mode):
 def test_mixed_lengths_share_a_recording(name):
     prepared, twin, _ = build(name)
     for seed in range(20):
-        given = on_gpu(inputs(name, length=5 + 7 * seed % 27, seed=seed, padded=seed % 3))
-        close(call(prepared, given), call(twin, given), torch.float32)
+        arguments = on_gpu(inputs(name, length=5 + 7 * seed % 27, seed=seed, padded=seed % 3))
+        close(call(prepared, arguments), call(twin, arguments), torch.float32)
     assert set(known(prepared).padded) == {32} and counted(prepared)[0] == 1 and counted(prepared)[1] > 8
 
 
@@ -130,8 +130,8 @@ def test_threads_on_separate_streams_return_correct_results():
     def work(name, model, expected, length):
         with torch.cuda.stream(torch.cuda.Stream()):
             for seed in range(40):
-                given = on_gpu(inputs(name, length=length, seed=seed))
-                if not equal(call(model, given), call(expected, given)):
+                arguments = on_gpu(inputs(name, length=length, seed=seed))
+                if not equal(call(model, arguments), call(expected, arguments)):
                     wrong.append((name, length, seed))
             torch.cuda.current_stream().synchronize()
 
@@ -159,8 +159,8 @@ def test_an_encoder_and_a_decoding_model_alternate():
     ids = torch.randint(3, 61, (2, 7), device="cuda")
     expected = decoder.generate(ids, max_new_tokens=12, do_sample=False)
     for seed in range(8):
-        given = on_gpu(inputs("bert", seed=seed))
-        assert equal(call(prepared, given), call(twin, given))
+        arguments = on_gpu(inputs("bert", seed=seed))
+        assert equal(call(prepared, arguments), call(twin, arguments))
         assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False), expected)
     assert counted(prepared)[1] > 3
 
@@ -168,15 +168,15 @@ def test_an_encoder_and_a_decoding_model_alternate():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_the_host_does_not_wait_without_a_mask():
     prepared, _, _ = build("vit")
-    given = on_gpu(inputs("vit"))
+    arguments = on_gpu(inputs("vit"))
     for _ in range(12):
-        call(prepared, given)
+        call(prepared, arguments)
     torch.cuda.synchronize()
     replayed = counted(prepared)[1]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            call(prepared, given)
+            call(prepared, arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counted(prepared)[1] == replayed + 3

@@ -57,6 +57,6 @@ def test_random_calls_return_stock_tokens(family, short_buffers):
 
 def test_memory_does_not_grow(short_buffers):
     soak = Soak("llama", device="cuda", **DECODER)
-    # PyTorch allocates blocks of at least 512 bytes, so a leak of one block per call is noticed
+    # PyTorch allocates blocks of at least 512 bytes, so a leak of one block per call is detected
     assert soak.grown(1000, torch.cuda.memory_allocated) < 2**18
     assert counted(soak.prepared)[1] > 1000

@@ -135,11 +135,11 @@ def test_a_recorded_graph_writes_at_the_position_on_the_device(counted, b):
 
 def test_keys_beyond_the_cache_are_not_written_and_the_result_is_nan():
     query, key, value = heads(1, 1, torch.bfloat16)
-    room = torch.zeros(2, 1, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros(2, 1, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
     position = torch.tensor([4], device="cuda")
-    where = {"keys": room[0], "values": room[0], "position": position}
-    out = routed("triton", "rope_into_cache", query, key, value, *angles(1, 1, 128, torch.bfloat16), **where)
-    assert out.isnan().all() and not room.any()
+    arguments = {"keys": cache[0], "values": cache[0], "position": position}
+    out = routed("triton", "rope_into_cache", query, key, value, *angles(1, 1, 128, torch.bfloat16), **arguments)
+    assert out.isnan().all() and not cache.any()
 
 
 def test_kernels_are_selected_and_checked_in_a_child_process():

@@ -29,7 +29,7 @@ def tensors(shape, dtype, *, tokens=1, rotated=None, once=False):
     return [*heads, *tables], *(random(b, kv_heads, size, d, dtype=dtype, seed=seed) for seed in (1, 2))
 
 
-def by(tier, *arguments, operation="attend_into_cache", **keywords):
+def run_in(tier, *arguments, operation="attend_into_cache", **keywords):
     with torch.no_grad(), options.override(tier=tier, probe=False), ops.recording() as routes:
         output = getattr(ops, operation)(*arguments, **keywords)
     assert [(route.operation, route.tier) for route in routes] == [(operation, tier)]
@@ -57,13 +57,13 @@ def test_results_are_correct_and_only_the_new_rows_are_written(case, tokens, dty
     shape, length, terms = case
     length = max(length, tokens)
     first = length - tokens
-    how = {"rotated": terms.get("rotated"), "once": terms.get("once", False)}
-    given, keys, values = tensors(shape, dtype, tokens=tokens, **how)
+    settings = {"rotated": terms.get("rotated"), "once": terms.get("once", False)}
+    inputs, keys, values = tensors(shape, dtype, tokens=tokens, **settings)
     positions = torch.arange(first, length, device="cuda")
-    how = {"lengths": torch.tensor([length], device="cuda"), "position": positions}
-    how |= {"scale": shape[4] ** -0.5, "window": terms.get("window"), "softcap": terms.get("softcap")}
-    how |= {"starts": torch.tensor(terms["starts"], device="cuda") if "starts" in terms else None}
-    how |= {"once": terms.get("once", False)}
+    settings = {"lengths": torch.tensor([length], device="cuda"), "position": positions}
+    settings |= {"scale": shape[4] ** -0.5, "window": terms.get("window"), "softcap": terms.get("softcap")}
+    settings |= {"starts": torch.tensor(terms["starts"], device="cuda") if "starts" in terms else None}
+    settings |= {"once": terms.get("once", False)}
     weights = [random(shape[4], dtype=dtype, seed=seed) / 2 for seed in (5, 6)]
     sinks = torch.linspace(-2, 2, shape[1], device="cuda", dtype=dtype) if terms.get("sinks") else None
     results = []
@@ -76,8 +76,8 @@ def test_results_are_correct_and_only_the_new_rows_are_written(case, tokens, dty
             for cache in caches:
                 cache[:, :, first:] = torch.nan
         sink = None if sinks is None else convert(sinks)
-        where = {"keys": caches[0], "values": caches[1], "norms": norms, "sinks": sink}
-        output = by(tier, *map(convert, given), **where, **how)
+        arguments = {"keys": caches[0], "values": caches[1], "norms": norms, "sinks": sink}
+        output = run_in(tier, *map(convert, inputs), **arguments, **settings)
         results.append((output, *(cache[:, :, first:length] for cache in caches)))
         if tier == "triton":
             assert all(
@@ -93,32 +93,32 @@ def test_results_are_correct_and_only_the_new_rows_are_written(case, tokens, dty
 @pytest.mark.parametrize("rotated", [128, 32])
 @pytest.mark.parametrize("b", [1, 3])
 def test_keys_are_rotated_as_in_the_other_kernel(b, rotated, dtype):
-    given, keys, values = tensors((b, 32, 8, 600, 128), dtype, rotated=rotated)
+    inputs, keys, values = tensors((b, 32, 8, 600, 128), dtype, rotated=rotated)
     lengths, position = torch.tensor([500], device="cuda"), torch.tensor([499], device="cuda")
     other = {"keys": keys.clone(), "values": values.clone(), "position": position}
-    query = by("triton", *given, operation="rope_into_cache", **other)
-    apart = by("triton", query, other["keys"], other["values"], lengths, operation="decode_attention", scale=0.1)
-    output = by("triton", *given, lengths, keys=keys, values=values, position=position, scale=0.1)
+    query = run_in("triton", *inputs, operation="rope_into_cache", **other)
+    separate = run_in("triton", query, other["keys"], other["values"], lengths, operation="decode_attention", scale=0.1)
+    output = run_in("triton", *inputs, lengths, keys=keys, values=values, position=position, scale=0.1)
     assert torch.equal(keys, other["keys"]) and torch.equal(values, other["values"])
-    torch.testing.assert_close(output, apart, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(output, separate, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
 def test_a_recorded_graph_reads_the_current_position():
-    given, keys, values = tensors((2, 32, 8, 3000, 128), BF16)
+    inputs, keys, values = tensors((2, 32, 8, 3000, 128), BF16)
     lengths, position = torch.tensor([900], device="cuda"), torch.tensor([899], device="cuda")
     norms = tuple(ops.Norm(random(128, dtype=BF16, seed=seed), 1e-6) for seed in (5, 6))
-    where = {"keys": keys, "values": values, "position": position, "scale": 0.1, "norms": norms}
-    by("triton", *given, lengths, **where)
+    arguments = {"keys": keys, "values": values, "position": position, "scale": 0.1, "norms": norms}
+    run_in("triton", *inputs, lengths, **arguments)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        output = by("triton", *given, lengths, **where)
+        output = run_in("triton", *inputs, lengths, **arguments)
     for length in (901, 902, 2999, 3000):
         lengths.fill_(length)
         position.fill_(length - 1)
-        again = {**where, "keys": keys.clone(), "values": values.clone()}
+        again = {**arguments, "keys": keys.clone(), "values": values.clone()}
         graph.replay()
-        assert torch.equal(output, by("triton", *given, lengths, **again))
+        assert torch.equal(output, run_in("triton", *inputs, lengths, **again))
         assert torch.equal(keys, again["keys"]) and torch.equal(values, again["values"])
     before = keys.clone()
     lengths.fill_(3001)

@@ -55,15 +55,25 @@ def test_results_are_correct_and_hidden_keys_are_not_read(case, dtype):
     query, key, value = tensors(shape, dtype)
     lengths = torch.tensor(lengths, device="cuda")
     starts = None if starts is None else torch.tensor(starts, device="cuda")
-    how = {"scale": shape[5] ** -0.5, "starts": starts, "window": terms.get("window"), "softcap": terms.get("softcap")}
+    settings = {
+        "scale": shape[5] ** -0.5,
+        "starts": starts,
+        "window": terms.get("window"),
+        "softcap": terms.get("softcap"),
+    }
     sinks = torch.linspace(-2, 2, shape[1], device="cuda", dtype=dtype) if terms.get("sinks") else None
-    eager = eager_decode(query, key, value, lengths, sinks=sinks, **how)
+    eager = eager_decode(query, key, value, lengths, sinks=sinks, **settings)
     wide = (tensor.double() for tensor in (query, key, value))
-    expected = eager_decode(*wide, lengths, sinks=None if sinks is None else sinks.double(), **how)
-    seen = seen_keys(shape[3], shape[4], lengths, starts, how["window"])[:, 0].any(1)
+    expected = eager_decode(*wide, lengths, sinks=None if sinks is None else sinks.double(), **settings)
+    seen = seen_keys(shape[3], shape[4], lengths, starts, settings["window"])[:, 0].any(1)
     unseen = ~seen.expand(shape[0], -1)[:, None, :, None]
     output = by_kernel(
-        query, key.masked_fill(unseen, torch.nan), value.masked_fill(unseen, torch.nan), lengths, sinks=sinks, **how
+        query,
+        key.masked_fill(unseen, torch.nan),
+        value.masked_fill(unseen, torch.nan),
+        lengths,
+        sinks=sinks,
+        **settings,
     )
     assert_as_good_as_eager(output, eager, expected)
 

@@ -58,11 +58,17 @@ def test_packed_sequences_are_as_accurate_as_the_eager_tier(case, dtype):
         (queries, h, d), (keys, kv_heads, d), (keys, kv_heads, value_dim)))  # fmt: skip
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device="cuda") for n in (queries, keys)]
     sinks = torch.linspace(-2, 2, h, device="cuda", dtype=dtype) if terms.get("sinks") else None
-    how = {"longest_query": max(queries), "longest_key": max(keys), "scale": d**-0.5, "causal": True, "window": None}
-    how |= {"softcap": None, **terms, "sinks": sinks}
-    output = by_kernel("varlen_attention", query, key, value, *ends, **how)
-    eager = eager_varlen(query, key, value, *ends, **how)
-    wide = {**how, "sinks": None if sinks is None else sinks.double()}
+    settings = {
+        "longest_query": max(queries),
+        "longest_key": max(keys),
+        "scale": d**-0.5,
+        "causal": True,
+        "window": None,
+    }
+    settings |= {"softcap": None, **terms, "sinks": sinks}
+    output = by_kernel("varlen_attention", query, key, value, *ends, **settings)
+    eager = eager_varlen(query, key, value, *ends, **settings)
+    wide = {**settings, "sinks": None if sinks is None else sinks.double()}
     expected = eager_varlen(query.double(), key.double(), value.double(), *ends, **wide)
     assert_as_good_as_eager(output, eager, expected)
 
@@ -72,10 +78,10 @@ def test_packed_sequences_are_as_accurate_as_the_eager_tier(case, dtype):
 def test_dense_attention_is_as_accurate_as_the_eager_tier(s_q, s_k, causal):
     draw = drawing(BF16)
     query, key, value = draw(2, s_q, 32, 128).transpose(1, 2), draw(2, 8, s_k, 128), draw(2, 8, s_k, 128)
-    how = {"scale": 0.09, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
-    output, _ = by_kernel("attention", query, key, value, **how)
-    eager, _ = eager_attention(query, key, value, **how)
-    expected, _ = eager_attention(query.double(), key.double(), value.double(), **how)
+    settings = {"scale": 0.09, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
+    output, _ = by_kernel("attention", query, key, value, **settings)
+    eager, _ = eager_attention(query, key, value, **settings)
+    expected, _ = eager_attention(query.double(), key.double(), value.double(), **settings)
     assert_as_good_as_eager(output, eager, expected)
 
 
@@ -90,18 +96,24 @@ def test_a_recorded_graph_reads_the_current_page_table(terms, page):
     lengths = torch.tensor([1, 64, 0, 650, 257], dtype=torch.int32, device="cuda")
     query, key, value = draw(rows, 32, 1, 128), draw(rows, 8, 1, 128), draw(rows, 8, 1, 128)
     sinks = torch.linspace(-2, 2, 32, device="cuda", dtype=BF16) if terms.get("sinks") else None
-    how = {"scale": 0.09, "window": terms.get("window"), "softcap": terms.get("softcap"), "sinks": sinks, "slots": None}
+    settings = {
+        "scale": 0.09,
+        "window": terms.get("window"),
+        "softcap": terms.get("softcap"),
+        "sinks": sinks,
+        "slots": None,
+    }
     inputs = query, *pages, table, lengths, key, value
-    by_kernel("paged_attention", *inputs, **how)
+    by_kernel("paged_attention", *inputs, **settings)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        output = by_kernel("paged_attention", *inputs, **how)
+        output = by_kernel("paged_attention", *inputs, **settings)
     for step in range(3):
         copies = [part.clone() for part in pages]
         graph.replay()
-        eager = eager_paged(query, *copies, table, lengths, key, value, **how)
-        wide = {**how, "sinks": None if sinks is None else sinks.double()}
+        eager = eager_paged(query, *copies, table, lengths, key, value, **settings)
+        wide = {**settings, "sinks": None if sinks is None else sinks.double()}
         parts = (part.double() for part in (query, *copies))
         query64, *pages64 = parts
         expected = eager_paged(query64, *pages64, table, lengths, key.double(), value.double(), **wide)

@@ -45,15 +45,18 @@ def test_linear(m, n, k, dtype):
 def test_norm_activation_and_residual_are_fused(form, m, k, dtype):
     n = 2048
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1) * k**-0.5
-    by = random(k, dtype=dtype, seed=2) if form in ("norm", "1 + w", "all") else None
+    norm_weight = random(k, dtype=dtype, seed=2) if form in ("norm", "1 + w", "all") else None
     activation = "silu" if form in ("gate", "all") else None
     residual = random(m, n if activation is None else n // 2, dtype=dtype, seed=3) if form == "all" else None
     one_plus = form == "1 + w"
-    keywords: dict[str, Any] = {"norm": None if by is None else ops.Norm(by, 1e-5, one_plus), "activation": activation}
+    keywords: dict[str, Any] = {
+        "norm": None if norm_weight is None else ops.Norm(norm_weight, 1e-5, one_plus),
+        "activation": activation,
+    }
     with ops.recording() as routes:
         output = ops.fused_linear(x, weight, residual=residual, **keywords)
     assert [(route.operation, route.tier) for route in routes] == [("fused_linear", "triton")]
-    tensors = (x, weight, None, by, residual)
+    tensors = (x, weight, None, norm_weight, residual)
     wide = (None if tensor is None else tensor.double() for tensor in tensors)
     expected = eager_fused_linear(*wide, 1e-5, one_plus, activation)
     assert_as_good_as_eager(output, eager_fused_linear(*tensors, 1e-5, one_plus, activation), expected)
@@ -63,12 +66,12 @@ def test_norm_activation_and_residual_are_fused(form, m, k, dtype):
 def test_a_replay_uses_the_current_inputs(m):
     """Nothing is read on the host, so a replay uses the current values of its tensors."""
     dtype = torch.bfloat16
-    x, weight, by = (
+    x, weight, norm_weight = (
         random(m, 1024, dtype=dtype),
         random(2048, 1024, dtype=dtype, seed=1) / 32,
         random(1024, dtype=dtype, seed=2),
     )
-    keywords: dict[str, Any] = {"norm": ops.Norm(by, 1e-5), "activation": "silu"}
+    keywords: dict[str, Any] = {"norm": ops.Norm(norm_weight, 1e-5), "activation": "silu"}
     ops.fused_linear(x, weight, **keywords)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

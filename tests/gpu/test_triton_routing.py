@@ -46,10 +46,10 @@ def test_the_experts_equal_those_of_topk_even_with_equal_scores(experts, top, sc
     for spread in (0.01, 0.5, 3.0):
         logits = (torch.randn(2048, experts, generator=generator, device="cuda") * spread).bfloat16()
         logits = (logits * 8).round() / 8 if spread > 1 else logits
-        (weights, ids), (expected, right) = (
+        (weights, ids), (expected, expected_ids) = (
             routed(tier, logits, top=top, scores=scores) for tier in ("triton", "torch")
         )
-        assert torch.equal(ids.sort(-1).values, right.sort(-1).values)
+        assert torch.equal(ids.sort(-1).values, expected_ids.sort(-1).values)
         torch.testing.assert_close(weights.sort(-1).values, expected.sort(-1).values, rtol=2**-7, atol=0)
 
 

@@ -48,8 +48,8 @@ def test_append_tokens(ends, rows):
     for length in (1, 1023, 4096):
         ids = torch.arange(rows * length, device="cuda").view(rows, length)
         for pad in (None, torch.tensor(4, device="cuda")):
-            given = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
-            assert all(map(torch.equal, appended(*given), appended_by_torch(*given)))
+            arguments = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
+            assert all(map(torch.equal, appended(*arguments), appended_by_torch(*arguments)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
@@ -79,7 +79,7 @@ def test_look_up_drafts(tokens, length):
 @pytest.mark.parametrize("name", ["begin_step", "look_up_drafts", "finish_step", "append_tokens"])
 def test_the_first_use_check_passes(name):
     operation = operations()[name]
-    kernel = next(one for one in operation.implementations if one.tier == "triton")
+    kernel = next(implementation for implementation in operation.implementations if implementation.tier == "triton")
     device = torch.device("cuda", 0)
     for rows in (1, 200):
         specs = {
@@ -92,17 +92,17 @@ def test_the_first_use_check_passes(name):
         assert probe_cases.check(name, "triton", kernel.name, kind) is None
 
 
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
-def test_generate_uses_the_kernels(how):
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+def test_generate_uses_the_kernels(sampling):
     stock = make("llama", hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=503).to("cuda")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=True)
     inputs = {name: tensor.cuda() for name, tensor in prompt(rows=3).items()}
-    given = {"new": 40, "seed": 0, "pad_token_id": 0, **how}
-    ends = generate(stock, inputs, **given)[:, -12].tolist()
-    expected = generate(stock, inputs, eos_token_id=ends, **given)
+    settings = {"new": 40, "seed": 0, "pad_token_id": 0, **sampling}
+    ends = generate(stock, inputs, **settings)[:, -12].tolist()
+    expected = generate(stock, inputs, eos_token_id=ends, **settings)
     with ops.recording() as routes:
         for _ in range(2):
-            assert torch.equal(generate(prepared, inputs, eos_token_id=ends, **given), expected)
+            assert torch.equal(generate(prepared, inputs, eos_token_id=ends, **settings), expected)
     served = {route.operation: route.tier for route in routes}
     assert served["begin_step"] == served["finish_step"] == served["append_tokens"] == "triton"
     assert counted(prepared)[1] > 20

@@ -63,7 +63,7 @@ def load(folder, *, prepared):
     return transformers.LlamaForCausalLM.from_pretrained(folder, torch_dtype="auto", device_map={"": 0})
 
 
-def follows(model, groups):
+def check_results(model, groups):
     """Check that results are as accurate as stock's with the current weights, and that `groups` fused GEMMs ran."""
     # This also copies the rotary frequencies, which `.half()` rounds.
     twin = models.stock_with_weights_of(model).cuda()
@@ -73,13 +73,13 @@ def follows(model, groups):
         eager = twin(IDS.cuda(), use_cache=False).logits
         expected = twin.double()(IDS.cuda(), use_cache=False).logits
     assert_as_good_as_eager(actual, eager, expected)
-    products = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
+    shapes = [route.shapes[1] for route in routes if route.operation in ("linear", "fused_linear")]
     config = model.config
-    joined = {
+    fused = {
         (config.hidden_size + 2 * config.num_key_value_heads * config.head_dim, config.hidden_size),
         (2 * config.intermediate_size, config.hidden_size),
     }
-    assert sum(shape in joined for shape in products) == groups == live(model)
+    assert sum(shape in fused for shape in shapes) == groups == live(model)
 
 
 def measure(folder, tmp_path, *, prepared):
@@ -115,27 +115,27 @@ def test_loading_and_saving_stay_within_the_memory_bound(large, tmp_path, monkey
     assert stock[0][0] > 1e9
     assert abs(prepared[0][0] - stock[0][0]) <= 0.01 * stock[0][0]
     assert prepared[0][1] <= 1.01 * stock[0][1] + SLACK
-    for expected, own in zip(stock[1:], prepared[1:], strict=True):
-        assert own[0] <= expected[0] + LAYER + SLACK and own[1] <= expected[1] + LAYER + SLACK
+    for expected, actual in zip(stock[1:], prepared[1:], strict=True):
+        assert actual[0] <= expected[0] + LAYER + SLACK and actual[1] <= expected[1] + LAYER + SLACK
 
 
 def test_loading_to_the_gpu_takes_at_most_a_tenth_longer(large):
-    def spent(*, prepared):
+    def elapsed(*, prepared):
         start = time.perf_counter()
         loaded = load(large, prepared=prepared)
         torch.cuda.synchronize()
-        spent = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         del loaded
         gc.collect()
         torch.cuda.empty_cache()
-        return spent
+        return elapsed
 
     for prepared in (False, True):
-        spent(prepared=prepared)
+        elapsed(prepared=prepared)
     ratios = []
     for _ in range(3):
-        times = [(spent(prepared=False), spent(prepared=True)) for _ in range(5)]
-        ratios.append(median(own for _, own in times) / median(foreign for foreign, _ in times))
+        times = [(elapsed(prepared=False), elapsed(prepared=True)) for _ in range(5)]
+        ratios.append(median(with_hf_rocm for _, with_hf_rocm in times) / median(stock for stock, _ in times))
         if ratios[-1] <= 1.10:
             break
     print("prepared / stock", ratios, times)
@@ -151,25 +151,25 @@ def test_without_force_weights_are_fused_only_on_the_gpu(tmp_path, monkeypatch):
     assert blocks(loaded) == live(loaded) == 0
     loaded.cuda()
     assert blocks(loaded) == GROUPS
-    follows(loaded, GROUPS)
+    check_results(loaded, GROUPS)
     loaded.cpu()
     assert blocks(loaded) == 0
 
 
 def test_weights_are_fused_after_moves_and_conversions(model):
-    follows(model, GROUPS)
+    check_results(model, GROUPS)
     model.half()
-    follows(model, GROUPS)
+    check_results(model, GROUPS)
     model.cpu().float().cuda()
-    follows(model, GROUPS)
+    check_results(model, GROUPS)
 
 
 @pytest.mark.parametrize(("assign", "groups"), [(False, GROUPS), (True, 0)])
 def test_load_state_dict_keeps_the_groups_unless_it_assigns(model, assign, groups):
     model.load_state_dict({n: torch.randn_like(t) * 0.1 for n, t in model.state_dict().items()}, assign=assign)
-    follows(model, groups)
+    check_results(model, groups)
     hf_rocm.prepare(model, force=True)
-    follows(model, GROUPS)
+    check_results(model, GROUPS)
 
 
 def test_a_replaced_weight_does_not_affect_a_copy(model):
@@ -177,10 +177,10 @@ def test_a_replaced_weight_does_not_affect_a_copy(model):
     assert blocks(twin) == GROUPS
     mlp = model.model.layers[0].mlp
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
-    follows(model, GROUPS - 1)
-    follows(twin, GROUPS)
+    check_results(model, GROUPS - 1)
+    check_results(twin, GROUPS)
     hf_rocm.restore(twin)
-    follows(model, GROUPS - 1)
+    check_results(model, GROUPS - 1)
 
 
 def test_replays_use_changed_weights_and_captures_use_no_stale_group():
@@ -196,20 +196,20 @@ def test_replays_use_changed_weights_and_captures_use_no_stale_group():
             outputs = group(x)
         group.b.weight.mul_(2)
         graph.replay()
-        for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):
-            torch.testing.assert_close(actual, wanted)
+        for actual, expected in zip(outputs, one_by_one(group, x), strict=True):
+            torch.testing.assert_close(actual, expected)
         group.c.weight = nn.Parameter(torch.randn(4, 16, device="cuda"), requires_grad=False)
-        kept = group.a.weight.data_ptr()
+        address = group.a.weight.data_ptr()
         one_by_one(group, x)
         torch.cuda.synchronize()
         again = torch.cuda.CUDAGraph()
         with torch.cuda.graph(again):
             # This drops the fused block, but its parts do not move during the capture.
             outputs = group(x)
-        assert group.a.weight.data_ptr() == kept
+        assert group.a.weight.data_ptr() == address
         again.replay()
-        for actual, wanted in zip(outputs, one_by_one(group, x), strict=True):
-            torch.testing.assert_close(actual, wanted)
+        for actual, expected in zip(outputs, one_by_one(group, x), strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")

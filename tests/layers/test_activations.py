@@ -37,13 +37,13 @@ FUNCTIONS = {
 }
 
 
-def put(model, function):
+def set_activation(model, function):
     for layer in model.model.layers:
         del layer.mlp.act_fn
         layer.mlp.act_fn = function
 
 
-def products(model):
+def linear_routes(model):
     with ops.recording() as routes:
         models.logits(model)
     return [route.name for route in routes if route.operation == "linear"]
@@ -55,15 +55,15 @@ def test_a_function_set_on_a_module_is_called(name, dtype):
     stock = models.build().to(dtype)
     actual = models.prepared().to(dtype)
     actual.load_state_dict(stock.state_dict())
-    before = products(actual)
+    before = linear_routes(actual)
     for model in (actual, stock):
-        put(model, FUNCTIONS[name]())
+        set_activation(model, FUNCTIONS[name]())
     expected = models.logits(stock)
     assert_as_good_as_eager(models.logits(actual), expected, models.logits(copy.deepcopy(stock).double()))
     # The GEMMs are still fused.
-    assert products(actual) == before
+    assert linear_routes(actual) == before
     for model in (actual, stock):
-        put(model, torch.relu)
+        set_activation(model, torch.relu)
     assert not torch.allclose(models.logits(actual), expected, atol=0.05)
 
 
@@ -106,15 +106,15 @@ def test_a_users_function_runs_in_every_decode_step(pair):  # noqa: F811
     generate(actual)
     replayed = counted(actual)[1]
     assert replayed
-    put(actual, (one := Counting()).act)
-    put(stock, (other := Counting()).act)
+    set_activation(actual, (actual_function := Counting()).act)
+    set_activation(stock, (stock_function := Counting()).act)
     assert torch.equal(generate(actual), generate(stock))
-    assert one.calls == other.calls and counted(actual)[1] == replayed
+    assert actual_function.calls == stock_function.calls and counted(actual)[1] == replayed
 
 
 def test_a_torch_function_is_recorded(pair):  # noqa: F811
     actual, stock = pair()
     for model in (actual, stock):
-        put(model, F.gelu if hasattr(F.gelu, "__code__") else F.relu)
+        set_activation(model, F.gelu if hasattr(F.gelu, "__code__") else F.relu)
     assert torch.equal(generate(actual), generate(stock))
     assert counted(actual)[1] > 0

@@ -40,8 +40,8 @@ def test_the_models_function_runs_if_the_dtypes_differ(case):
     with ops.recording() as routes:
         actual = layers.rotate(apply_rotary_pos_emb, query, key, position_embeddings, partial=True)
     assert routes == []
-    for left, reference in zip(actual, expected(query, key, position_embeddings), strict=True):
-        assert torch.equal(left, reference)
+    for result, reference in zip(actual, expected(query, key, position_embeddings), strict=True):
+        assert torch.equal(result, reference)
 
 
 @pytest.mark.parametrize("s", [1, 63])
@@ -59,10 +59,10 @@ def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
         plain = layers.split_heads(layers.project(module, x, *names), D)
     # The parts are views of one GEMM's output.
     assert len({part.untyped_storage().data_ptr() for part in actual}) == 1
-    for left, reference, view, count in zip(actual, expected, plain, heads, strict=True):
-        assert left.shape == (B, count, s, D) and left.storage_offset() == view.storage_offset()
-        assert s == 1 or left.stride() == view.stride()
-        torch.testing.assert_close(left, reference)
+    for result, reference, view, count in zip(actual, expected, plain, heads, strict=True):
+        assert result.shape == (B, count, s, D) and result.storage_offset() == view.storage_offset()
+        assert s == 1 or result.stride() == view.stride()
+        torch.testing.assert_close(result, reference)
 
 
 def test_a_wrong_head_size_raises_as_in_separate_layers():

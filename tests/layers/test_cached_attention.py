@@ -63,8 +63,8 @@ def test_the_rows_are_those_that_update_writes():
             rotated = ops.rope_into_cache(
                 query, key, value, *angles, keys=result.keys, values=result.values, position=result.position
             )
-        for one, other in zip((rotated, result.keys, result.values), expected, strict=True):
-            assert torch.equal(one, other)
+        for tensor, reference in zip((rotated, result.keys, result.values), expected, strict=True):
+            assert torch.equal(tensor, reference)
     counters = [getattr(cache.layers[0], "cumulative_length", None) for cache in (actual, stock)]
     assert counters[0] is counters[1] is None or int(counters[0]) == int(counters[1]) == 6
 
@@ -73,13 +73,13 @@ def test_the_rows_are_those_that_update_writes():
 def test_another_dtype_batch_head_dim_or_layer_has_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)
-    place = {"cache_position": torch.tensor([0])}
-    cache.update(key, value, 0, place)
-    assert slot(cache, 0, key, value, place) is not None
-    assert slot(cache, 0, key.half(), value, place) is None
-    assert slot(cache, 0, key[:1], value[:1], place) is None
-    assert slot(cache, 0, key, value[..., :4], place) is None
-    assert slot(cache, 7, key, value, place) is None
+    arguments = {"cache_position": torch.tensor([0])}
+    cache.update(key, value, 0, arguments)
+    assert slot(cache, 0, key, value, arguments) is not None
+    assert slot(cache, 0, key.half(), value, arguments) is None
+    assert slot(cache, 0, key[:1], value[:1], arguments) is None
+    assert slot(cache, 0, key, value[..., :4], arguments) is None
+    assert slot(cache, 7, key, value, arguments) is None
     if not hasattr(cache.layers[0], "cumulative_length"):
         assert slot(cache, 0, key, value, {}) is None
         assert slot(cache, 0, key, value, {"cache_position": torch.tensor([0, 1])}) is None
@@ -98,6 +98,6 @@ def test_a_cache_without_fixed_rows_has_no_slot(cache):
 def test_earlier_static_caches_have_no_slot():
     cache = static_cache()
     _, key, value, _ = call(0, 1)
-    place = {"cache_position": torch.tensor([0])}
-    cache.update(key, value, 0, place)
-    assert slot(cache, 0, key, value, place) is None
+    arguments = {"cache_position": torch.tensor([0])}
+    cache.update(key, value, 0, arguments)
+    assert slot(cache, 0, key, value, arguments) is None

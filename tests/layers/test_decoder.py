@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 LAYERS = 2
 TOKENS = torch.randint(3, 131, (1, 5), generator=torch.Generator().manual_seed(1))
 FUSED = "fused_linear"
-TOUCHABLE = {
+PARTS = {
     "self_attn": "self_attn",
     "mlp": "mlp",
     "first norm": "input_layernorm",
@@ -97,8 +97,8 @@ def _hidden(output: Any) -> torch.Tensor:
 def assert_same(actual: Any, stock: Any) -> None:
     """Compare the logits and the outputs of all layers. Sums may be computed in a different order."""
     assert len(actual.layers) == len(stock.layers) == LAYERS
-    for left, its in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
-        torch.testing.assert_close(left, its, rtol=1e-4, atol=1e-4)
+    for result, reference in zip((actual.logits, *actual.layers), (stock.logits, *stock.layers), strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-4)
 
 
 def test_few_rows_run_one_gemm_per_part(each_pair, few):
@@ -146,26 +146,26 @@ def test_a_hooked_norm_is_called_once_outside_the_fused_operation(few, part, ope
     model = build("Gemma2")
     pair = model, hf_rocm.prepare(copy.deepcopy(model), force=True)
     outputs = []
-    for one in pair:
+    for variant in pair:
         calls: list[int] = []
-        one.model.layers[0].get_submodule(part).register_forward_hook(
+        variant.model.layers[0].get_submodule(part).register_forward_hook(
             lambda module, args, output, calls=calls: _changed(output, calls)
         )
-        outputs.append(run(one))
+        outputs.append(run(variant))
         assert calls == [1]
     assert_same(outputs[1][0], outputs[0][0])
     assert outputs[1][1].count("norm_add") == operations + 2 * (LAYERS - 1)
 
 
-@pytest.mark.parametrize("part", TOUCHABLE)
-@pytest.mark.parametrize("how", ["hook", "forward"])
-def test_a_changed_module_takes_effect(pair, few, part, how):
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_a_changed_module_takes_effect(pair, few, part, change):
     """If a part of the first layer is changed, the part is called once, and its result is used."""
     outputs = []
     for model in pair:
         calls: list[int] = []
-        module = model.model.layers[0].get_submodule(TOUCHABLE[part])
-        if how == "hook":
+        module = model.model.layers[0].get_submodule(PARTS[part])
+        if change == "hook":
             module.register_forward_hook(lambda module, args, output, calls=calls: _changed(output, calls))
         else:
             stock = module.forward
@@ -219,10 +219,10 @@ def test_hooks_on_all_modules_are_called_for_every_module(pair, few):
 def test_attention_weights_equal_stock(pair, few):
     for model in pair:
         model.config._attn_implementation = "eager"
-    actual, its = (run(model, output_attentions=True)[0] for model in reversed(pair))
-    assert_same(actual, its)
+    actual, expected = (run(model, output_attentions=True)[0] for model in reversed(pair))
+    assert_same(actual, expected)
     assert len(actual.attentions) == LAYERS
-    torch.testing.assert_close(actual.attentions, its.attentions, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.attentions, expected.attentions, rtol=1e-4, atol=1e-4)
 
 
 def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
@@ -230,9 +230,9 @@ def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
     positions = torch.arange(3)[None]
     results = []
     for model in pair:
-        turned = model.model.rotary_emb(x, positions)
+        angles = model.model.rotary_emb(x, positions)
         with torch.no_grad():
-            results.append(model.model.layers[0](x, None, positions, position_embeddings=turned))
+            results.append(model.model.layers[0](x, None, positions, position_embeddings=angles))
     assert type(results[0]) is type(results[1])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 

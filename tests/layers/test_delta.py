@@ -57,8 +57,8 @@ def run(model, ids, cache=None):
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
         logits = [model(ids[:, :5], past_key_values=cache).logits[:, -1]]
-        for place in range(5, ids.shape[1]):
-            logits.append(model(ids[:, place : place + 1], past_key_values=cache).logits[:, -1])
+        for position in range(5, ids.shape[1]):
+            logits.append(model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1])
     return torch.stack(logits), cache
 
 
@@ -68,18 +68,20 @@ def run(model, ids, cache=None):
 def test_a_step_runs_as_one_operation(dtype, name):
     stock, prepared = pair(name, dtype)
     ids = tokens(2, 9)
-    expected, its = run(stock, ids)
+    expected, stock_cache = run(stock, ids)
     reference = deepcopy(stock).double()
     # The grouped GEMM does not support float64.
     reference.config._experts_implementation = "eager"
-    exact, wide = run(reference, ids)
+    exact, exact_cache = run(reference, ids)
     with ops.recording() as routes:
         actual, cache = run(prepared, ids)
     steps = [route.shapes for route in routes if route.operation == "gated_delta_step"]
     assert steps == [((2, 2, 16), (2, 2, 2, 16), (2, 128, 4), (2, 4, 16, 16))] * 4
     assert prompts_of(routes) == [((2, 5, 2, 16), (2, 5, 2, 2, 16))]
-    for own, stocks, right in zip(states_of(cache), states_of(its), states_of(wide), strict=True):
-        assert_as_good_as_eager(own, stocks, right.double())
+    for state, stock_state, exact_state in zip(
+        states_of(cache), states_of(stock_cache), states_of(exact_cache), strict=True
+    ):
+        assert_as_good_as_eager(state, stock_state, exact_state.double())
     if dtype == torch.float32:
         assert_as_good_as_eager(actual, expected, exact)
     assert noted(linear_layer(prepared)) is None
@@ -122,11 +124,11 @@ def test_every_part_of_a_prompt_runs_as_one_operation(parts, dtype, name):
         actual = in_parts(prepared)
     runs = in_parts(stock), exactly(stock, in_parts), actual
     assert [shapes[0][1] for shapes in prompts_of(routes)] == [
-        part for place, part in enumerate(parts) if part > 1 or not place
+        part for index, part in enumerate(parts) if part > 1 or not index
     ]
-    for number, (its, right, own) in enumerate(zip(*runs, strict=True)):
+    for number, (stock_result, exact, result) in enumerate(zip(*runs, strict=True)):
         if number or dtype == torch.float32:
-            assert_as_good_as_eager(own, its, right.double())
+            assert_as_good_as_eager(result, stock_result, exact.double())
     assert noted(linear_layer(prepared)) is None
 
 
@@ -141,12 +143,12 @@ def test_left_padding_does_not_change_results(cached, name):
     stock, prepared = pair(name)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
     mask[0, :7] = 0
-    how = {"attention_mask": mask, "use_cache": cached}
+    settings = {"attention_mask": mask, "use_cache": cached}
     with torch.no_grad():
         with ops.recording() as routes:
-            actual = prepared(ids, **how).logits
+            actual = prepared(ids, **settings).logits
             alone = prepared(ids[:1, 7:], use_cache=cached).logits
-        expected, exact = stock(ids, **how).logits, exactly(stock, lambda model: model(ids, **how).logits)
+        expected, exact = stock(ids, **settings).logits, exactly(stock, lambda model: model(ids, **settings).logits)
     assert [shapes[0][:2] for shapes in prompts_of(routes)] == [(2, 40), (1, 33)]
     seen = mask.bool()
     assert_as_good_as_eager(actual[seen], expected[seen], exact[seen])
@@ -170,12 +172,12 @@ def test_the_states_keep_their_addresses(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name in transformers.CONFIG_MAPPING])
 def test_greedy_tokens_equal_stock(name):
     stock, prepared = pair(name)
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[0, :2] = 0
     with torch.no_grad(), ops.recording() as routes:
-        expected = stock.generate(tokens(2, 6), attention_mask=mask, **how)
-        assert torch.equal(prepared.generate(tokens(2, 6), attention_mask=mask, **how), expected)
+        expected = stock.generate(tokens(2, 6), attention_mask=mask, **settings)
+        assert torch.equal(prepared.generate(tokens(2, 6), attention_mask=mask, **settings), expected)
     steps = [route for route in routes if route.operation == "gated_delta_step"]
     assert len(steps) == (5 if RELEASE >= SINCE else 0)
     assert len(prompts_of(routes)) == (1 if RELEASE >= SINCE else 0)
@@ -210,11 +212,11 @@ def _scaled(function):
 
 
 def _own_norm(layer, patch):
-    class Mine(type(layer.norm)):
+    class OwnNorm(type(layer.norm)):
         def forward(self, x, gate):
             return super().forward(x, gate) * 1.5
 
-    layer.norm.__class__ = Mine
+    layer.norm.__class__ = OwnNorm
 
 
 def _other_norm(layer, patch):
@@ -235,7 +237,7 @@ def _registered(layer, patch):
 
 # name → (a change made before the calls, the reason why the calls run stock code)
 REPLACED = {
-    "class of the norm": (_own_norm, "its norm is of type Mine"),
+    "class of the norm": (_own_norm, "its norm is of type OwnNorm"),
     "other norm": (_other_norm, "its norm is of type Other"),
     "activation of the norm": (_norms_activation, "an activation is not silu"),
     "forward of the norm's class": (
@@ -270,13 +272,13 @@ def test_replaced_parts_are_called_as_in_stock(name, change, monkeypatch):
             with monkeypatch.context() as patch:
                 apply(linear_layer(model), patch)
                 results.append(run(model, tokens(2, 7)))
-    (expected, its), (actual, cache) = results
+    (expected, stock_cache), (actual, cache) = results
     assert not [route for route in routes if route.operation.startswith("gated_delta")]
     assert reason in noted(linear_layer(prepared))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
-    for own, stocks in zip(states_of(cache), states_of(its), strict=True):
-        torch.testing.assert_close(own, stocks, rtol=1e-4, atol=1e-5)
+    for state, stock_state in zip(states_of(cache), states_of(stock_cache), strict=True):
+        torch.testing.assert_close(state, stock_state, rtol=1e-4, atol=1e-5)
 
 
 @served
@@ -295,8 +297,8 @@ def test_under_autocast_layers_are_stock(dtype, name):
             results.append((*outputs, *states_of(cache)))
     assert not [route for route in routes if route.operation.startswith("gated_delta")]
     assert "under autocast" in noted(linear_layer(prepared))
-    for own, stocks in zip(results[1], results[0], strict=True):
-        assert own.dtype == stocks.dtype and torch.equal(own, stocks)
+    for result, reference in zip(results[1], results[0], strict=True):
+        assert result.dtype == reference.dtype and torch.equal(result, reference)
 
 
 @served

@@ -61,9 +61,9 @@ def pair():
 
 def run(model: Any, **arguments: Any) -> tuple[Any, int]:
     """Returns the last hidden state, and the number of operations that computed a norm of a sum."""
-    given = {"pixel_values": PIXELS} if hasattr(model.config, "image_size") else {"input_ids": TOKENS}
+    inputs = {"pixel_values": PIXELS} if hasattr(model.config, "image_size") else {"input_ids": TOKENS}
     with ops.recording() as routes:
-        output = model(**given, **arguments)
+        output = model(**inputs, **arguments)
     return output.last_hidden_state, sum(route.operation == NAME for route in routes)
 
 
@@ -73,8 +73,8 @@ def test_a_norm_of_a_sum_is_one_operation(family):
     stock = build(family)
     output, count = run(prepared(stock))
     assert count == FAMILIES[family][2] * LAYERS
-    expected, none = run(stock)
-    assert none == 0
+    expected, stock_count = run(stock)
+    assert stock_count == 0
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -83,14 +83,14 @@ def test_a_norm_of_a_sum_is_one_operation(family):
 def test_attention_weights_equal_stock(family):
     stock = build(family, attn_implementation="eager")
     actual = prepared(stock)
-    given = {"pixel_values": PIXELS} if hasattr(stock.config, "image_size") else {"input_ids": TOKENS}
-    outputs = [model(**given, output_attentions=True, output_hidden_states=True) for model in (stock, actual)]
+    inputs = {"pixel_values": PIXELS} if hasattr(stock.config, "image_size") else {"input_ids": TOKENS}
+    outputs = [model(**inputs, output_attentions=True, output_hidden_states=True) for model in (stock, actual)]
     assert outputs[0].keys() == outputs[1].keys()
     for name in ("attentions", "hidden_states"):
-        left, right = (output[name] for output in outputs)
-        assert len(left) == len(right) >= LAYERS
-        for one, other in zip(left, right, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        stock_tensors, tensors = (output[name] for output in outputs)
+        assert len(stock_tensors) == len(tensors) >= LAYERS
+        for reference, tensor in zip(stock_tensors, tensors, strict=True):
+            torch.testing.assert_close(reference, tensor, rtol=1e-5, atol=1e-5)
 
 
 class Norm(nn.LayerNorm):
@@ -257,11 +257,11 @@ def test_gradients_equal_stock(family):
         output.square().sum().backward()
         counts.append(count)
     assert counts == [0, FAMILIES[family][2] * LAYERS]
-    largest = max(float(one.grad.abs().max()) for one in stock.parameters() if one.grad is not None)
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-4 * largest)
+    largest = max(float(parameter.grad.abs().max()) for parameter in stock.parameters() if parameter.grad is not None)
+    for (name, parameter), actual in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (parameter.grad is None) == (actual.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-3, atol=1e-4 * largest)
 
 
 @torch.no_grad()
@@ -343,8 +343,8 @@ def test_a_layer_is_called_with_positional_and_named_arguments(family):
 def _names(layer: Any) -> list[str]:
     import inspect
 
-    given = inspect.signature(type(layer).forward).parameters
-    return [name for name in ("causal_attention_mask",) if name in given]
+    parameters = inspect.signature(type(layer).forward).parameters
+    return [name for name in ("causal_attention_mask",) if name in parameters]
 
 
 def _causal(layer: Any) -> list[None]:
@@ -359,22 +359,22 @@ def test_one_kernel_computes_an_activation_that_is_a_formula_in_stock(monkeypatc
     model = prepared(stock)
     expected = run(stock)[0]
 
-    def acts() -> tuple[torch.Tensor, int]:
+    def run_counting() -> tuple[torch.Tensor, int]:
         with ops.recording() as routes:
             output = model(pixel_values=PIXELS).last_hidden_state
         return output, sum(route.operation == "act" for route in routes)
 
-    assert acts()[1] == 0
+    assert run_counting()[1] == 0
     monkeypatch.setattr(mlp, "one_kernel", lambda *_: True)
-    output, count = acts()
+    output, count = run_counting()
     assert count == LAYERS
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     layers = [module for module in model.modules() if type(module).__name__ == "CLIPMLP"]
     seen: list[str] = []
     layers[0].activation_fn.register_forward_hook(lambda *_: seen.append("hook"))
     layers[1].activation_fn = nn.Tanh()
-    assert acts()[1] == 0 and seen == ["hook"]
+    assert run_counting()[1] == 0 and seen == ["hook"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layers[1].activation_fn = transformers.activations.NewGELUActivation()
-        assert acts()[1] == 0
-    assert acts()[1] == 1
+        assert run_counting()[1] == 0
+    assert run_counting()[1] == 1

@@ -17,7 +17,7 @@ NORMALISE = {"layers.heads", "layers.project", "layers.latent_heads", "gated.for
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and "fused" in [
-            kwonlyarg.arg for kwonlyarg in (*node.args.args, *node.args.kwonlyargs)
+            argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)
         ]:
             yield node
 
@@ -35,14 +35,14 @@ def test_an_input_that_is_not_normalised_is_only_passed_to_shared_layers(path: P
     for function in functions(path):
         x = function.args.args[2].arg
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        taken = {
+        uses = {
             argument: (ast.unparse(call.func), call)
             for call in calls
             for argument in call.args
             if isinstance(argument, ast.Name) and argument.id == x
         }
-        assert set(loads(function, x)) == set(taken), f"{function.name} uses {x} itself"
-        for name, call in taken.values():
+        assert set(loads(function, x)) == set(uses), f"{function.name} uses {x} itself"
+        for name, call in uses.values():
             assert name == "stock" or name in NORMALISE, f"{function.name} passes {x} to {name}"
-            given = [ast.unparse(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
-            assert name == "stock" or "fused" in given, f"{function.name} does not pass `fused` to {name}"
+            passed = [ast.unparse(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
+            assert name == "stock" or "fused" in passed, f"{function.name} does not pass `fused` to {name}"

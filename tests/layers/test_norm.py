@@ -81,11 +81,11 @@ def test_changed_modules_are_not_plain(name, change, monkeypatch):
     assert is_plain(MODULES[name]())
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("examined", [True, False])
 @pytest.mark.parametrize("change", ["forward of the class", "call of the class", "body of the call"])
-def test_a_changed_class_is_not_stock_whether_or_not_it_was_examined_before(change, known, monkeypatch):
+def test_a_changed_class_is_not_stock_whether_or_not_it_was_examined_before(change, examined, monkeypatch):
     monkeypatch.delitem(watches, nn.LayerNorm, raising=False)
-    if known:
+    if examined:
         assert is_stock(nn.LayerNorm)
     with monkeypatch.context() as patch:
         CHANGES[change](nn.LayerNorm(8), patch)
@@ -175,14 +175,14 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
     outputs, calls = [], []
     for model in (stock, hf_rocm.prepare(deepcopy(stock), force=True)):
         seen = []
-        for place, module in _dropouts(model):
+        for path, module in _dropouts(model):
             module.register_forward_hook(
-                lambda _, args, output, place=place, seen=seen: (seen.append(place), output / 2)[1]
+                lambda _, args, output, path=path, seen=seen: (seen.append(path), output / 2)[1]
             )
         outputs.append(model(ids)[0])
         calls.append(seen)
-        for place, _ in _dropouts(model):
-            parent, _, child = place.rpartition(".")
+        for path, _ in _dropouts(model):
+            parent, _, child = path.rpartition(".")
             # nn.Identity has no attribute `p`.
             setattr(model.get_submodule(parent), child, nn.Identity())
         outputs.append(model(ids)[0])
@@ -199,12 +199,12 @@ from torch import nn
 
 name, calls = sys.argv[1], []
 
-class Mine(getattr(nn, name)):
+class Scaled(getattr(nn, name)):
     def forward(self, x):
         calls.append(1)
         return super().forward(x) * 1.25
 
-setattr(nn, name, Mine)
+setattr(nn, name, Scaled)
 import transformers, hf_rocm
 from hf_rocm import ops
 
@@ -222,7 +222,7 @@ with torch.no_grad():
         counts.append(len(calls))
 torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 assert counts[0] == counts[1] > 4, counts
-assert type(stock.encoder.layer[0].output.get_submodule(sys.argv[2])) is Mine
+assert type(stock.encoder.layer[0].output.get_submodule(sys.argv[2])) is Scaled
 """
 
 
@@ -230,5 +230,5 @@ assert type(stock.encoder.layer[0].output.get_submodule(sys.argv[2])) is Mine
 def test_a_class_that_was_replaced_in_torch_nn_is_detected(name, child, tmp_path):
     script = tmp_path / "replaced.py"
     script.write_text(REPLACED)
-    ran = subprocess.run([sys.executable, str(script), name, child], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    done = subprocess.run([sys.executable, str(script), name, child], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -18,18 +18,18 @@ def test_the_scale_is_the_reciprocal_of_stocks_root(case, dtype, monkeypatch):
     scales = []
     attention = ops.attention
 
-    def counting(*tensors, scale, **terms):
+    def recording(*tensors, scale, **terms):
         scales.append(scale)
         return attention(*tensors, scale=scale, **terms)
 
-    kept = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     # Set the default dtype, as from_pretrained does while it builds a model.
     torch.set_default_dtype(dtype)
     try:
         model = hf_rocm.prepare(case.build(dtype), force=True)
     finally:
-        torch.set_default_dtype(kept)
-    monkeypatch.setattr(ops, "attention", counting)
+        torch.set_default_dtype(default)
+    monkeypatch.setattr(ops, "attention", recording)
     with torch.inference_mode():
         model(**inputs.arguments(case, model))
     roots = [float(module.scale_attn) for module in model.modules() if hasattr(module, "scale_attn")]

@@ -33,10 +33,10 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def undone():
-    result = PreTrainedModel.__dict__["from_pretrained"]
+    stock = PreTrainedModel.__dict__["from_pretrained"]
     yield
     auto.auto_prepare(False)
-    assert PreTrainedModel.__dict__["from_pretrained"] is result
+    assert PreTrainedModel.__dict__["from_pretrained"] is stock
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def is_prepared(model):
 
 
 def test_every_way_of_loading_prepares_the_model_once(llama, prepares):
-    signature = str(PreTrainedModel.from_pretrained.__doc__)
+    docstring = str(PreTrainedModel.from_pretrained.__doc__)
     assert hf_rocm.auto_prepare(force=True) is True
-    assert str(PreTrainedModel.from_pretrained.__doc__) == signature
+    assert str(PreTrainedModel.from_pretrained.__doc__) == docstring
     for load in (
         transformers.LlamaForCausalLM.from_pretrained,
         transformers.AutoModelForCausalLM.from_pretrained,
@@ -87,13 +87,13 @@ def test_pipelines_are_prepared(bert, tmp_path):
 
 
 def test_auto_prepare_is_undone_completely(llama):
-    result = PreTrainedModel.__dict__["from_pretrained"]
+    stock = PreTrainedModel.__dict__["from_pretrained"]
     for _ in range(2):
         hf_rocm.auto_prepare(force=True)
         hf_rocm.auto_prepare(force=True)
-        assert PreTrainedModel.__dict__["from_pretrained"] is not result
+        assert PreTrainedModel.__dict__["from_pretrained"] is not stock
         assert hf_rocm.auto_prepare(False) is False
-        assert PreTrainedModel.__dict__["from_pretrained"] is result
+        assert PreTrainedModel.__dict__["from_pretrained"] is stock
     assert hf_rocm.auto_prepare(False) is False
     assert not is_prepared(transformers.AutoModel.from_pretrained(llama))
 
@@ -110,7 +110,7 @@ def test_hf_rocms_loader_prepares_once_and_keeps_its_arguments(llama, prepares, 
 
 
 def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch):
-    result = PreTrainedModel.__dict__["from_pretrained"]
+    stock = PreTrainedModel.__dict__["from_pretrained"]
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
     monkeypatch.setattr(auto, "_warned", set())
     monkeypatch.setattr("hf_rocm.device.is_rocm", lambda: False)
@@ -118,12 +118,12 @@ def test_without_rocm_nothing_happens_and_one_line_is_logged(caplog, monkeypatch
         assert [hf_rocm.auto_prepare() for _ in range(3)] == [False] * 3
     assert len(caplog.records) == 1 and "stay stock" in caplog.text
     assert hf_rocm.auto_prepare(force=False) is False
-    assert PreTrainedModel.__dict__["from_pretrained"] is result
+    assert PreTrainedModel.__dict__["from_pretrained"] is stock
 
 
 def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path, monkeypatch):
-    both = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(str(bert), str(bert))
-    both.save_pretrained(tmp_path / "both")
+    encoder_decoder = transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(str(bert), str(bert))
+    encoder_decoder.save_pretrained(tmp_path / "both")
 
     stock, inner = PreTrainedModel.__dict__["from_pretrained"], []
 
@@ -198,7 +198,7 @@ def test_text_encoders_of_a_diffusion_pipeline_stay_stock_by_default(diffusers, 
 
 
 def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
-    result = PreTrainedModel.__dict__["from_pretrained"]
+    stock = PreTrainedModel.__dict__["from_pretrained"]
     hf_rocm.auto_prepare(force=True)
     wrapper = PreTrainedModel.__dict__["from_pretrained"].__func__
     PreTrainedModel.from_pretrained = classmethod(lambda cls, *args, **kwargs: wrapper(cls, *args, **kwargs))
@@ -208,11 +208,11 @@ def test_another_librarys_wrapper_is_kept_and_reported(llama, caplog):
         assert "replaced by other code" in caplog.text
         assert not is_prepared(transformers.LlamaModel.from_pretrained(llama))
     finally:
-        PreTrainedModel.from_pretrained = result
+        PreTrainedModel.from_pretrained = stock
 
 
-@pytest.mark.parametrize(("wanted", "prepared"), [("1", True), ("yes", False)])
-def test_an_installed_block_enables_auto_prepare_if_the_environment_requests_it(llama, wanted, prepared):
+@pytest.mark.parametrize(("value", "prepared"), [("1", True), ("yes", False)])
+def test_an_installed_block_enables_auto_prepare_if_the_environment_requests_it(llama, value, prepared):
     """A child process calls `overlay.wanted`, as an installed block at the end of a modeling file does."""
     program = textwrap.dedent(
         f"""
@@ -228,7 +228,7 @@ def test_an_installed_block_enables_auto_prepare_if_the_environment_requests_it(
         print("_hf_rocm_report" in model.__dict__)
         """
     )
-    environment = {**os.environ, "HF_ROCM_AUTO": wanted, "HF_ROCM_FORCE": "1"}
+    environment = {**os.environ, "HF_ROCM_AUTO": value, "HF_ROCM_FORCE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == str(prepared)
 

@@ -23,8 +23,8 @@ needs_pagemap = pytest.mark.skipif(not Path(mmap_pages._PAGEMAP).exists(), reaso
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch):
-    """Simulate the kernel and the GPUs on which the decision depends."""
+def simulate_machine(monkeypatch: pytest.MonkeyPatch):
+    """Returns a function that simulates the kernel and the GPUs on which the decision depends."""
 
     def make(kernel: str, *gpus: str) -> None:
         monkeypatch.setattr(heap_copies, "machine", lambda: heap_copies.Machine(kernel, gpus))
@@ -55,7 +55,7 @@ def large(tmp_path: Path) -> Path:
     return file
 
 
-def of_files() -> int:
+def resident_file_bytes() -> int:
     """Bytes of mapped files that are resident in this process."""
     return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) * 1024
 
@@ -93,8 +93,10 @@ def test_the_fault_depends_on_the_kernel_and_the_gpus(kernel: str, gpus: tuple[s
     [(STALLS, ("gfx1100",), True), (USUAL, ("gfx1151",), True), (USUAL, ("gfx1100",), False), (STALLS, (), False)],
 )
 @pytest.mark.parametrize("way", ["from_pretrained", "auto_prepare"])
-def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(on, folder, kernel, gpus, copied, way) -> None:
-    on(kernel, *gpus)
+def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(
+    simulate_machine, folder, kernel, gpus, copied, way
+) -> None:
+    simulate_machine(kernel, *gpus)
     stock = vars(modeling_utils)["safe_open"]
     if way == "auto_prepare":
         auto.auto_prepare(force=True)
@@ -112,8 +114,8 @@ def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(on, fold
 
 
 @needs_pagemap
-def test_a_model_that_stays_stock_is_loaded_like_stock(on, folder) -> None:
-    on(STALLS, "gfx1100")
+def test_a_model_that_stays_stock_is_loaded_like_stock(simulate_machine, folder) -> None:
+    simulate_machine(STALLS, "gfx1100")
     model = hf_rocm.from_pretrained(folder, force=False)
     assert mmap_pages.is_mapped(model.get_input_embeddings().weight)
     with auto.suspended():
@@ -122,17 +124,17 @@ def test_a_model_that_stays_stock_is_loaded_like_stock(on, folder) -> None:
 
 
 @needs_pagemap
-def test_pages_that_were_copied_leave_memory(on, large) -> None:
-    on(USUAL, "gfx1151")
+def test_pages_that_were_copied_leave_memory(simulate_machine, large) -> None:
+    simulate_machine(USUAL, "gfx1151")
     with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt") as file:
-        before = of_files()
+        before = resident_file_bytes()
         weight = file.get_slice("weight")[...]
-        assert of_files() - before < SIZE / 2
+        assert resident_file_bytes() - before < SIZE / 2
     assert not mmap_pages.is_mapped(weight) and weight[-1, -1] == SIZE // 4 - 1
 
 
-def test_whole_tensors_and_slices_are_read_as_before(on, large) -> None:
-    on(STALLS, "gfx1100")
+def test_whole_tensors_and_slices_are_read_as_before(simulate_machine, large) -> None:
+    simulate_machine(STALLS, "gfx1100")
     with modeling_utils.safe_open(large, framework="pt") as file:
         names, shape, dtype = file.keys(), file.get_slice("weight").get_shape(), file.get_slice("weight").get_dtype()
         row, part = file.get_slice("weight")[3], file.get_slice("weight")[:, 5:9]
@@ -145,8 +147,8 @@ def test_whole_tensors_and_slices_are_read_as_before(on, large) -> None:
         assert file.metadata() is None or isinstance(file.metadata(), dict)
 
 
-def test_the_copy_is_moved_to_another_device(on, large) -> None:
-    on(STALLS, "gfx1100")
+def test_the_copy_is_moved_to_another_device(simulate_machine, large) -> None:
+    simulate_machine(STALLS, "gfx1100")
     with heap_copies.where_needed():
         file = modeling_utils.safe_open(large, framework="pt", device="meta")
         assert file.get_slice("weight")[:2].device.type == "meta"

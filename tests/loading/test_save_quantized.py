@@ -59,11 +59,11 @@ def state_of(model):
 
 
 def unchanged(model, before):
-    now = state_of(model)
-    assert now.keys() == before.keys()
+    current = state_of(model)
+    assert current.keys() == before.keys()
     for path, (module, contents) in before.items():
-        assert now[path][0] is module and now[path][1].keys() == contents.keys(), path
-        assert all(now[path][1][name] is value for name, value in contents.items()), path
+        assert current[path][0] is module and current[path][1].keys() == contents.keys(), path
+        assert all(current[path][1][name] is value for name, value in contents.items()), path
     assert "quantization_config" not in model.config.__dict__
 
 
@@ -196,5 +196,5 @@ def test_models_that_cannot_be_saved_are_refused(tmp_path):
     with pytest.raises(OptionError, match="loaded from a quantised checkpoint"):
         hf_rocm.save_quantized(loaded, tmp_path / "again")
     loaded.save_pretrained(tmp_path / "again")
-    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

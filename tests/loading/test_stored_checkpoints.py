@@ -29,11 +29,11 @@ LAYER = "model.layers.1.mlp.up_proj"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """One intact checkpoint per layout."""
-    made = {}
+    paths = {}
     for case in (PACKED, INT8, FP8, AWQ, GPTQ, BLOCKS):
-        made[case.name] = tmp_path_factory.mktemp("checkpoint")
-        checkpoints.write(made[case.name], case)
-    return made
+        paths[case.name] = tmp_path_factory.mktemp("checkpoint")
+        checkpoints.write(paths[case.name], case)
+    return paths
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def test_an_invalid_layer_is_named_before_any_weight_is_read(folder, monkeypatch
     assert expected in error.value.facts["expected"] and actual in error.value.facts["found"]
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
-def test_a_truncated_file_is_an_error(folder, monkeypatch, kept):
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_file_is_an_error(folder, monkeypatch, fraction):
     path = folder() / "model.safetensors"
-    path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
+    path.write_bytes(path.read_bytes()[: int(fraction * path.stat().st_size)])
     monkeypatch.setattr(LlamaForCausalLM, "_load_pretrained_model", None)
     with pytest.raises(LoadError):
         hf_rocm.from_pretrained(path.parent, force=True)
@@ -223,11 +223,11 @@ def test_without_force_the_model_is_loaded_as_in_stock(folder, monkeypatch):
 
 def test_a_load_with_a_quantization_config_is_left_to_stock(folder):
     path = folder()
-    given = auto.AutoQuantizationConfig
+    config_class = auto.AutoQuantizationConfig
     config = {"quant_method": "quanto", "weights": "int8"}
-    assert outcome(lambda: hf_rocm.from_pretrained(path, force=True, quantization_config=given.from_dict(config))) == (
-        outcome(lambda: LlamaForCausalLM.from_pretrained(path, quantization_config=given.from_dict(config)))
-    )
+    assert outcome(
+        lambda: hf_rocm.from_pretrained(path, force=True, quantization_config=config_class.from_dict(config))
+    ) == (outcome(lambda: LlamaForCausalLM.from_pretrained(path, quantization_config=config_class.from_dict(config))))
 
 
 def test_an_unquantised_checkpoint_has_no_quantised_layers(tmp_path):
@@ -256,11 +256,11 @@ def test_another_thread_stays_stock(folder, tmp_path):
     """A concurrent load in another thread runs stock code, with the same result or error as without hf_rocm."""
     path, results = folder(), []
 
-    def elsewhere():
+    def load_stock():
         results.append(outcome(lambda: LlamaForCausalLM.from_pretrained(path)))
 
     def call():
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=load_stock)
         thread.start()
         thread.join()
         return LlamaForCausalLM.from_pretrained(path)

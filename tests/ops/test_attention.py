@@ -45,14 +45,14 @@ def reference(query, key, value, *, scale, causal=False, mask=None, window=None,
                     if softcap is not None:
                         score = softcap * math.tanh(score / softcap)
                     if mask is not None:
-                        at = mask[row % mask.shape[0], head % mask.shape[1], i % mask.shape[2], j]
-                        if at.dtype == torch.bool:
-                            if not at:
+                        entry = mask[row % mask.shape[0], head % mask.shape[1], i % mask.shape[2], j]
+                        if entry.dtype == torch.bool:
+                            if not entry:
                                 continue
-                        elif at == -torch.inf:
+                        elif entry == -torch.inf:
                             continue
                         else:
-                            score += float(at)
+                            score += float(entry)
                     scores.append(score)
                     values.append(value[row, head // group, j])
                 if not scores:
@@ -214,12 +214,12 @@ def test_gradients_equal_those_of_sdpa(tier):
     query, key, value = (t.detach().requires_grad_() for t in tensors(SHAPES["square"], torch.float64))
     output, _ = run(tier, query, key, value, scale=0.25, causal=True)
     output.square().sum().backward()
-    expected = [t.grad.clone() for t in (query, key, value)]
+    gradients = [t.grad.clone() for t in (query, key, value)]
     group_key, group_value = (t.detach().repeat_interleave(2, 1).requires_grad_() for t in (key, value))
     other = query.detach().requires_grad_()
     torch.nn.functional.scaled_dot_product_attention(
         other, group_key, group_value, is_causal=True, scale=0.25
     ).square().sum().backward()
-    torch.testing.assert_close(expected[0], other.grad)
-    torch.testing.assert_close(expected[1], group_key.grad.unflatten(1, (2, 2)).sum(2))
-    torch.testing.assert_close(expected[2], group_value.grad.unflatten(1, (2, 2)).sum(2))
+    torch.testing.assert_close(gradients[0], other.grad)
+    torch.testing.assert_close(gradients[1], group_key.grad.unflatten(1, (2, 2)).sum(2))
+    torch.testing.assert_close(gradients[2], group_value.grad.unflatten(1, (2, 2)).sum(2))

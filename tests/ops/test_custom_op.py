@@ -18,8 +18,8 @@ def test_the_device_is_switched_only_if_it_differs(monkeypatch, several, index, 
     entered = []
 
     @contextmanager
-    def device(wanted):
-        entered.append(wanted.index)
+    def device(requested):
+        entered.append(requested.index)
         yield
 
     monkeypatch.setattr(custom_op, "several_devices", lambda: several)

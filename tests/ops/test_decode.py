@@ -51,13 +51,13 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
     """Every row equals causal attention over its real keys, within the window."""
     query, key, value = tensors((3, 4, 2, s_q, 30, 8, 12), dtype)
     lengths, starts = torch.tensor([30, 20, 17]), torch.tensor([0, 20 - s_q, 0])
-    how = {"scale": 0.3, "starts": starts, "window": window}
-    output = run(tier, query, key, value, lengths, **how)
+    settings = {"scale": 0.3, "starts": starts, "window": window}
+    output = run(tier, query, key, value, lengths, **settings)
     rows = []
     for row, (end, start) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
-        own = (tensor[[row]] for tensor in (query, key[:, :, start:end], value[:, :, start:end]))
-        rows.append(reference(*own, scale=0.3, causal=True, window=window))
-    eager = run("eager", query, key, value, lengths, **how)
+        row_tensors = (tensor[[row]] for tensor in (query, key[:, :, start:end], value[:, :, start:end]))
+        rows.append(reference(*row_tensors, scale=0.3, causal=True, window=window))
+    eager = run("eager", query, key, value, lengths, **settings)
     assert_as_good_as_eager(output, eager, torch.cat(rows), summed=value)
 
 
@@ -65,8 +65,8 @@ def test_starts_lengths_and_windows(window, s_q, tier, dtype):
 def test_a_rolling_cache_has_the_last_keys(tier):
     """Every row has 25 keys so far, and the cache contains the last 8. In the second row, three of them are padding."""
     query, key, value = tensors((2, 4, 2, 2, 8, 8, 8), torch.float32)
-    how = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
-    output = run(tier, query, key, value, torch.tensor([25]), **how)
+    settings = {"scale": 0.3, "starts": torch.tensor([3, 20]), "window": 8}
+    output = run(tier, query, key, value, torch.tensor([25]), **settings)
     first = reference(query[:1], key[:1], value[:1], scale=0.3, causal=True, window=8)
     second = reference(query[1:], key[1:, :, 3:], value[1:, :, 3:], scale=0.3, causal=True)
     torch.testing.assert_close(output.double(), torch.cat((first, second)), rtol=0, atol=1e-6)
@@ -144,7 +144,9 @@ def test_prefill_is_refused(monkeypatch):
     """The test uses the specifications that `ops.attention` builds."""
     monkeypatch.setattr(decode.detect, "unavailable", lambda device: None)
     accepted, requested = {}, []
-    monkeypatch.setattr(MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _answer))
+    monkeypatch.setattr(
+        MODULE._operation, "calls", registry.Table(lambda spec: requested.append(spec) or _implementation)
+    )
     for s_q, s_k in ((1, 1), (1, 9), (2, 9), (16, 17), (16, 16), (17, 40), (9, 5)):
         query, key, value = tensors((1, 4, 2, s_q, s_k, 8, 8), torch.bfloat16)
         ops.attention(query, key, value, scale=1.0, causal=True)
@@ -161,7 +163,7 @@ def test_prefill_is_refused(monkeypatch):
     }
 
 
-def _answer(*_, **__):
+def _implementation(*_, **__):
     return None, None
 
 
@@ -170,13 +172,13 @@ def _answer(*_, **__):
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 256])
 def test_every_plan_fits(dim, size, arch):
     for b, keys, rows in ((1, 1, 1), (1, 1024, 4), (8, 32768, 4), (64, 131072, 128), (256, 100, 16)):
-        how = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
+        plan = decode.plan(b, 8, rows, keys, dim, size, 304, arch)
         # tl.dot has a minimum size of 16.
-        assert how.pieces * how.rows >= rows and how.rows >= 16 and how.keys >= 16
-        assert 1 <= how.splits <= tiles.MOST_SPLITS and (how.splits - 1) * how.keys < max(1, keys)
+        assert plan.pieces * plan.rows >= rows and plan.rows >= 16 and plan.keys >= 16
+        assert 1 <= plan.splits <= tiles.MOST_SPLITS and (plan.splits - 1) * plan.keys < max(1, keys)
         wide = max(16, 1 << (dim - 1).bit_length())
         # LDS must hold a block of keys and a block of values.
-        assert 2 * how.keys * wide * size <= 64 * 1024
+        assert 2 * plan.keys * wide * size <= 64 * 1024
 
 
 def test_the_number_of_splits_depends_on_the_batch_and_the_keys():

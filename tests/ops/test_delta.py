@@ -52,11 +52,11 @@ def check(serve, dtype, **sizes):
     """Run three steps. Outputs and states must be within the tolerance, and the convolution's state must be exact."""
     keywords = drawn(dtype, **sizes)[1]
     runs = [(serve, dtype, []), (eager, dtype, []), (eager, torch.float64, [])]
-    for call, its_dtype, results in runs:
-        state = converted(keywords, None if its_dtype is dtype else its_dtype)
+    for call, run_dtype, results in runs:
+        state = converted(keywords, None if run_dtype is dtype else run_dtype)
         for token in range(3):
             inputs = drawn(dtype, seed=token, **sizes)[0]
-            out = call(*(inputs if its_dtype is dtype else (part.to(its_dtype) for part in inputs)), **state)
+            out = call(*(inputs if run_dtype is dtype else (part.to(run_dtype) for part in inputs)), **state)
             results.append((out, *(state[name].clone() for name in STATES)))
     by_run = ([torch.stack(parts) for parts in zip(*results, strict=True)] for _, _, results in runs)
     outputs, conv_states, states = zip(*by_run, strict=True)
@@ -123,8 +123,8 @@ def test_the_eager_tier_follows_the_formula():
     mixed = mixed / (1 + (-mixed).exp())
     q, k, v = mixed.split((8, 8, 6))
     q, k = (part / (part.dot(part) + 1e-6).sqrt() for part in (q, k))
-    kept = (-before["log_rate"].exp() * torch.log1p((decay[0, 0, 0] + before["bias"]).exp())).exp()
-    old = before["state"][0, 0] * kept
+    factor = (-before["log_rate"].exp() * torch.log1p((decay[0, 0, 0] + before["bias"]).exp())).exp()
+    old = before["state"][0, 0] * factor
     new = old + torch.outer(k, (v - k @ old) / (1 + (-beta[0, 0, 0]).exp()))
     torch.testing.assert_close(keywords["state"][0, 0], new)
     result = q @ new / 8**0.5

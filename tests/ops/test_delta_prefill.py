@@ -64,14 +64,14 @@ def drawn(
     return [part if joined else part.contiguous() for part in inputs], keywords
 
 
-def hard(dtype, what, **sizes):
+def hard(dtype, filled, **sizes):
     """Returns the results of `drawn`, with some inputs filled with one number or with two alternating numbers."""
     inputs, keywords = drawn(dtype, **sizes)
-    for place, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
-        if name in what:
-            numbers = torch.tensor(what[name], dtype=dtype).flatten()
-            turns = numbers[torch.arange(inputs[place].shape[1]) % len(numbers)]
-            inputs[place] = turns.view(1, -1, *[1] * (inputs[place].dim() - 2)).expand_as(inputs[place])
+    for index, name in enumerate(("query", "key", "value", "gate", "beta", "decay")):
+        if name in filled:
+            numbers = torch.tensor(filled[name], dtype=dtype).flatten()
+            repeated = numbers[torch.arange(inputs[index].shape[1]) % len(numbers)]
+            inputs[index] = repeated.view(1, -1, *[1] * (inputs[index].dim() - 2)).expand_as(inputs[index])
     return inputs, keywords
 
 
@@ -97,10 +97,10 @@ def check(serve, inputs, keywords):
     steps = in_tier("eager", inputs, keywords)
     wide = converted(inputs, keywords, torch.float64)
     exact = in_tier("eager", *wide)
-    for place, name in enumerate(("output", "convolution", "state")):
-        eps = torch.finfo(steps[place].dtype).eps
-        runs = ({name: in_tier("eager", *rounded(*wide, eps, seed))[place]} for seed in range(3))
-        parts = ({name: results[place]} for results in (actual, steps, exact))
+    for index, name in enumerate(("output", "convolution", "state")):
+        eps = torch.finfo(steps[index].dtype).eps
+        runs = ({name: in_tier("eager", *rounded(*wide, eps, seed))[index]} for seed in range(3))
+        parts = ({name: results[index]} for results in (actual, steps, exact))
         assert_run_as_good_as_eager(*parts, rounded=runs)
     assert torch.equal(actual[1], steps[1])
 
@@ -109,10 +109,12 @@ def rounded(inputs, keywords, eps, seed):
     """The inputs with a random relative error of up to half of eps."""
     generator = torch.Generator().manual_seed(seed)
 
-    def off(x):
+    def perturbed(x):
         return x * (1 + (torch.rand(x.shape, generator=generator, dtype=x.dtype) - 0.5) * eps)
 
-    return [off(x) for x in inputs], {name: value if name == "eps" else off(value) for name, value in keywords.items()}
+    return [perturbed(x) for x in inputs], {
+        name: value if name == "eps" else perturbed(value) for name, value in keywords.items()
+    }
 
 
 def chunked(*inputs, **keywords):
@@ -125,9 +127,9 @@ def test_chunks_are_as_accurate_as_single_steps(sizes, dtype):
     check(chunked, *drawn(dtype, **sizes))
 
 
-@pytest.mark.parametrize("what", HARD.values(), ids=HARD)
-def test_extreme_values_are_as_accurate_as_in_single_steps(what):
-    check(chunked, *hard(torch.float32, what, length=100))
+@pytest.mark.parametrize("filled", HARD.values(), ids=HARD)
+def test_extreme_values_are_as_accurate_as_in_single_steps(filled):
+    check(chunked, *hard(torch.float32, filled, length=100))
 
 
 @pytest.mark.parametrize("tier", ["torch", "eager"])
@@ -176,14 +178,14 @@ def stock(query, key, value, gate, beta, decay, *, conv_weight, log_rate, bias, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "what"),
-    [*((dtype, {}) for dtype in DTYPES), *((torch.float32, what) for what in HARD.values())],
+    ("dtype", "filled"),
+    [*((dtype, {}) for dtype in DTYPES), *((torch.float32, filled) for filled in HARD.values())],
     ids=[*map(str, DTYPES), *HARD],
 )
 @pytest.mark.parametrize("length", [5, 130])
-def test_results_equal_those_of_transformers_layer(length, dtype, what):
+def test_results_equal_those_of_transformers_layer(length, dtype, filled):
     """Both tiers are as close to float64 as transformers' function is."""
-    inputs, keywords = hard(dtype, what, length=length, fresh=True)
+    inputs, keywords = hard(dtype, filled, length=length, fresh=True)
     exact = in_tier("eager", *converted(inputs, keywords, torch.float64))
     with torch.no_grad():
         expected = stock(*inputs, **keywords)

@@ -32,12 +32,12 @@ def test_blocks_are_rounded_to_the_nearest_number(n, k, format):
     back = dequantize_blocks(data, scale, torch.float64)
     for i in range(0, n, BLOCK):
         for j in range(0, k, BLOCK):
-            block, there = weight[i : i + BLOCK, j : j + BLOCK], (slice(i, i + BLOCK), slice(j, j + BLOCK))
-            numbers = data[there].double() * scale[i // BLOCK, j // BLOCK].double()
-            assert torch.equal(back[there], numbers)
+            block, index = weight[i : i + BLOCK, j : j + BLOCK], (slice(i, i + BLOCK), slice(j, j + BLOCK))
+            numbers = data[index].double() * scale[i // BLOCK, j // BLOCK].double()
+            assert torch.equal(back[index], numbers)
             bound = rounding_error(block.reshape(1, -1), format).view(block.shape)
             assert ((numbers - block.double()).abs() <= bound * (1 + 1e-6)).all()
-            assert not block.any() or data[there].double().abs().max() == largest(format)
+            assert not block.any() or data[index].double().abs().max() == largest(format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -59,10 +59,9 @@ def test_pytorchs_tiers_never_round_x(m, tier, name, dtype):
 
 def test_large_weights_are_dequantised_in_parts(monkeypatch):
     """Every part ends at a block boundary."""
-
     data, scale = quantize_blocks(random(700, 130), FP8)
     x = random(3, 130)
     expected = ops.quantized_linear(x, data, scale)
-    for most in (1, 200 * 130, 300 * 130):
-        monkeypatch.setattr(quantized, "_AT_ONCE", most)
+    for limit in (1, 200 * 130, 300 * 130):
+        monkeypatch.setattr(quantized, "_AT_ONCE", limit)
         torch.testing.assert_close(ops.quantized_linear(x, data, scale), expected)

@@ -38,13 +38,13 @@ def test_varlen_attention(tier, dtype, window):
     query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
     value = random(14, 2, 12, dtype=dtype, seed=2)
     ends, key_ends = torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([0, 3, 9, 14], dtype=torch.int32)
-    how = {"longest_query": 5, "longest_key": 6, "scale": 0.3, "causal": True, "window": window}
-    output = routed("attention", tier, "varlen_attention", query, key, value, ends, key_ends, **how)
-    eager = routed("attention", "eager", "varlen_attention", query, key, value, ends, key_ends, **how)
+    arguments = {"longest_query": 5, "longest_key": 6, "scale": 0.3, "causal": True, "window": window}
+    output = routed("attention", tier, "varlen_attention", query, key, value, ends, key_ends, **arguments)
+    eager = routed("attention", "eager", "varlen_attention", query, key, value, ends, key_ends, **arguments)
     pieces = []
     for (a, b), (c, d) in [((0, 3), (0, 3)), ((3, 4), (3, 9)), ((4, 9), (9, 14))]:
-        one = (tensor.transpose(0, 1)[None] for tensor in (query[a:b], key[c:d], value[c:d]))
-        pieces.append(reference(*one, scale=0.3, causal=True, window=window)[0])
+        parts = (tensor.transpose(0, 1)[None] for tensor in (query[a:b], key[c:d], value[c:d]))
+        pieces.append(reference(*parts, scale=0.3, causal=True, window=window)[0])
     assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
 
@@ -54,9 +54,9 @@ def test_log_sum_exp_of_packed_sequences(tier, dtype):
     """The result is −inf for queries without keys, and for those after the last sequence."""
     query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
     ends, key_ends = torch.tensor([0, 3, 4, 6], dtype=torch.int32), torch.tensor([0, 9, 9, 14], dtype=torch.int32)
-    how = {"longest_query": 3, "longest_key": 9, "scale": 0.3, "causal": True, "window": 4, "lse": True}
-    output, actual = routed("attention", tier, "varlen_attention", query, key, key, ends, key_ends, **how)
-    _, eager = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, **how)
+    arguments = {"longest_query": 3, "longest_key": 9, "scale": 0.3, "causal": True, "window": 4, "lse": True}
+    output, actual = routed("attention", tier, "varlen_attention", query, key, key, ends, key_ends, **arguments)
+    _, eager = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, **arguments)
     expected = torch.full((9, 4), -torch.inf, dtype=torch.float64)
     for first, last, a, b in ((0, 3, 0, 9), (4, 6, 9, 14)):
         for i in range(first, last):
@@ -65,8 +65,8 @@ def test_log_sum_exp_of_packed_sequences(tier, dtype):
             expected[i] = (query[i].double() * seen).sum(-1).mul(0.3).logsumexp(0)
     assert actual.dtype == torch.float32 and torch.equal(actual.isinf(), expected.isinf())
     assert torch.equal(output[3:4], output[6:7]) and (output[3:4] == 0).all()
-    some = ~expected.isinf()
-    assert_as_good_as_eager(actual[some], eager[some], expected[some])
+    finite = ~expected.isinf()
+    assert_as_good_as_eager(actual[finite], eager[finite], expected[finite])
 
 
 @each_tier
@@ -76,8 +76,10 @@ def test_attention_over_parts_of_the_keys_can_be_combined_with_log_sum_exp(tier)
 
     def attend(begin, end):
         ends = torch.tensor([0, 5]), torch.tensor([0, end - begin])
-        how = {"longest_query": 5, "longest_key": end - begin, "scale": 0.3, "lse": True}
-        return routed("attention", tier, "varlen_attention", query, key[begin:end], value[begin:end], *ends, **how)
+        arguments = {"longest_query": 5, "longest_key": end - begin, "scale": 0.3, "lse": True}
+        return routed(
+            "attention", tier, "varlen_attention", query, key[begin:end], value[begin:end], *ends, **arguments
+        )
 
     whole, total = attend(0, 12)
     parts = [attend(0, 7), attend(7, 12)]
@@ -88,14 +90,14 @@ def test_attention_over_parts_of_the_keys_can_be_combined_with_log_sum_exp(tier)
 
 def test_softcap_of_packed_sequences_runs_in_eager():
     query, ends = random(4, 2, 8, dtype=torch.float32), torch.tensor([0, 4], dtype=torch.int32)
-    how = {"longest_query": 4, "longest_key": 4, "scale": 1.0, "softcap": 2.0}
+    arguments = {"longest_query": 4, "longest_key": 4, "scale": 1.0, "softcap": 2.0}
     with ops.recording() as routes:
-        output = ops.varlen_attention(query, query, query, ends, ends, **how)
+        output = ops.varlen_attention(query, query, query, ends, ends, **arguments)
     assert routes[0].tier == "eager"
     expected = reference(*(query.transpose(0, 1)[None] for _ in range(3)), scale=1.0, softcap=2.0)[0]
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
     with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no softcap"):
-        ops.varlen_attention(query, query, query, ends, ends, **how)
+        ops.varlen_attention(query, query, query, ends, ends, **arguments)
 
 
 @each_dtype
@@ -166,14 +168,14 @@ def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
     sizes = [shape, shape, shape[-1:], shape[-1:]]
     x, residual, weight, bias = (random(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
     bias = bias if biased else None
-    given = {"eps": 1e-5, "keep_sum": keep_sum}
-    normed, total = routed("rms_norm", tier, "add_layer_norm", x, residual, weight, bias, **given)
+    arguments = {"eps": 1e-5, "keep_sum": keep_sum}
+    normed, total = routed("rms_norm", tier, "add_layer_norm", x, residual, weight, bias, **arguments)
     assert torch.equal(total, x + residual) if keep_sum else total is None
     stock = torch.nn.functional.layer_norm(x + residual, shape[-1:], weight, bias, 1e-5)
     if tier == "torch":
         assert torch.equal(normed, stock)
     if x.numel():
-        wide = [None if one is None else one.double() for one in (x + residual, weight, bias)]
+        wide = [None if tensor is None else tensor.double() for tensor in (x + residual, weight, bias)]
         assert_as_good_as_eager(normed, stock, torch.nn.functional.layer_norm(wide[0], shape[-1:], *wide[1:], 1e-5))
 
 
@@ -187,11 +189,11 @@ def test_act(name, module, tier, dtype):
     stock = getattr(activations, module)()
     x = (random(3, 21, dtype=dtype) * 4).requires_grad_()
     output = routed("act_and_mul", tier, "act", x, activation=name)
-    expected, measure = stock(x.double()), stock(x)
-    assert_as_good_as_eager(output, measure, expected)
+    expected, eager = stock(x.double()), stock(x)
+    assert_as_good_as_eager(output, eager, expected)
     if tier == "torch":
-        assert torch.equal(output, measure)
-        gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (output, measure)]
+        assert torch.equal(output, eager)
+        gradients = [torch.autograd.grad(result.sum(), x)[0] for result in (output, eager)]
         assert torch.equal(*gradients)
     with pytest.raises(OptionError, match="does not support the activation 'relu'"):
         ops.act(x, activation="relu")
@@ -204,7 +206,7 @@ def test_gradients_of_add_layer_norm_equal_those_of_separate_operations():
         lambda *terms: ops.add_layer_norm(*terms, eps=1e-5)[0],
         lambda x, residual, *terms: torch.nn.functional.layer_norm(x + residual, (8,), *terms, 1e-5),
     ):
-        terms = [one.clone().requires_grad_() for one in (x, residual, weight, bias)]
+        terms = [tensor.clone().requires_grad_() for tensor in (x, residual, weight, bias)]
         gradients.append(torch.autograd.grad(run(*terms).square().sum(), terms))
     assert all(map(torch.equal, *gradients))
 
@@ -227,7 +229,7 @@ def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated)
     outputs = routed("rope", tier, "rope", query, key, *tables, interleaved=interleaved)
     with options.override(tier="eager"):
         eager = ops.rope(query, key, *tables, interleaved=interleaved)
-    for output, measure, x in zip(outputs, eager, (query, key), strict=True):
+    for output, eager_output, x in zip(outputs, eager, (query, key), strict=True):
         expected = x.double().clone()
         for pair in range(rotated // 2):
             a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotated // 2)
@@ -235,7 +237,7 @@ def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated)
             expected[..., a] = x[..., a].double() * cos - x[..., b].double() * sin
             expected[..., b] = x[..., b].double() * cos + x[..., a].double() * sin
         if tier == "eager":
-            assert_as_good_as_eager(output, measure, expected)
+            assert_as_good_as_eager(output, eager_output, expected)
         else:
             # As in unfused layers, results are rounded three times.
             allowed = 3 * torch.finfo(dtype).eps * expected.abs().max() + 1e-12
@@ -278,14 +280,14 @@ def test_the_output_is_zero_for_queries_without_keys(dtype):
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
     ends, key_ends = (torch.tensor(sums, dtype=torch.int32) for sums in ([0, 3, 3, 5], [0, 3, 7, 7]))
     sinks = torch.linspace(-1, 1, 4).to(dtype)
-    how = {"longest_query": 3, "longest_key": 4, "scale": 0.3, "causal": True}
-    output = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, sinks=sinks, **how)
+    arguments = {"longest_query": 3, "longest_key": 4, "scale": 0.3, "causal": True}
+    output = routed("attention", "eager", "varlen_attention", query, key, key, ends, key_ends, sinks=sinks, **arguments)
     assert output.shape == (9, 4, 8) and (output[3:] == 0).all()
-    one = (tensor.transpose(0, 1)[None] for tensor in (query[:3], key[:3], key[:3]))
-    expected, _ = ops.attention(*one, scale=0.3, causal=True, sinks=sinks)
+    parts = (tensor.transpose(0, 1)[None] for tensor in (query[:3], key[:3], key[:3]))
+    expected, _ = ops.attention(*parts, scale=0.3, causal=True, sinks=sinks)
     assert torch.equal(output[:3], expected[0])
     with options.override(tier="torch"), pytest.raises(TierUnavailable, match="SDPA has no sinks"):
-        ops.varlen_attention(query, key, key, ends, key_ends, sinks=sinks, **how)
+        ops.varlen_attention(query, key, key, ends, key_ends, sinks=sinks, **arguments)
 
 
 @each_dtype
@@ -296,13 +298,13 @@ def test_paged_attention_uses_the_page_table(tier, dtype):
     pages = torch.full((7, 4, 2, 8), torch.nan, dtype=dtype)
     table = torch.tensor([[5, 2], [0, -1], [-1, -1]], dtype=torch.int32)
     lengths = torch.tensor([6, 1, 0], dtype=torch.int32)
-    kept = random(5, 2, 8, dtype=dtype, seed=2)
-    pages[5], pages[2, 0] = kept[:4], kept[4]
+    earlier = random(5, 2, 8, dtype=dtype, seed=2)
+    pages[5], pages[2, 0] = earlier[:4], earlier[4]
     values = pages.clone()
     output = routed("attention", tier, "paged_attention", query, pages, values, table, lengths, new, new, scale=0.3)
     assert torch.equal(pages[2, 1], new[0, :, 0]) and torch.equal(values[0, 0], new[1, :, 0])
     assert int(pages.isfinite().sum()) == 7 * 2 * 8 and (output[2] == 0).all()
-    keys = torch.cat((kept, new[0, :, 0][None])).transpose(0, 1)[None]
+    keys = torch.cat((earlier, new[0, :, 0][None])).transpose(0, 1)[None]
     expected = reference(query[:1], keys, keys, scale=0.3)[0]
     eager, _ = ops.attention(query[:1], keys, keys, scale=0.3)
     assert_as_good_as_eager(output[:1], eager, expected.view_as(eager), summed=keys)

@@ -47,9 +47,9 @@ def check(mask, s_q, s_k, **layer):
     assert [route.operation for route in routes] == ["decode_attention" if s_q == 1 else "varlen_attention"]
     expected, _ = ops.attention(query, key, value, scale=0.25, mask=mask)
     seen = mask if mask.dtype == torch.bool else mask == 0
-    sighted = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
-    torch.testing.assert_close(actual[sighted], expected[sighted])
-    assert torch.equal(actual[~sighted], torch.zeros_like(actual[~sighted]))
+    seeing = seen[:, 0, :, :s_k].any(-1).expand(2, s_q)
+    torch.testing.assert_close(actual[seeing], expected[seeing])
+    assert torch.equal(actual[~seeing], torch.zeros_like(actual[~seeing]))
     return routes[0]
 
 
@@ -80,8 +80,8 @@ def test_a_mask_longer_than_the_keys_is_recognised():
 
 def windowed(real, s_q, window):
     seen = causal_mask(real, s_q)
-    places = torch.arange(seen.shape[3])
-    return seen & (places[None] > places[-s_q:, None] - window)
+    positions = torch.arange(seen.shape[3])
+    return seen & (positions[None] > positions[-s_q:, None] - window)
 
 
 @pytest.mark.parametrize("s_q", [9, 4])

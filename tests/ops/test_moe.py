@@ -160,22 +160,22 @@ def test_gradients_equal_those_of_eager(name, layout):
 
     def gradients(function, convert):
         inputs = [
-            convert(keyword).clone().requires_grad_()
-            if keyword is not None and keyword.is_floating_point()
-            else keyword
-            for keyword in arguments_of(tensors, keywords)[:-1]
+            convert(argument).clone().requires_grad_()
+            if argument is not None and argument.is_floating_point()
+            else argument
+            for argument in arguments_of(tensors, keywords)[:-1]
         ]
         output = function(ExpertsCall(*inputs, form=arguments_of(tensors, keywords).form))
         ramp = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-        return torch.autograd.grad((output * ramp).sum(), wanted)
+        differentiable = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+        return torch.autograd.grad((output * ramp).sum(), differentiable)
 
     actual = gradients(IMPLEMENTATIONS[name], torch.Tensor.float)
-    measure = gradients(moe_torch.eager, torch.Tensor.float)
+    eager_gradients = gradients(moe_torch.eager, torch.Tensor.float)
     expected = gradients(moe_torch.eager, torch.Tensor.double)
     assert len(actual) == (6 if layout == "gpt_oss" else 4)
-    for one, its_measure, its_expected in zip(actual, measure, expected, strict=True):
-        assert_as_good_as_eager(one, its_measure, its_expected)
+    for gradient, eager_gradient, exact in zip(actual, eager_gradients, expected, strict=True):
+        assert_as_good_as_eager(gradient, eager_gradient, exact)
 
 
 def test_with_gradients_no_weights_are_gathered():
@@ -245,7 +245,7 @@ def test_unselected_experts_are_not_read():
 @needs_grouped_mm
 def test_it_compiles_into_one_graph():
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
-    compiled = torch.compile(lambda *value: ops.experts(*value), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda *arguments: ops.experts(*arguments), fullgraph=True, backend="eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(*tensors), ops.experts(*tensors))
 
@@ -270,12 +270,12 @@ def test_shuffled_weights_give_the_same_results():
 
 
 @pytest.mark.parametrize("shape", [(4, 24, 32), (16, 32)], ids=str)
-def test_experts_between_which_a_tile_would_be_divided_are_not_shuffled(shape):
+def test_experts_that_would_share_a_tile_are_not_shuffled(shape):
     with pytest.raises(OptionError, match="can't be shuffled"):
         ops.shuffle_experts(torch.zeros(shape, dtype=torch.bfloat16))
 
 
-def test_the_probe_finds_a_wrong_implementation(monkeypatch):
+def test_the_probe_detects_a_wrong_implementation(monkeypatch):
     spec = probe_cases.kind("experts", ExpertsSpec(*key_of("odd")))
     assert probe_cases.check("experts", "torch", "sorted tokens, loop", spec) is None
     operation = registry.operations()["experts"]

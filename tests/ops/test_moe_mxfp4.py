@@ -43,7 +43,7 @@ def drawn(shape, dtype, seed=0):
 
 def unbiased(tensors, activation="silu"):
     """Returns (the tensors without the biases, the keywords for this activation)."""
-    return tuple(None if place in (3, 6) else tensor for place, tensor in enumerate(tensors)), {
+    return tuple(None if index in (3, 6) else tensor for index, tensor in enumerate(tensors)), {
         "activation": activation
     }
 

@@ -67,8 +67,8 @@ def test_numbers_are_rounded_to_the_nearest_code(dtype):
 
 def test_ties_are_rounded_to_even_codes():
     """The weight contains the midpoints between adjacent numbers. With the largest midpoint, 5, the scale is 1."""
-    middles = [(number(code) + number(code + 1)) / 2 for code in range(7)]
-    weight = torch.tensor([*middles, *(-value for value in middles), 4.0] + [0.0] * 17)
+    midpoints = [(number(code) + number(code + 1)) / 2 for code in range(7)]
+    weight = torch.tensor([*midpoints, *(-value for value in midpoints), 4.0] + [0.0] * 17)
     codes, scales = quantize(weight)
     assert scales.item() == 127 and codes[:14].tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 10, 10, 12, 12, 14, 14]
 

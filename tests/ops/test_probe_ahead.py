@@ -50,11 +50,11 @@ def test_the_child_does_not_start_without_a_gpu_or_without_checks(started, monke
 
 
 def test_starting_is_idempotent(monkeypatch):
-    made = []
+    created = []
 
     class Worker:
         def __init__(self, *, warm):
-            made.append(warm)
+            created.append(warm)
 
         def alive(self):
             return True
@@ -63,10 +63,10 @@ def test_starting_is_idempotent(monkeypatch):
     monkeypatch.setattr(probe_worker, "_Worker", Worker)
     probe_worker.start()
     probe_worker.start()
-    assert made == [True]
+    assert created == [True]
 
 
-def question():
+def request():
     kind = NormSpec(
         dtype=torch.float32,
         weight_dtype=torch.float32,
@@ -81,22 +81,22 @@ def question():
 def test_the_child_warms_up_once_per_device_and_then_runs_checks():
     worker = probe_worker._Worker(warm=True)
     sent = []
-    worker._send = lambda question, send=worker._send: sent.append(question) or send(question)
+    worker._send = lambda request, send=worker._send: sent.append(request) or send(request)
     try:
         # These devices do not exist; the child ignores the errors.
         for device in ("cuda:97", "cuda:97", "cuda:96"):
             worker.wake(torch.device(device))
         assert sent == [{"wake": "cuda:97"}, {"wake": "cuda:96"}]
-        assert worker.send(question(), 60.0) == {"reason": None}
+        assert worker.send(request(), 60.0) == {"reason": None}
     finally:
         worker.kill()
 
 
 def test_warming_up_uses_the_device(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "mm", lambda *args: made.append(args[0].device) or args[0])
+    devices = []
+    monkeypatch.setattr(torch, "mm", lambda *args: devices.append(args[0].device) or args[0])
     probe_child._wake_on("cpu")
-    assert made == [torch.device("cpu")]
+    assert devices == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("ending", ["os.abort", "lambda: time.sleep(60)"])
@@ -111,7 +111,7 @@ def test_a_child_that_dies_or_hangs_in_its_warm_up_disables_no_kernel(ending, mo
     probe_worker.start()
     first = probe_worker._worker.process
     try:
-        assert probe_worker.send(question(), 60.0) is None
+        assert probe_worker.send(request(), 60.0) is None
         assert probe_worker._worker.process is not first and first.returncode in (-6, -14)
     finally:
         probe_worker.stop()

@@ -43,9 +43,9 @@ def alone(monkeypatch, tmp_path):
 @pytest.fixture
 def child_requests(monkeypatch):
     """Record the requests to the child process. All of them succeed."""
-    questions = []
-    monkeypatch.setattr(probe_worker, "send", lambda question, timeout: questions.append(question))
-    return questions
+    requests = []
+    monkeypatch.setattr(probe_worker, "send", lambda request, timeout: requests.append(request))
+    return requests
 
 
 def passes_twice(child_requests):
@@ -151,12 +151,12 @@ def test_a_check_passes_in_a_process_with_thousands_of_open_files(monkeypatch):
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10, 0.5])
 def test_time_limits_of_any_size_work(timeout, monkeypatch):
-    set_to = []
-    monkeypatch.setattr(signal, "alarm", set_to.append)
+    limits = []
+    monkeypatch.setattr(signal, "alarm", limits.append)
     probe_child._alarm(timeout)
-    assert 0 < set_to[0] < 2**31
+    assert 0 < limits[0] < 2**31
     # This raises if the system doesn't support such a long time.
-    signal.setitimer(signal.ITIMER_REAL, set_to[0])
+    signal.setitimer(signal.ITIMER_REAL, limits[0])
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -177,7 +177,7 @@ def passed_file(tmp_path) -> Path:
 
 
 @pytest.fixture
-def remembered(child_requests, tmp_path):
+def stored_pass(child_requests, tmp_path):
     """Store a passed check on disk, and check that it is read back. Returns its file."""
     assert CHECK(SPEC, CPU) is None
     probe.forget()
@@ -220,10 +220,10 @@ FORGED = [emptied, of_another_check, writable_by_others, of_another_user, linked
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_an_invalid_or_untrusted_pass_is_ignored(forge, remembered, child_requests):
+def test_an_invalid_or_untrusted_pass_is_ignored(forge, stored_pass, child_requests):
     if forge is of_another_user and os.geteuid() != 0:
         pytest.skip("not run: needs root")
-    forge(remembered)
+    forge(stored_pass)
     assert CHECK(SPEC, CPU) is None
     assert len(child_requests) == 2
     probe.forget()
@@ -260,7 +260,7 @@ def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("fact", ["driver", "units", "arch"])
-def test_another_driver_or_gpu_is_checked_again(fact, remembered, child_requests, monkeypatch):
+def test_another_driver_or_gpu_is_checked_again(fact, stored_pass, child_requests, monkeypatch):
     device = CPU
     if fact == "driver":
         monkeypatch.setattr(probe_cache, "_driver", lambda: "6.99")

@@ -82,8 +82,8 @@ def within_the_bound(output, x, weight, bias, format):
     of rounding the product and its sum with the bias to the output's dtype.
     """
     rows, wide = x.reshape(-1, x.shape[-1]).double(), weight.double()
-    off_x, off_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
-    bound = rows.abs() @ off_w.t() + off_x @ wide.abs().t() + off_x @ off_w.t()
+    error_x, error_w = eight_bit.rounding_error(rows, format), eight_bit.rounding_error(wide, format)
+    bound = rows.abs() @ error_w.t() + error_x @ wide.abs().t() + error_x @ error_w.t()
     exact = rows @ wide.t()
     expected = exact if bias is None else exact + bias.double()
     bound += torch.finfo(output.dtype).eps * (exact.abs() + expected.abs() + bound)
@@ -118,7 +118,7 @@ def scaled(rows, weight, *, scale_a, scale_b, out_dtype):
     return (rows.float() @ weight.float() * scale_a * scale_b).to(out_dtype)
 
 
-def whole(rows, weight):
+def integer_gemm(rows, weight):
     return rows.int() @ weight.int()
 
 
@@ -131,33 +131,37 @@ def scaled_inside_alone(rows, weight, *, scale_a, scale_b, out_dtype):
 
 # Possible behaviours of PyTorch's two private GEMMs on a CPU, and whether a format is then supported for a dtype
 CPUS = {
-    "all": (scaled, whole, lambda format, dtype: True),
+    "all": (scaled, integer_gemm, lambda format, dtype: True),
     "none": (refuse, refuse, lambda format, dtype: False),
-    "scaled inside alone": (scaled_inside_alone, whole, lambda format, dtype: format != FP8_FNUZ or dtype == BF16),
+    "scaled inside alone": (
+        scaled_inside_alone,
+        integer_gemm,
+        lambda format, dtype: format != FP8_FNUZ or dtype == BF16,
+    ),
 }
 
 
 @pytest.fixture(params=CPUS)
-def has(request, monkeypatch):
-    """Simulate another CPU. Returns whether it supports a format for a dtype, as first-use checks would determine."""
-    fp8, int8, has = CPUS[request.param]
+def supports(request, monkeypatch):
+    """Simulate another CPU. Yields a function that returns whether it supports a format for a dtype."""
+    fp8, int8, supports = CPUS[request.param]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", fp8)
         patch.setattr(torch, "_int_mm", int8)
         probe.forget()
         registry.forget_choices()
         eight_bit.check_all()
-        yield has
+        yield supports
     probe.forget()
     registry.forget_choices()
 
 
 @each_dtype
 @each_format
-def test_the_route_depends_on_the_gemms_that_a_cpu_supports(format, dtype, has):
+def test_the_route_depends_on_the_gemms_that_a_cpu_supports(format, dtype, supports):
     """The other tests cover only the CPU of this machine. This test covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
-    assert (eight_bit.gemm_name(format, dtype) is not None) == has(format, dtype)
+    assert (eight_bit.gemm_name(format, dtype) is not None) == supports(format, dtype)
     within_the_bound(routed("torch", x, *rounded(weight, format), bias), x, weight, bias, format)
 
 
@@ -326,8 +330,8 @@ def test_the_fp8_format_depends_on_the_device(device, format):
     assert fp8_of(device) == format
 
 
-def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: whole(one, other) + 1000)
+def test_a_wrong_gemm_of_this_pytorch_is_detected(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", lambda rows, columns: integer_gemm(rows, columns) + 1000)
     probe.forget()
     registry.forget_choices()
     x, weight, _ = tensors((3, 48), 16, BF16, False)
@@ -347,7 +351,9 @@ def test_a_wrong_gemm_of_this_pytorch_is_found(monkeypatch):
 def test_few_rows_are_padded_on_a_gpu(monkeypatch):
     """On a GPU, _int_mm needs more than 16 rows: check the size of the padded input, and the result."""
     requests = []
-    monkeypatch.setattr(torch, "_int_mm", lambda one, other: requests.append(len(one)) or whole(one, other))
+    monkeypatch.setattr(
+        torch, "_int_mm", lambda rows, columns: requests.append(len(rows)) or integer_gemm(rows, columns)
+    )
 
     class OnGpu(torch.Tensor):
         is_cuda = True

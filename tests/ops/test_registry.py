@@ -28,20 +28,20 @@ CPU = torch.device("cpu")
 def operation(monkeypatch):
     """A test operation with aiter, torch and eager candidates, registered as `linear`, so that its options apply."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
-    made = Operation("linear", Spec, lambda spec: iter(()))
-    made.probes = []
+    created = Operation("linear", Spec, lambda spec: iter(()))
+    created.probes = []
 
     def probe(spec, device):
-        made.probes.append(spec.size)
+        created.probes.append(spec.size)
         return "its probe was wrong by 3" if spec.size == 13 else None
 
     def refuses(spec, device):
         return f"size {spec.size} is odd" if spec.size % 2 and spec.size != 13 else None
 
-    made.register(Implementation("eager", "last", lambda spec, device: None, lambda: "eager"))
-    made.register(Implementation("aiter", "first", refuses, lambda: "aiter", probe))
-    made.register(Implementation("torch", "second", lambda spec, device: None, lambda: "torch"))
-    return made
+    created.register(Implementation("eager", "last", lambda spec, device: None, lambda: "eager"))
+    created.register(Implementation("aiter", "first", refuses, lambda: "aiter", probe))
+    created.register(Implementation("torch", "second", lambda spec, device: None, lambda: "torch"))
+    return created
 
 
 def test_tiers_are_tried_in_order_regardless_of_the_order_of_registration(operation):

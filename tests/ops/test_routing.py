@@ -54,10 +54,10 @@ def reference(logits, keywords):
 
 def check(actual, logits, keywords):
     """Check that the experts are equal, and that the weights are within the derived tolerance."""
-    (weights, ids), (expected, right) = eager(logits, keywords), reference(logits, keywords)
-    assert torch.equal(ids, right)
-    assert torch.equal(actual[1].sort().values, right.sort().values)
-    order, expected_order = actual[1].argsort(-1), right.argsort(-1)
+    (weights, ids), (expected, expected_ids) = eager(logits, keywords), reference(logits, keywords)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(actual[1].sort().values, expected_ids.sort().values)
+    order, expected_order = actual[1].argsort(-1), expected_ids.argsort(-1)
     aligned = actual[0].gather(1, order), weights.gather(1, expected_order), expected.gather(1, expected_order)
     assert_as_good_as_eager(*aligned)
 

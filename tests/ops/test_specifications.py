@@ -73,8 +73,8 @@ def test_the_plain_tuple_names_the_fields_in_their_order(operation):
 
 @pytest.mark.parametrize(("operation", "builder"), SHARED.items())
 def test_shared_specifications_have_one_type(operation, builder):
-    known = registry.operations()
-    assert known[operation].spec_type is known[builder].spec_type
+    operations = registry.operations()
+    assert operations[operation].spec_type is operations[builder].spec_type
 
 
 def _variable(node: ast.expr) -> str:

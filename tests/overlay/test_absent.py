@@ -22,11 +22,11 @@ from hf_rocm.overlay.state import Installed, Match
 from tests.overlay.conftest import MODELS, Site, fingerprint
 
 REASON = "its attention has a different form there"
-Here = Callable[..., Catalog]
+UseCatalog = Callable[..., Catalog]
 
 
 @pytest.fixture
-def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Here:
+def use_catalog(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> UseCatalog:
     """Returns a function that makes all commands use a test catalog: the overlays of MODELS and optionally one more."""
 
     def make(*, newcomer: str = "", releases: tuple[str, ...] = (), limits: dict[str, Limit] | None = None) -> Catalog:
@@ -47,19 +47,19 @@ def here(tmp_path: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> H
             text = manifest.render(Manifest(directory.manifest.transformers, records, own))
             (root / directory.name).mkdir(exist_ok=True)
             (root / directory.name / "manifest.toml").write_text(text)
-        made = Catalog(root)
-        monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
-        monkeypatch.setattr("hf_rocm.check_version.load", lambda: made)
-        return made
+        test_catalog = Catalog(root)
+        monkeypatch.setattr(catalogs, "load", lambda *_, **__: test_catalog)
+        monkeypatch.setattr("hf_rocm.check_version.load", lambda: test_catalog)
+        return test_catalog
 
     return make
 
 
-def test_a_model_that_transformers_does_not_have_is_skipped(site: Site, here: Here) -> None:
-    made = here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
-    assert "gemma9" in made.models()
-    assert [state.model for state in survey(site.installation, made)] == list(MODELS)
-    assert left_out(site.installation, made).absent == ("gemma9",)
+def test_a_model_that_transformers_does_not_have_is_skipped(site: Site, use_catalog: UseCatalog) -> None:
+    catalog = use_catalog(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
+    assert "gemma9" in catalog.models()
+    assert [state.model for state in survey(site.installation, catalog)] == list(MODELS)
+    assert left_out(site.installation, catalog).absent == ("gemma9",)
     plan, _ = install(transformers_path=site.path)
     assert [action.model for action in plan.writes] == list(MODELS) and plan.refusals == ()
     assert status(transformers_path=site.path).left_out.absent == ("gemma9",)
@@ -69,9 +69,9 @@ def test_a_model_that_transformers_does_not_have_is_skipped(site: Site, here: He
 
 @pytest.mark.parametrize("command", [install, uninstall, status])
 def test_naming_an_absent_model_raises_an_error_with_the_releases_that_have_it(
-    site: Site, here: Here, command: Callable[..., object]
+    site: Site, use_catalog: UseCatalog, command: Callable[..., object]
 ) -> None:
-    here(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
+    use_catalog(newcomer="gemma9", releases=("5.90.0", "5.91.0"))
     before = fingerprint(site.path)
     with pytest.raises(OverlayError) as refused:
         command(["gemma9"], transformers_path=site.path)
@@ -81,8 +81,8 @@ def test_naming_an_absent_model_raises_an_error_with_the_releases_that_have_it(
     assert fingerprint(site.path) == before
 
 
-def test_activate_skips_an_absent_model(site: Site, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    here(newcomer="gemma9", releases=("5.90.0",))
+def test_activate_skips_an_absent_model(site: Site, use_catalog: UseCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_catalog(newcomer="gemma9", releases=("5.90.0",))
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
     try:
@@ -93,53 +93,55 @@ def test_activate_skips_an_absent_model(site: Site, here: Here, monkeypatch: pyt
         deactivate()
 
 
-def test_a_removed_file_is_reported_as_missing(site: Site, here: Here) -> None:
-    made = here()
+def test_a_removed_file_is_reported_as_missing(site: Site, use_catalog: UseCatalog) -> None:
+    catalog = use_catalog()
     site.model("llama").unlink()
-    (state,) = survey(site.installation, made, ["llama"])
+    (state,) = survey(site.installation, catalog, ["llama"])
     assert (state.installed, state.match) == (Installed.NO, Match.CHANGED)
-    assert left_out(site.installation, made).absent == ()
+    assert left_out(site.installation, catalog).absent == ()
     site.forget_record()
-    assert left_out(site.installation, made).absent == (), "its folder still exists"
+    assert left_out(site.installation, catalog).absent == (), "its folder still exists"
     for file in site.model("llama").parent.iterdir():
         file.unlink()
     site.model("llama").parent.rmdir()
-    assert left_out(site.installation, made).absent == ("llama",)
+    assert left_out(site.installation, catalog).absent == ("llama",)
 
 
 def test_an_unsupported_version_of_a_model_stays_stock_with_the_reason(
-    site: Site, here: Here, capsys: pytest.CaptureFixture[str]
+    site: Site, use_catalog: UseCatalog, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = here(limits={"gemma": Limit("<4", REASON)})
-    assert left_out(site.installation, made).stock == {"gemma": REASON}
+    catalog = use_catalog(limits={"gemma": Limit("<4", REASON)})
+    assert left_out(site.installation, catalog).stock == {"gemma": REASON}
     plan, _ = install(transformers_path=site.path)
     assert [action.model for action in plan.writes] == ["bert", "llama", "qwen3"]
     with pytest.raises(OverlayError, match="no overlay of gemma for") as refused:
         install(["gemma"], transformers_path=site.path)
     assert refused.value.facts["because"] == REASON
-    place = ["--transformers-path", str(site.path)]
-    assert main(["status", *place]) == check_version(place) == 0
+    path_option = ["--transformers-path", str(site.path)]
+    assert main(["status", *path_option]) == check_version(path_option) == 0
     assert capsys.readouterr().out.count(f"gemma stay stock: {REASON}") == 2
-    assert main(["status", "--json", *place]) == check_version(["--json", *place]) == 0
+    assert main(["status", "--json", *path_option]) == check_version(["--json", *path_option]) == 0
     shown = capsys.readouterr().out
     assert shown.count('"left_out"') == 2 and shown.count(REASON) == 2
 
 
-def test_a_leftover_block_of_an_unsupported_model_is_reported(site: Site, here: Here) -> None:
+def test_a_leftover_block_of_an_unsupported_model_is_reported(site: Site, use_catalog: UseCatalog) -> None:
     install(["gemma"], transformers_path=site.path)
-    made = here(limits={"gemma": Limit("<4", REASON)})
-    (state,) = survey(site.installation, made, ["gemma"])
+    catalog = use_catalog(limits={"gemma": Limit("<4", REASON)})
+    (state,) = survey(site.installation, catalog, ["gemma"])
     assert (state.installed, state.match) == (Installed.OLD, Match.UNSUPPORTED)
     plan, _ = uninstall(transformers_path=site.path)
     assert [action.model for action in plan.writes] == ["gemma"]
 
 
-def test_commands_report_absent_models_in_one_line(site: Site, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
-    here(newcomer="gemma9", releases=("5.90.0",))
+def test_commands_report_absent_models_in_one_line(
+    site: Site, use_catalog: UseCatalog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_catalog(newcomer="gemma9", releases=("5.90.0",))
     release = site.installation.version
     line = f"1 model with an overlay is not in transformers {release}"
-    place = ["--transformers-path", str(site.path)]
-    assert main(["install-overlays", *place]) == main(["status", *place]) == check_version(place) == 0
+    path_option = ["--transformers-path", str(site.path)]
+    assert main(["install-overlays", *path_option]) == main(["status", *path_option]) == check_version(path_option) == 0
     assert capsys.readouterr().out.count(line) == 3
-    assert main(["install-overlays", "--json", *place]) == 0
+    assert main(["install-overlays", "--json", *path_option]) == 0
     assert json.loads(capsys.readouterr().out)["left_out"] == {"absent": ["gemma9"], "stock": {}}

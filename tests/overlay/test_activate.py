@@ -32,7 +32,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pointed_at(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+def copied_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """Make activation read the files of a copy instead of the installed ones."""
     monkeypatch.setattr("hf_rocm.overlay.activate.locate", lambda: site.installation)
     return site
@@ -94,8 +94,8 @@ def test_tracebacks_show_the_lines_of_the_overlay(forced: None) -> None:
     assert module.__dict__["__hf_rocm_activation__"].endswith("/llama")
 
 
-def test_a_digest_mismatch_is_refused_and_nothing_is_bound(forced: None, pointed_at: Site) -> None:
-    file = pointed_at.model("llama")
+def test_a_digest_mismatch_is_refused_and_nothing_is_bound(forced: None, copied_site: Site) -> None:
+    file = copied_site.model("llama")
     file.write_text(
         file.read_text().replace("class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    changed = 1\n")
     )
@@ -108,23 +108,23 @@ def test_a_digest_mismatch_is_refused_and_nothing_is_bound(forced: None, pointed
     assert list(bind.bindings()) == [], "all or none"
 
 
-def test_a_mismatch_of_another_model_does_not_matter(forced: None, pointed_at: Site) -> None:
-    pointed_at.model("bert").write_bytes(b"")
+def test_a_mismatch_of_another_model_does_not_matter(forced: None, copied_site: Site) -> None:
+    copied_site.model("bert").write_bytes(b"")
     assert activate("llama") == ["llama"]
 
 
-def test_only_the_stock_part_of_an_installed_file_is_checked(forced: None, pointed_at: Site) -> None:
-    install(["llama"], transformers_path=pointed_at.path)
+def test_only_the_stock_part_of_an_installed_file_is_checked(forced: None, copied_site: Site) -> None:
+    install(["llama"], transformers_path=copied_site.path)
     assert activate("llama") == ["llama"]
-    pointed_at.model("llama").write_bytes(pointed_at.model("llama").read_bytes() + b"x = 1\n")
+    copied_site.model("llama").write_bytes(copied_site.model("llama").read_bytes() + b"x = 1\n")
     with pytest.raises(OverlayError, match="has been edited"):
         activate("llama")
 
 
-def test_an_unknown_release_and_an_unknown_model_are_refused(forced: None, pointed_at: Site) -> None:
+def test_an_unknown_release_and_an_unknown_model_are_refused(forced: None, copied_site: Site) -> None:
     with pytest.raises(OverlayError, match="no overlay for 'mistrall'"):
         activate("mistrall")
-    pointed_at.release("6.1.0")
+    copied_site.release("6.1.0")
     with pytest.raises(OverlayError, match=r"transformers 6\.1\.0"):
         activate("llama")
 
@@ -166,12 +166,12 @@ def test_a_wrapped_binding_is_recognised_by_its_source(forced: None) -> None:
 def test_a_function_wrapped_before_binding_belongs_to_its_source(forced: None) -> None:
     from transformers.models.llama import modeling_llama
 
-    elsewhere: dict[str, object] = {"__name__": "somewhere.else"}
-    exec("def wrap(function):\n    return lambda self, stock, *args, **kwargs: function(self, stock)", elsewhere)
-    text = {"__name__": "hf_rocm._active.test", "wrap": elsewhere["wrap"], "replaces": bind.replaces}
-    text |= {"__hf_rocm_activation__": "test/llama", "cls": modeling_llama.LlamaMLP}
-    exec("@replaces(cls)\n@wrap\ndef mlp(self, stock):\n    return None", text)
-    assert llama_bindings()["LlamaMLP"].home is text
+    other_namespace: dict[str, object] = {"__name__": "somewhere.else"}
+    exec("def wrap(function):\n    return lambda self, stock, *args, **kwargs: function(self, stock)", other_namespace)
+    namespace = {"__name__": "hf_rocm._active.test", "wrap": other_namespace["wrap"], "replaces": bind.replaces}
+    namespace |= {"__hf_rocm_activation__": "test/llama", "cls": modeling_llama.LlamaMLP}
+    exec("@replaces(cls)\n@wrap\ndef mlp(self, stock):\n    return None", namespace)
+    assert llama_bindings()["LlamaMLP"].home is namespace
     assert is_active("llama")
 
 

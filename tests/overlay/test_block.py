@@ -47,9 +47,9 @@ def test_a_file_without_markers_has_no_block(stock: bytes) -> None:
 def test_every_one_byte_edit_is_detected(data: st.DataObject) -> None:
     stock = data.draw(stocks)
     installed = render(stock)
-    place = data.draw(st.integers(0, len(installed) - 1))
+    index = data.draw(st.integers(0, len(installed) - 1))
     edited = bytearray(installed)
-    edited[place] ^= data.draw(st.integers(1, 255))
+    edited[index] ^= data.draw(st.integers(1, 255))
     try:
         parts = block.split(bytes(edited))
     except OverlayError:

@@ -24,7 +24,7 @@ def directory(root: Path, first: str, requires: str, *models: str, recorded: boo
 
 
 @pytest.fixture
-def made_up(tmp_path: Path) -> Catalog:
+def sample_catalog(tmp_path: Path) -> Catalog:
     directory(tmp_path, "4.9", ">=4.9,<4.11", "bert", "llama")
     directory(tmp_path, "4.10", ">=4.10,<4.11", "bert")
     directory(tmp_path, "5.0", ">=5.0,<6", "llama")
@@ -46,13 +46,13 @@ def made_up(tmp_path: Path) -> Catalog:
     ],
 )
 def test_the_newest_directory_that_covers_the_release_is_used(
-    made_up: Catalog, release: str, expected: list[str]
+    sample_catalog: Catalog, release: str, expected: list[str]
 ) -> None:
-    assert [overlay.id for overlay in made_up.for_release(release)] == expected
+    assert [overlay.id for overlay in sample_catalog.for_release(release)] == expected
 
 
-def test_directories_are_ordered_as_versions(made_up: Catalog) -> None:
-    assert [result.name for result in made_up.directories] == [
+def test_directories_are_ordered_as_versions(sample_catalog: Catalog) -> None:
+    assert [result.name for result in sample_catalog.directories] == [
         "transformers-4.9",
         "transformers-4.10",
         "transformers-5.0",

@@ -32,7 +32,7 @@ def test_every_layer_runs_again_in_the_backward_pass(prepared, tmp_path):
     wide = transformers.LlamaForCausalLM.from_pretrained(folder).double().train()
     wide(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     actual, eager, expected = (
-        {name: parameter.grad for name, parameter in one.named_parameters()} for one in (model, plain, wide)
+        {name: parameter.grad for name, parameter in variant.named_parameters()} for variant in (model, plain, wide)
     )
     assert_run_as_good_as_eager(actual, eager, expected, least=1e-3)
     del other

@@ -47,8 +47,8 @@ def alone(monkeypatch):
 def test_arguments_are_passed_by_stock_name_or_by_position(by_name):
     overlay.binds(NewName, Declared())
     values = {"hidden_states": torch.ones(1), "top_k_index": 3}
-    places = [value for name, value in values.items() if name not in by_name]
-    result = NewName()(*places, **{name: values[name] for name in by_name})
+    positional = [value for name, value in values.items() if name not in by_name]
+    result = NewName()(*positional, **{name: values[name] for name in by_name})
     assert result == ("declared", values["hidden_states"], 3, ("stock", values["hidden_states"], 3))
 
 
@@ -63,9 +63,9 @@ def test_the_binding_records_its_declaration_and_source():
 
 
 def test_the_first_name_that_a_release_has_is_bound():
-    here = sys.modules[__name__].__name__
-    overlay.binds_first(here, NewerName=Declared(("c",)), OldName=Declared(), NewName=Declared(("d",)))
+    module_name = sys.modules[__name__].__name__
+    overlay.binds_first(module_name, NewerName=Declared(("c",)), OldName=Declared(), NewName=Declared(("d",)))
     assert {binding.cls for binding in bind.bindings()} == {OldName}
     assert bind.binding_of(OldName()).fuses == ("a", "b")
     with pytest.raises(ImportError, match="OlderName"):
-        overlay.binds_first(here, OlderName=Declared())
+        overlay.binds_first(module_name, OlderName=Declared())

@@ -48,7 +48,7 @@ EXPECTED = {
 }
 
 
-def one(source: str, name: str = "f") -> str | None:
+def digest_of(source: str, name: str = "f") -> str | None:
     return digests(source, [name])[name]
 
 
@@ -62,7 +62,7 @@ BASE = "def f(a, b=1):\n    return a + b\n"
 @pytest.mark.parametrize(
     "same",
     [
-        'def f(a, b=1):\n    """Says something."""\n    return a + b\n',
+        'def f(a, b=1):\n    """A docstring."""\n    return a + b\n',
         "def f(a: int, b: 'str' = 1) -> list[int]:\n    # why\n    return (a + b)\n",
         "\ufeffdef f(\n    a,\n    b=1,\n):\n\n    return a + b  # done\n",
         "def f(a, b=1):\r\n\treturn a + b\r\n",
@@ -70,7 +70,7 @@ BASE = "def f(a, b=1):\n    return a + b\n"
     ],
 )
 def test_layout_comments_docstrings_and_annotations_are_ignored(same: str) -> None:
-    assert one(same.encode()) == one(BASE)
+    assert digest_of(same.encode()) == digest_of(BASE)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_layout_comments_docstrings_and_annotations_are_ignored(same: str) -> No
     ],
 )
 def test_everything_else_changes_the_digest(other: str) -> None:
-    assert one(other) not in (one(BASE), None)
+    assert digest_of(other) not in (digest_of(BASE), None)
 
 
 def test_an_unbound_name_has_no_digest() -> None:
@@ -99,20 +99,20 @@ def test_an_unbound_name_has_no_digest() -> None:
 
 
 def test_the_origin_of_an_import_changes_the_digest() -> None:
-    assert one("from .a import f") != one("from ..a import f") != one("from .b import f")
-    assert one("from .a import x as f") != one("from .a import f")
+    assert digest_of("from .a import f") != digest_of("from ..a import f") != digest_of("from .b import f")
+    assert digest_of("from .a import x as f") != digest_of("from .a import f")
 
 
 def test_conditions_change_the_digest() -> None:
-    assert one("if a:\n f = 1\nelse:\n f = 2") != one("if a:\n f = 2\nelse:\n f = 1")
-    assert one("try:\n import f\nexcept ImportError:\n f = None") != one(
+    assert digest_of("if a:\n f = 1\nelse:\n f = 2") != digest_of("if a:\n f = 2\nelse:\n f = 1")
+    assert digest_of("try:\n import f\nexcept ImportError:\n f = None") != digest_of(
         "try:\n import f\nexcept Exception:\n f = None"
     )
 
 
 def test_broken_source_raises() -> None:
     with pytest.raises(SyntaxError):
-        one("def f(:\n")
+        digest_of("def f(:\n")
 
 
 def test_a_method_has_its_own_digest() -> None:
@@ -128,5 +128,5 @@ def test_a_method_has_its_own_digest() -> None:
 
 def test_the_first_bound_name_of_several_is_used() -> None:
     source = "class Old: pass\ndef new(): return 1\n"
-    both, second = digests(source, ["new|Old", "absent|Old", "absent|other", "Old"]), one(source, "Old")
-    assert both == {"new|Old": one(source, "new"), "absent|Old": second, "absent|other": None, "Old": second}
+    both, second = digests(source, ["new|Old", "absent|Old", "absent|other", "Old"]), digest_of(source, "Old")
+    assert both == {"new|Old": digest_of(source, "new"), "absent|Old": second, "absent|other": None, "Old": second}

@@ -61,12 +61,12 @@ def drafted(script: ModuleType, overlays: Path, model: str) -> Path:
     assert script.main(arguments) == 0
     file = overlays / DIRECTORY / "models" / model / f"modeling_{model}.py"
     stock = (installed_package() / "models" / model / f"modeling_{model}.py").read_bytes()
-    here, names = (transformers.__version__,), {}
+    releases, names = (transformers.__version__,), {}
     for dependency in dependencies(file.read_text()):
         digest = digests(stock, [name := dependency.split(":")[1]])[name]
         assert digest is not None
-        names[dependency] = {digest: here}
-    manifest = Manifest(">=4", {model: Record({sha256(stock): here}, names)})
+        names[dependency] = {digest: releases}
+    manifest = Manifest(">=4", {model: Record({sha256(stock): releases}, names)})
     (overlays / DIRECTORY / "manifest.toml").write_text(render(manifest))
     return file
 
@@ -74,8 +74,8 @@ def drafted(script: ModuleType, overlays: Path, model: str) -> Path:
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
 def test_a_draft_works(case, script: ModuleType, overlays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = drafted(script, overlays, case.overlay)
-    made = Catalog(overlays)
-    monkeypatch.setattr(catalogs, "load", lambda *_, **__: made)
+    drafts = Catalog(overlays)
+    monkeypatch.setattr(catalogs, "load", lambda *_, **__: drafts)
     stock = case.build()
     exact, prepared = copy.deepcopy(stock).double(), hf_rocm.prepare(copy.deepcopy(stock), force=True)
     bound = {binding.home["__file__"] for binding in hf_rocm.overlay.bind.bindings()}

@@ -245,31 +245,31 @@ def test_a_failure_at_any_call_undoes_the_run(site: Site, catalog: Catalog, comm
     compiled = Path(importlib.util.cache_from_source(str(site.model("bert"))))
     compiled.parent.mkdir()
     compiled.touch()
-    dry = Faulty()
-    execute(planned(site, catalog, command), disk=dry)
+    unharmed = Faulty()
+    execute(planned(site, catalog, command), disk=unharmed)
     assert hashes(site.path) != before
     install(transformers_path=site.path) if command == "uninstall" else uninstall(transformers_path=site.path)
     assert hashes(site.path) == before
-    assert dry.calls > 40
+    assert unharmed.calls > 40
     number = getattr(errno, code)
     undone = 0
-    for place in range(1, dry.calls + 1):
+    for call in range(1, unharmed.calls + 1):
         compiled.touch()
         try:
-            execute(planned(site, catalog, command), disk=Faulty(place, lambda: OSError(number, os.strerror(number))))
+            execute(planned(site, catalog, command), disk=Faulty(call, lambda: OSError(number, os.strerror(number))))
         except OverlayError as error:
             undone += 1
-            assert "everything was undone" in error.message, place
-            assert os.strerror(number) in error.facts["found"], place
-        assert hashes(site.path) == before, f"call {place} of {dry.calls}"
-    assert undone == dry.calls
+            assert "everything was undone" in error.message, call
+            assert os.strerror(number) in error.facts["found"], call
+        assert hashes(site.path) == before, f"call {call} of {unharmed.calls}"
+    assert undone == unharmed.calls
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalog, number: int) -> None:
     before = hashes(site.path)
-    dry = Faulty()
-    execute(planned(site, catalog, "install"), disk=dry)
+    unharmed = Faulty()
+    execute(planned(site, catalog, "install"), disk=unharmed)
     uninstall(transformers_path=site.path)
 
     class Signalled(Faulty):
@@ -280,22 +280,22 @@ def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalo
             return value
 
     handler = signal.getsignal(number)
-    for place in range(1, dry.calls + 1, 3):
+    for call in range(1, unharmed.calls + 1, 3):
         with pytest.raises(Interrupted) as interrupted:
-            execute(planned(site, catalog, "install"), disk=Signalled(place))
+            execute(planned(site, catalog, "install"), disk=Signalled(call))
         assert interrupted.value.signal == number
-        assert hashes(site.path) == before, place
+        assert hashes(site.path) == before, call
         assert signal.getsignal(number) is handler
 
 
 @pytest.mark.parametrize("command", [install, uninstall])
 def test_any_next_run_removes_the_files_of_a_killed_run(site: Site, command: Callable[..., Any]) -> None:
-    left = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
-    left.write_bytes(b"half")
+    leftover = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
+    leftover.write_bytes(b"half")
     swap_file = site.model("llama").with_name(".modeling_llama.py.swp")
     swap_file.write_bytes(b"")
     command(["bert"], transformers_path=site.path)
-    assert not left.exists()
+    assert not leftover.exists()
     assert swap_file.exists()
 
 
@@ -375,8 +375,8 @@ def test_files_that_remain_in_an_append_only_folder_are_named(site: Site, catalo
     before = hashes(site.root)
     with pytest.raises(OverlayError, match="could not remove its temporary files") as failed:
         execute(planned(site, catalog, "install"), disk=AppendOnly())
-    left = sorted(str(path) for path in site.root.rglob("*.hf-rocm-tmp"))
-    assert sorted(value for label, value in failed.value.facts.items() if label.startswith("left")) == left != []
+    leftovers = sorted(str(path) for path in site.root.rglob("*.hf-rocm-tmp"))
+    assert sorted(value for label, value in failed.value.facts.items() if label.startswith("left")) == leftovers != []
     assert "chattr -a" in (failed.value.hint or "")
     install(transformers_path=site.path)
     uninstall(transformers_path=site.path)

@@ -108,49 +108,49 @@ def test_a_path_without_transformers_cannot_be_compared_with(newer: Site, catalo
 def test_all_overlays_or_none_are_installed_unless_changed_models_are_skipped(
     newer: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = ["--transformers-path", str(newer.path)]
+    path_option = ["--transformers-path", str(newer.path)]
     before = hashes(newer.path)
-    assert main(["install-overlays", *place]) == 1
+    assert main(["install-overlays", *path_option]) == 1
     refused = capsys.readouterr().err
     assert all(name in refused for name, _, _ in EDITS.values())
     assert "`hf-rocm install-overlays --skip-changed` installs the other 1" in refused
     assert hashes(newer.path) == before
-    assert main(["install-overlays", "--skip-changed", *place]) == 0
+    assert main(["install-overlays", "--skip-changed", *path_option]) == 0
     shown = capsys.readouterr().out
     for model, (name, _, _) in EDITS.items():
         assert f"{model} stay stock: upstream changed it: {name} differs" in shown
-    assert {path for path, kept in hashes(newer.path).items() if before[path] != kept} == {
+    assert {path for path, entry in hashes(newer.path).items() if before[path] != entry} == {
         "transformers/models/bert/modeling_bert.py"
     }
-    assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
+    assert main(["install-overlays", "--skip-changed", "--json", *path_option]) == 0
     assert set(json.loads(capsys.readouterr().out)["left_out"]["stock"]) == set(EDITS)
 
 
 def test_many_changed_files_are_one_error_with_the_release_to_install(
     newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = ["--transformers-path", str(newer.path)]
+    path_option = ["--transformers-path", str(newer.path)]
     # `newest` is None if the overlay was checked with a newer release.
     newest = states(newer, catalog)["llama"].newest_checked
     monkeypatch.setenv("COLUMNS", "120")
     for module in (plan, newer_release, state, output, check_version):
         monkeypatch.setattr(module, "LISTED", 2)
     for command in (["install-overlays"], ["install-overlays", "--json"]):
-        assert main([*command, *place]) == 1
+        assert main([*command, *path_option]) == 1
         shown = capsys.readouterr()
         assert shown.err.count("error: ") == 1 and "3 of 4 files" in shown.err
         assert f"hint: {f'pip install transformers=={newest}; or' if newest else 'reinstall'} " in shown.err
     assert len(json.loads(shown.out)["refused"]) == 3, "the data lists every file"
-    assert main(["install-overlays", "--all", *place]) == 1
+    assert main(["install-overlays", "--all", *path_option]) == 1
     assert capsys.readouterr().err.count("error: ") == 3
-    assert main(["status", *place]) == 0
+    assert main(["status", *path_option]) == 0
     shown = capsys.readouterr()
     assert "no         changed  gemma, llama and 1 more" in shown.out
-    instead = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
-    assert shown.out.splitlines()[-1] == f"next: {instead}, or hf-rocm install-overlays --skip-changed (the other 1)"
-    assert main(["status", "--all", *place]) == 0
+    fix = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
+    assert shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (the other 1)"
+    assert main(["status", "--all", *path_option]) == 0
     assert "LlamaMLP differs" in capsys.readouterr().out
-    assert main(["install-overlays", "--skip-changed", "--dry-run", *place]) == 0
+    assert main(["install-overlays", "--skip-changed", "--dry-run", *path_option]) == 0
     assert "gemma, llama and 1 more stay stock: upstream changed it\n" in capsys.readouterr().out
 
 
@@ -158,14 +158,14 @@ def test_many_changed_files_are_counted_by_check_version(
     newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newer.release("5.99.0")
-    place = ["--transformers-path", str(newer.path)]
+    path_option = ["--transformers-path", str(newer.path)]
     for module in (newer_release, check_version):
         monkeypatch.setattr(module, "LISTED", 2)
-    assert check_version.main(place) == 1
+    assert check_version.main(path_option) == 1
     shown = capsys.readouterr()
     assert "models: stop (--all lists" in shown.out and "upstream changed" not in shown.out
     assert f"pip install transformers=={states(newer, catalog)['llama'].newest_checked}" in shown.err
-    assert check_version.main([*place, "--all"]) == 1
+    assert check_version.main([*path_option, "--all"]) == 1
     assert "llama: stop; upstream changed Llama" in " ".join(capsys.readouterr().out.split())
 
 
@@ -176,19 +176,19 @@ def test_the_hint_names_a_checked_release_if_this_one_is_newer(newer: Site, cata
     assert ("--force-reinstall" in error.hint) == (newest is None)
 
 
-@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("definition_changed", [True, False])
 def test_an_edited_file_is_skipped_with_another_reason(
-    site: Site, needed: bool, capsys: pytest.CaptureFixture[str]
+    site: Site, definition_changed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = site.model("llama").read_text()
-    edited = text.replace("class LlamaMLP(", "class LlamaMLQ(") if needed else text + "\n# mine\n"
+    edited = text.replace("class LlamaMLP(", "class LlamaMLQ(") if definition_changed else text + "\n# mine\n"
     site.model("llama").write_text(edited)
     before = hashes(site.path)
-    place = ["--transformers-path", str(site.path)]
-    assert main(["install-overlays", *place]) == 1
+    path_option = ["--transformers-path", str(site.path)]
+    assert main(["install-overlays", *path_option]) == 1
     assert "`hf-rocm install-overlays --skip-changed` installs the other " in capsys.readouterr().err
     assert hashes(site.path) == before
-    assert main(["install-overlays", "--skip-changed", "--json", *place]) == 0
+    assert main(["install-overlays", "--skip-changed", "--json", *path_option]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["refused"] == [] and "llama" not in {action["model"] for action in shown["actions"]}
     assert list(shown["left_out"]["stock"]) == ["llama"]

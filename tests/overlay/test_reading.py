@@ -73,13 +73,13 @@ def test_a_block_binds_no_name_that_the_stock_file_uses(site: Site, model: str) 
     stock = stock_part(data)
     names = {node.id for node in ast.walk(ast.parse(stock)) if isinstance(node, ast.Name)}
     block = ast.parse(data[len(stock) :])
-    own = {
+    imported = {
         alias.asname or alias.name
         for node in ast.walk(block)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers.")
         for alias in node.names
     }
-    assert bound(block) - own - names == bound(block) - own, bound(block) & names
+    assert bound(block) - imported - names == bound(block) - imported, bound(block) & names
 
 
 def test_the_searches_are_those_of_the_installed_release() -> None:
@@ -92,5 +92,5 @@ def test_the_searches_are_those_of_the_installed_release() -> None:
     searches = {result for result in re.findall(r"re\.search\(r\"([^\"]*)\", code", source)}
     assert searches <= patterns
     literals = set(re.findall(r"\"([^\"]+)\" in code\b", source))
-    known = set(re.findall(r"\"([^\"]+)\" in code\b", Path(__file__).read_text(encoding="utf-8")))
-    assert literals <= known
+    tested = set(re.findall(r"\"([^\"]+)\" in code\b", Path(__file__).read_text(encoding="utf-8")))
+    assert literals <= tested

@@ -146,9 +146,9 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
     """Simulates that hf-rocm was uninstalled while its blocks remained."""
     body = INERT.replace('facts["imported"]', "hidden")
-    gone = "import sys; sys.modules['hf_rocm'] = None\n"
-    without = report(installed, checkpoints, body, gone, HF_ROCM_FORCE="1")
-    assert {name: without[name]["outputs"] for name in checkpoints} == {
+    blocked_import = "import sys; sys.modules['hf_rocm'] = None\n"
+    result = report(installed, checkpoints, body, blocked_import, HF_ROCM_FORCE="1")
+    assert {name: result[name]["outputs"] for name in checkpoints} == {
         name: stock[name]["outputs"] for name in checkpoints
     }
 

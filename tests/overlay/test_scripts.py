@@ -121,14 +121,14 @@ def test_a_new_form_is_shown_as_source_and_as_a_diff(
 
 
 def test_the_shown_source_omits_what_digests_ignore(refresh: ModuleType) -> None:
-    one = 'class A:\n    """Doc."""\n    def f(self, x: int = 1) -> int:\n        return x  # why\n'
-    assert refresh.forms.text_of(one, "A") == "class A:\n\n    def f(self, x=1):\n        return x"
-    assert refresh.forms.text_of(one, "B|A.f") == "def f(self, x=1):\n    return x"
+    source = 'class A:\n    """Doc."""\n    def f(self, x: int = 1) -> int:\n        return x  # why\n'
+    assert refresh.forms.text_of(source, "A") == "class A:\n\n    def f(self, x=1):\n        return x"
+    assert refresh.forms.text_of(source, "B|A.f") == "def f(self, x=1):\n    return x"
     assert refresh.forms.text_of("try:\n    from a import b\nexcept ImportError:\n    b = None\n", "b").startswith(
         "try:"
     )
     assert refresh.forms.text_of("c, d = 1, 2\n", "d") == "c, d = (1, 2)"
-    assert refresh.forms.text_of(one, "C") == ""
+    assert refresh.forms.text_of(source, "C") == ""
 
 
 def test_only_named_models_are_recorded(
@@ -227,15 +227,15 @@ def test_releases_without_the_model_are_skipped(refresh: ModuleType, overlays: P
 
 def test_the_range_of_a_model_is_kept_and_used(refresh: ModuleType, overlays: Path) -> None:
     file = overlays / "transformers-5.2/manifest.toml"
-    own = '\n[demo]\ntransformers = ">=5.10"\nreason = "it had \\"another\\" form before"\n'
-    file.write_text(file.read_text() + own)
+    section = '\n[demo]\ntransformers = ">=5.10"\nreason = "it had \\"another\\" form before"\n'
+    file.write_text(file.read_text() + section)
     assert run(refresh, overlays) == 0
     old, new = Catalog(overlays).directories
     assert new.manifest.records["demo"].releases() == {"5.10.0"}
     assert old.manifest.records["demo"].releases() == {"5.0.0", "5.1.0", "5.2.0"}, (
         "the older overlay does not serve the rest"
     )
-    assert own in file.read_text()
+    assert section in file.read_text()
     assert run(refresh, overlays, "--check") == 0
 
 
@@ -262,8 +262,8 @@ def test_the_parts_that_features_depend_on_are_recorded_for_every_release(
     assert run(refresh, overlays) == 0
     assert "overlays/features.toml: deep: transformers.generation.utils:Absent is missing" in capsys.readouterr().out
     recorded = refresh.parse(file.read_text(), source=file).records["deep"]
-    every = ("5.0.0", "5.1.0", "5.2.0", "5.10.0")
-    assert recorded.names[parts[1]] == {"absent": every}
+    releases = ("5.0.0", "5.1.0", "5.2.0", "5.10.0")
+    assert recorded.names[parts[1]] == {"absent": releases}
     assert list(recorded.names[parts[0]].values()) == [("5.0.0",), ("5.1.0", "5.2.0"), ("5.10.0",)]
     assert list(recorded.files.values()) == [("5.0.0",), ("5.1.0", "5.2.0"), ("5.10.0",)]
     assert run(refresh, overlays, "--check") == 0

@@ -85,11 +85,11 @@ def test_pip_would_install_a_missing_torch(wheel: Path, tmp_path: Path) -> None:
     The test provides torch as an empty wheel with a newer version. Otherwise pip would download the index's wheel with
     gigabytes of libraries.
     """
-    with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as made:
+    with zipfile.ZipFile(tmp_path / "torch-99.0-py3-none-any.whl", "w") as archive:
         information = "torch-99.0.dist-info"
-        made.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
-        made.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        made.writestr(f"{information}/RECORD", "")
+        archive.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
+        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{information}/RECORD", "")
     python = environment(tmp_path / "environment")
     report, options = tmp_path / "report.json", ("--find-links", str(tmp_path))
     assert would_install(python, f"hf-rocm @ {wheel.as_uri()}", report, *options)["torch"] == "99.0"

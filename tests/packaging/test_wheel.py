@@ -27,9 +27,9 @@ def metadata_of(wheel: Path):
         return Parser().parsestr(archive.read(name).decode())
 
 
-def sources(folder: str, becomes: str) -> set[str]:
+def sources(folder: str, prefix: str) -> set[str]:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {f"{becomes}/{path.relative_to(ROOT / folder).as_posix()}" for path in files}
+    return {f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}" for path in files}
 
 
 def test_the_wheel_has_the_package_and_the_overlays_and_nothing_else(wheel: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_command_line_starts(command: list[str], installed: Path, run: Run) 
     assert run(*words, "no-such-command", path=installed).returncode == 2
 
 
-def test_the_installed_wheel_finds_its_overlays(installed: Path, run: Run) -> None:
+def test_the_installed_wheel_loads_its_overlays(installed: Path, run: Run) -> None:
     code = "from hf_rocm.overlay import catalog; print(*sorted(catalog.load().models()))"
     done = run("-c", code, path=installed)
     models = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}

@@ -84,22 +84,22 @@ def load_prepared(folder: Path, **arguments: Any) -> Any:
 
 def static_cache(model: Any, batch: int, length: int) -> Any:
     """Build a static cache with the arguments that this release's class requires."""
-    known = inspect.signature(transformers.StaticCache.__init__).parameters
-    offered = {
+    parameters = inspect.signature(transformers.StaticCache.__init__).parameters
+    arguments = {
         "config": model.config,
         "max_batch_size": batch,
         "max_cache_len": length,
         "device": model.device,
         "dtype": model.dtype,
     }
-    return transformers.StaticCache(**{key: value for key, value in offered.items() if key in known})
+    return transformers.StaticCache(**{key: value for key, value in arguments.items() if key in parameters})
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 131, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) -> None:
+def assert_served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) -> None:
     """Assert that hf_rocm's attention ran in every layer of every call, and that keys and values were not expanded."""
     config = model.config
     attended = [route for route in routes if route.operation == "attention"]
@@ -115,7 +115,7 @@ def served(name: str, model: Any, routes: list[ops.registry.Route], calls: int) 
         assert bind.mode_of(module) == bind.ON and noted(module) is None
 
 
-def fused_ran(model: Any, routes: list[ops.registry.Route]) -> None:
+def assert_fused_gemms_ran(model: Any, routes: list[ops.registry.Route]) -> None:
     """Assert that the routes include GEMMs with fused weights: q, k and v, and in decoders gate and up."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import hf_rocm
 from hf_rocm import ops, options
 from tests.parity import models
-from tests.parity.models import DECODERS, MODELS, fused_ran, served, static_cache, tokens
+from tests.parity.models import DECODERS, MODELS, assert_fused_gemms_ran, assert_served, static_cache, tokens
 from tests.tolerance import assert_run_as_good_as_eager
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -31,8 +31,8 @@ def compare(name, trio, tier, dtype, run, calls, attended=None):
     with options.override(tier=tier), ops.recording() as routes:
         actual = run(prepared)
     assert {route.tier for route in routes} == {tier}
-    served(name, prepared, routes, calls)
-    fused_ran(prepared, routes)
+    assert_served(name, prepared, routes, calls)
+    assert_fused_gemms_ran(prepared, routes)
     with ops.recording() as routes:
         same_dtype, expected = run(stock), run(exact)
     # The other two models stayed stock.
@@ -83,12 +83,12 @@ def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(name, dtype,
             if step != "prefill":
                 seen = torch.cat([seen, torch.ones_like(ids)], dim=1)
             positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            place = torch.arange(start, start + ids.shape[1])
+            cache_position = torch.arange(start, start + ids.shape[1])
             result = model(
                 input_ids=ids,
                 attention_mask=seen,
                 position_ids=positions,
-                cache_position=place,
+                cache_position=cache_position,
                 past_key_values=past,
                 use_cache=True,
                 output_hidden_states=True,
@@ -126,8 +126,8 @@ def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
     assert not [route for route in routes if route.operation == "attention"]
     expected = stock(input_ids=tokens(2, 9), output_attentions=True)
     assert len(actual.attentions) == len(expected.attentions) == 2
-    for left, reference in zip(actual.attentions, expected.attentions, strict=True):
-        torch.testing.assert_close(left, reference, rtol=1e-5, atol=1e-6)
+    for weights, reference in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
@@ -137,10 +137,10 @@ def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
     actual = prepared(input_ids=tokens(2, 9), output_attentions=True)
     expected = stock(input_ids=tokens(2, 9), output_attentions=True)
     assert type(actual.attentions) is type(expected.attentions)
-    for left, reference in zip(actual.attentions or (), expected.attentions or (), strict=True):
-        assert (left is None) == (reference is None)
+    for weights, reference in zip(actual.attentions or (), expected.attentions or (), strict=True):
+        assert (weights is None) == (reference is None)
         if reference is not None:
-            torch.testing.assert_close(left, reference, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
@@ -176,5 +176,5 @@ def test_autocast_has_stocks_dtypes_and_an_error_within_the_tolerance(name, chec
         with ops.recording() as routes:
             actual = prepared(input_ids=tokens(2, 9), output_hidden_states=True)
         expected = stock(input_ids=tokens(2, 9), output_hidden_states=True)
-    served(name, prepared, routes, calls=1)
+    assert_served(name, prepared, routes, calls=1)
     assert_run_as_good_as_eager(outputs(actual), outputs(expected), outputs(exact))

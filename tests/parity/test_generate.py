@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from tests.parity.models import DECODERS, served, tokens
+from tests.parity.models import DECODERS, assert_served, tokens
 from tests.tolerance import allowed_error
 
 each_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -33,7 +33,7 @@ def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
     arguments = {} if cache is None else {"cache_implementation": cache}
     with options.override(tier=tier), ops.recording() as routes:
         actual = greedy(prepared, ids, mask, **arguments)
-    served(name, prepared, routes, calls=NEW)
+    assert_served(name, prepared, routes, calls=NEW)
     assert torch.equal(actual, greedy(stock, ids, mask, **arguments))
 
 

@@ -13,7 +13,7 @@ import hf_rocm
 from hf_rocm import ops
 from hf_rocm.overlay import bind
 from tests.parity import models
-from tests.parity.models import MODELS, fused_ran, served, tokens
+from tests.parity.models import MODELS, assert_fused_gemms_ran, assert_served, tokens
 from tests.releases import in_the_newest
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -36,9 +36,9 @@ def assert_stock(model, folder, name):
     routes, result = routes_of(model)
     assert routes == []
     # compare copies, because the last bit of a GEMM may depend on the address of a mapped weight
-    alike = [copy.deepcopy(variant)(input_ids=tokens(2, 9)).logits for variant in (model, fresh)]
-    assert torch.equal(*alike)
-    torch.testing.assert_close(result.logits, alike[0])
+    logits = [copy.deepcopy(variant)(input_ids=tokens(2, 9)).logits for variant in (model, fresh)]
+    assert torch.equal(*logits)
+    torch.testing.assert_close(result.logits, logits[0])
 
 
 @each_model
@@ -52,7 +52,7 @@ def test_a_stock_model_beside_a_forced_one_stays_stock(name, checkpoint):
         routes, result = routes_of(stock)
         assert routes == [] and torch.equal(result.logits, expected)
     routes, _ = routes_of(forced)
-    served(name, forced, routes, calls=1)
+    assert_served(name, forced, routes, calls=1)
 
 
 @each_model
@@ -61,8 +61,8 @@ def test_prepare_works_on_a_model_of_stock_classes(name, checkpoint):
     expected = model(input_ids=tokens(2, 9)).logits
     assert hf_rocm.prepare(model, force=True) is model
     routes, result = routes_of(model)
-    served(name, model, routes, calls=1)
-    fused_ran(model, routes)
+    assert_served(name, model, routes, calls=1)
+    assert_fused_gemms_ran(model, routes)
     torch.testing.assert_close(result.logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -85,8 +85,8 @@ def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
     # the copy is a separate forced model and is restored separately
     next(module for module in duplicate.modules() if isinstance(module, torch.nn.Linear))._forward_hooks.clear()
     routes, _ = routes_of(duplicate)
-    served(name, duplicate, routes, calls=1)
-    fused_ran(duplicate, routes)
+    assert_served(name, duplicate, routes, calls=1)
+    assert_fused_gemms_ran(duplicate, routes)
     hf_rocm.restore(duplicate)
     assert_stock(duplicate, folder, name)
 
@@ -109,12 +109,12 @@ def test_preparing_and_restoring_are_idempotent(name, checkpoint):
     hf_rocm.prepare(model, force=True)
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     routes, _ = routes_of(model)
-    served(name, model, routes, calls=1)
+    assert_served(name, model, routes, calls=1)
     hf_rocm.restore(hf_rocm.restore(model))
     assert_stock(model, folder, name)
     hf_rocm.prepare(model, force=True)
     routes, _ = routes_of(model)
-    fused_ran(model, routes)
+    assert_fused_gemms_ran(model, routes)
 
 
 def test_deactivate_restores_the_classes_and_activate_binds_them_again(checkpoint):
@@ -131,7 +131,7 @@ def test_deactivate_restores_the_classes_and_activate_binds_them_again(checkpoin
         hf_rocm.prepare(model, force=True)
     assert attention.forward is dispatcher
     routes, _ = routes_of(model)
-    served("llama", model, routes, calls=1)
+    assert_served("llama", model, routes, calls=1)
 
 
 def test_a_subclass_stays_stock(checkpoint):

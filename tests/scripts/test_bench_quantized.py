@@ -56,12 +56,12 @@ def test_a_loaded_checkpoint_gives_the_results_of_its_dequantised_weights(checkp
     nbytes = checkpoints.write(tmp_path, name, shape, layers=LAYERS, **sizes)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     assert next(model.parameters()).dtype == torch.bfloat16
-    here = sum(tensor.nbytes for module in model.modules() for tensor in module.buffers(recurse=False))
+    loaded_bytes = sum(tensor.nbytes for module in model.modules() for tensor in module.buffers(recurse=False))
     if name == "gpt-oss":
         assert sum(isinstance(module, StoredExperts) for module in model.modules()) == LAYERS
     else:
         assert len(layers(model)) == 7 * LAYERS
-    assert abs(here - nbytes) <= 0.03 * nbytes
+    assert abs(loaded_bytes - nbytes) <= 0.03 * nbytes
 
     cls = getattr(transformers, model.config.architectures[0])
     dequantised = stored_checkpoints.load(cls.from_pretrained, tmp_path, torch_dtype="auto")

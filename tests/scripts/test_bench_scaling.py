@@ -58,8 +58,8 @@ def test_a_recorded_run_on_several_gpus_names_the_interconnect(lib):
     parallel = {"tp": 2, "world": 2, "backend": "NCCL 2.27.7", "apart": [], "wire": 2e11}
     parallel["exchanges"] = [{**info, "sent_per_token": 540672.0, "sum_microseconds": 12.34}]
     machine = {"device": "NVIDIA H200", "hf_rocm": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0"}
-    one = segment("tp-2", result(case, stock=16.0, hf_rocm=8.0), parallel=parallel, machine=machine)
-    text = "\n".join(render.times([one]))
+    recorded_run = segment("tp-2", result(case, stock=16.0, hf_rocm=8.0), parallel=parallel, machine=machine)
+    text = "\n".join(render.times([recorded_run]))
     assert "| 2 GPUs: decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | **8.00** | 2.00 | 2.00 |" in text
     assert "Tensor parallel over 2 ranks, NCCL 2.27.7; all GPUs have peer access to each other" in text
     assert "torch 2.11.0, transformers 5.17.0; commit 0123456789ab." in text

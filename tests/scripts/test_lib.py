@@ -33,10 +33,10 @@ def lib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 
 def outcome(lib: SimpleNamespace, code: int, report: str | None, **suite: bool):
-    described = lib.suites.Suite("a suite", lib.environments.Environment(Path("nowhere")), (), **suite)
+    a_suite = lib.suites.Suite("a suite", lib.environments.Environment(Path("nowhere")), (), **suite)
     if report is not None:
-        lib.suites._report_file(described).write_text(report)
-    return lib.suites._outcome(described, code, 1.0)
+        lib.suites._report_file(a_suite).write_text(report)
+    return lib.suites._outcome(a_suite, code, 1.0)
 
 
 def test_a_report_is_counted(lib: SimpleNamespace) -> None:
@@ -86,10 +86,10 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
     files = {}
     for suite in lib.testing.plan(dict.fromkeys(names, environment), [], quick=quick):
         words = [word for word in suite.arguments if word not in ("-m", "not slow")]
-        ignored = {words[place + 1] for place, word in enumerate(words) if word == "--ignore"}
-        places = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
-        assert all((ROOT / word).exists() for word in ignored) and all(place.exists() for place in places), suite.name
-        tests = {str(path.relative_to(ROOT)) for place in places for path in [place, *place.rglob("test_*.py")]}
+        ignored = {words[index + 1] for index, word in enumerate(words) if word == "--ignore"}
+        paths = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
+        assert all((ROOT / word).exists() for word in ignored) and all(index.exists() for index in paths), suite.name
+        tests = {str(path.relative_to(ROOT)) for index in paths for path in [index, *index.rglob("test_*.py")]}
         files[suite.name] = {
             test
             for test in tests
@@ -102,23 +102,23 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
 def test_every_test_file_runs_once_with_the_newest_release(quick: bool, lib: SimpleNamespace) -> None:
     newest = [files for name, files in planned(lib, quick=quick).items() if lib.environments.NEWEST in name]
     run = [file for files in newest for file in files]
-    every = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
-    assert set(run) == every - set(lib.checks.RULES)
+    all_files = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
+    assert set(run) == all_files - set(lib.checks.RULES)
     assert len(run) == len(set(run))
 
 
 @pytest.mark.parametrize("version", ["4.53.3", "5.23.0"])
 def test_one_release_runs_the_given_paths(version: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, dict[str, bool]]] = []
+    environments: list[tuple[str, dict[str, bool]]] = []
     suites = []
     # The process that runs this test may already have the lock.
     monkeypatch.setattr(lib.testing, "lock", nullcontext)
     monkeypatch.setattr(lib.testing, "base", lambda: None)
     monkeypatch.setattr(lib.testing, "wheel", lambda *_: None)
-    monkeypatch.setattr(lib.testing, "release", lambda name, *_, **more: made.append((name, more)))
+    monkeypatch.setattr(lib.testing, "release", lambda name, *_, **more: environments.append((name, more)))
     monkeypatch.setattr(lib.testing, "run_all", lambda planned: suites.extend(planned) or [])
     assert lib.testing.main(["--release", version, "--", "tests/coverage", "-k", "mistral"]) == 0
-    assert made == [(version, {})]
+    assert environments == [(version, {})]
     (suite,) = suites
     assert suite.name == f"transformers {version}" and suite.arguments[-1] == "tests/coverage"
     assert "mistral" in suite.arguments and "--ignore" not in suite.arguments

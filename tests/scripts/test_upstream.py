@@ -245,8 +245,8 @@ def test_the_documentation_shows_the_recorded_runs(release: str) -> None:
     for model, hits in recorded["hits"].items():
         pairs = [
             (test["stock"], test["overlaid"])
-            for place, tests in recorded["tests"].items()
-            if place.split("/")[2] == model
+            for test_class, tests in recorded["tests"].items()
+            if test_class.split("/")[2] == model
             for test in tests.values()
         ]
         passed, failed, skipped = (pairs.count((outcome,) * 2) for outcome in ("passed", "failed", "skipped"))

@@ -107,8 +107,14 @@ def test_a_test_that_does_not_reach_a_fault_is_not_counted(lib: SimpleNamespace)
 
 
 def test_the_log_of_hf_rocms_tests_is_compared_test_by_test(lib: SimpleNamespace) -> None:
-    one, other, third, fourth = "t[m-torch.f]", "t[m-left]", "t[m-right]", "t[m2-left]"
-    phases = [(one, "passed", 0), (one, "failed", 3), (one, "passed", 3), (other, "passed", 3), (third, "passed", 4)]
+    first, second, third, fourth = "t[m-torch.f]", "t[m-left]", "t[m-right]", "t[m2-left]"
+    phases = [
+        (first, "passed", 0),
+        (first, "failed", 3),
+        (first, "passed", 3),
+        (second, "passed", 3),
+        (third, "passed", 4),
+    ]
     phases += [(fourth, "failed", 9)]
     lines = [json.dumps({"test": test, "outcome": outcome, "reached": reached}) for test, outcome, reached in phases]
     assert lib.detected.count_parity("x", "m", lines)[2:] == ("m", 2, 1)

@@ -50,12 +50,12 @@ def memory_is_known() -> bool:
 @contextmanager
 def paged(model: Any, implementation: str = PAGED) -> Iterator[None]:
     """Within the block, set the attention implementation that continuous batching requires."""
-    own = model.config._attn_implementation
+    previous = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(previous)
 
 
 def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None = None) -> list[list[int]]:
@@ -84,14 +84,14 @@ def batch(model: Any, prompts: Sequence[Sequence[int]], *, graphs: bool | None =
 
 def one_by_one(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Returns the tokens of `generate`, called with one prompt at a time."""
-    texts = []
+    sequences = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
-        made = model.generate(
+        output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
         )
-        texts.append(made[0, len(prompt) :].tolist())
-    return texts
+        sequences.append(output[0, len(prompt) :].tolist())
+    return sequences
 
 
 def prompts(vocabulary: int = 61) -> list[list[int]]:

@@ -30,21 +30,21 @@ from pathlib import Path
 file, *sys.argv[1:] = sys.argv[1:]
 import transformers, uvicorn
 facts = {"transformers": transformers.__file__, "routes": [], "models": []}
-watching = nullcontext([])
+recording = nullcontext([])
 if "HF_ROCM_FORCE" in os.environ:
     from hf_rocm import explain, ops
-    watching = ops.recording()
+    recording = ops.recording()
 shutdown = uvicorn.Server.shutdown
 
 async def shut_down(self, *args, **kwargs):
-    for model in [one for one in gc.get_objects() if isinstance(one, transformers.GenerationMixin)]:
-        if watching.__class__ is not nullcontext:
+    for model in [value for value in gc.get_objects() if isinstance(value, transformers.GenerationMixin)]:
+        if recording.__class__ is not nullcontext:
             facts["models"].append({**explain(model).to_dict(), "prepared": "_hf_rocm_report" in model.__dict__})
     await shutdown(self, *args, **kwargs)
 
 uvicorn.Server.shutdown = shut_down
 try:
-    with watching as routes:
+    with recording as routes:
         if transformers.__version__.startswith("4."):
             from transformers.commands.transformers_cli import main
         else:
@@ -93,10 +93,10 @@ def site(path: Path, *models: str) -> Path:
 
 def variables(path: Path | None = None, **changes: str) -> dict[str, str]:
     """Returns a child's environment variables. path: a folder whose packages are imported first."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_ROCM")}
     paths = [*([str(path)] if path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    return {**kept, **fixed, "CUDA_VISIBLE_DEVICES": "", **changes}
+    return {**inherited, **fixed, "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
 class Server:
@@ -156,7 +156,7 @@ def serving(folder: Path, *arguments: str, path: Path | None = None, **environme
             stderr=subprocess.STDOUT,
         )
     try:
-        server = Server(started(process, log), log)
+        server = Server(wait_until_started(process, log), log)
         yield server
         process.send_signal(signal.SIGINT)
         process.wait(WAIT)
@@ -168,7 +168,7 @@ def serving(folder: Path, *arguments: str, path: Path | None = None, **environme
             process.wait()
 
 
-def started(process: subprocess.Popen[bytes], log: Path) -> int:
+def wait_until_started(process: subprocess.Popen[bytes], log: Path) -> int:
     """Wait for the server to start. Returns its port, read from the log."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline and process.poll() is None:

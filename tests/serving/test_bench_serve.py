@@ -30,8 +30,11 @@ SMALL = ["--serve-args", "--cb-num-blocks 8 --cb-max-batch-tokens 64"]
 
 @pytest.mark.parametrize("batching", [True, False], ids=["batching", "one by one"])
 def test_both_servers_answer_alike_and_are_measured(batching, chatty_checkpoint, capfd):
-    how = SMALL if batching else ["--no-continuous-batching"]
-    assert main(["bench", "serve", str(chatty_checkpoint), *ARGUMENTS, *how, "--answers", "both", "--json"]) == 0
+    batching_arguments = SMALL if batching else ["--no-continuous-batching"]
+    assert (
+        main(["bench", "serve", str(chatty_checkpoint), *ARGUMENTS, *batching_arguments, "--answers", "both", "--json"])
+        == 0
+    )
     served = json.loads(capfd.readouterr().out)["serving"]
     assert (served["parity"]["equal"], served["parity"]["total"]) == (8, 8)
     assert ("--continuous-batching" in served["command"]) is batching

@@ -38,7 +38,7 @@ ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_atten
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def bind_overlays(monkeypatch):
     """Returns a function that binds a model's overlays for all instances until the test ends."""
     monkeypatch.setenv("HF_ROCM_FORCE", "1")
 
@@ -99,11 +99,11 @@ def test_norms_are_computed_before_stocks_attention_instead_of_fused(kind, monke
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_overlays_alone_return_stocks_tokens(kind, everywhere):
+def test_overlays_alone_return_stocks_tokens(kind, bind_overlays):
     model = make(kind)
     with paged(model):
         expected = batch(model, prompts())
-        everywhere(kind)
+        bind_overlays(kind)
         with ops.recording() as routes, counted() as hits:
             assert batch(model, prompts()) == expected
     ran = Counter(route.operation for route in routes)
@@ -184,10 +184,10 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(re
     stock = make("llama")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     outcomes = []
-    for either in (stock, model):
-        either.set_attn_implementation(EAGER)
+    for variant in (stock, model):
+        variant.set_attn_implementation(EAGER)
         try:
-            outcomes.append(one_by_one(either, prompts()))
+            outcomes.append(one_by_one(variant, prompts()))
         except ValueError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]

@@ -62,7 +62,7 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)
     instances = {index: object() for index in range(stock.config.num_hidden_layers)}
-    expected, wanted = run(stock, engine, attention_instances=instances)
+    expected, stock_calls = run(stock, engine, attention_instances=instances)
     exact, _ = run(in_float64(copy.deepcopy(stock)), engine, attention_instances=instances)
 
     if delivery == "prepared":
@@ -72,19 +72,21 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
         hf_rocm.activate(kind)
     try:
         with ops.recording() as routes:
-            actual, got = run(prepared, engine, attention_instances=instances)
+            actual, calls = run(prepared, engine, attention_instances=instances)
     finally:
         if delivery == "overlays":
             hf_rocm.deactivate()
 
-    assert len(got) == len(wanted) == stock.config.num_hidden_layers
-    for (module, tensors, mask, arguments), (_, stocks, stocks_mask, stocks_arguments) in zip(got, wanted, strict=True):
+    assert len(calls) == len(stock_calls) == stock.config.num_hidden_layers
+    for (module, tensors, mask, arguments), (_, stock_tensors, stock_mask, stock_arguments) in zip(
+        calls, stock_calls, strict=True
+    ):
         assert type(module).__name__ == KINDS[kind] and module in set(prepared.modules())
         # Keys aren't expanded.
-        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stocks]
-        assert same(mask, stocks_mask) and arguments.keys() <= stocks_arguments.keys()
-        assert all(same(value, stocks_arguments[name]) for name, value in arguments.items())
-        left_out = {name: stocks_arguments[name] for name in stocks_arguments.keys() - arguments.keys()}
+        assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in stock_tensors]
+        assert same(mask, stock_mask) and arguments.keys() <= stock_arguments.keys()
+        assert all(same(value, stock_arguments[name]) for name, value in arguments.items())
+        left_out = {name: stock_arguments[name] for name in stock_arguments.keys() - arguments.keys()}
         assert left_out.keys() <= UNREAD and not any(left_out.values())
         assert arguments["attention_instances"] is instances
         assert delivery == "overlays" or noted(module) == (
@@ -94,7 +96,7 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
     ran = Counter(route.operation for route in routes)
     assert not ran.keys() & {"attention", "decode_attention", "varlen_attention"}
     # The rest of the layer runs in hf_rocm.
-    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(got)
+    assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(calls)
 
 
 def in_float64(model):
@@ -108,7 +110,7 @@ def same(one, other):
     return torch.equal(one, other) if torch.is_tensor(one) else one is other or one == other
 
 
-class TheirLinear(nn.Module):
+class EngineLinear(nn.Module):
     """A linear layer that is not an `nn.Linear`, like an engine's parallel and quantised layers."""
 
     def __init__(self, linear):
@@ -120,7 +122,7 @@ class TheirLinear(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
-class TheirNorm(nn.Module):
+class EngineNorm(nn.Module):
     def __init__(self, norm):
         super().__init__()
         self.weight, self.eps, self.calls = norm.weight, norm.variance_epsilon, 0
@@ -135,10 +137,10 @@ def equip(model):
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, TheirLinear(child))
+                setattr(module, name, EngineLinear(child))
             elif hasattr(child, "variance_epsilon"):
-                setattr(module, name, TheirNorm(child))
-    return [module for module in model.modules() if isinstance(module, (TheirLinear, TheirNorm))]
+                setattr(module, name, EngineNorm(child))
+    return [module for module in model.modules() if isinstance(module, (EngineLinear, EngineNorm))]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -57,7 +57,7 @@ def collect(manager, count):
     return answers
 
 
-def answered(model, prompt=None, **arguments):
+def send_requests(model, prompt=None, **arguments):
     """Send a request, wait for its answer, and send another if the manager is still running. Returns the answers."""
     manager = begin(model)
     try:
@@ -76,12 +76,12 @@ def test_a_failing_request_gets_stocks_error_and_the_model_still_works(fault):
     prompt, arguments = FAULTS[fault]
     stock = make("llama")
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-    expected = answered(stock, prompt, **arguments)
-    assert answered(prepared, prompt, **arguments) == expected
+    expected = send_requests(stock, prompt, **arguments)
+    assert send_requests(prepared, prompt, **arguments) == expected
     assert expected["first"][1] is not None
     alone = one_by_one(stock, prompts())
     assert expected.get("second", (alone[0], None)) == (alone[0], None)
-    works(prepared, alone)
+    assert_works(prepared, alone)
 
 
 def test_an_exception_in_attention_is_the_error_of_its_requests(monkeypatch):
@@ -90,19 +90,19 @@ def test_an_exception_in_attention_is_the_error_of_its_requests(monkeypatch):
     hf_rocm.prepare(model, force=True)
     with monkeypatch.context() as patch:
         patch.setattr(flash_functions.ops, "varlen_attention", broken)
-        answers = answered(model)
+        answers = send_requests(model)
     assert answers["first"] == ([], "a kernel failed")
-    works(model, alone)
+    assert_works(model, alone)
 
 
 def broken(*args, **kwargs):
     raise RuntimeError("a kernel failed")
 
 
-def works(model, alone):
+def assert_works(model, alone):
     """Check that the next two requests and `generate` return the tokens of the stock model for each prompt."""
     assert model.config._attn_implementation == "sdpa"
-    assert answered(model) == {"first": (alone[2], None), "second": (alone[0], None)}
+    assert send_requests(model) == {"first": (alone[2], None), "second": (alone[0], None)}
     assert model.config._attn_implementation == "sdpa"
     assert one_by_one(model, prompts()) == alone
 
@@ -129,4 +129,4 @@ def test_more_requests_than_the_cache_can_hold_are_answered_in_turn():
         manager.stop(block=True, timeout=WAIT)
     assert len(answers) == 16
     assert all(result == (alone[int(name.rpartition("-")[2])], None) for name, result in answers.items())
-    works(model, alone)
+    assert_works(model, alone)

@@ -64,7 +64,7 @@ def batch(model, **settings):
     return [tokens[tuple(prompt)] for prompt in prompts()]
 
 
-def ran(routes):
+def attention_operations(routes):
     return {route.operation for route in routes if route.operation.endswith("attention")}
 
 
@@ -81,7 +81,7 @@ def test_a_batch_uses_flash_attention_and_returns_the_same_tokens_as_stock(kind)
         return
     with ops.recording() as routes:
         assert batch(model) == expected
-    assert ran(routes) == {"varlen_attention"}
+    assert attention_operations(routes) == {"varlen_attention"}
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     # The attention layers run in their overlay.
     assert {noted(layer) for layer in layers} == {None}
@@ -102,7 +102,7 @@ def test_a_model_whose_implementation_is_fixed_is_not_switched():
     assert flash_provider.switch(model) is None
     with ops.recording() as routes:
         batch(model)
-    assert ran(routes) == set()
+    assert attention_operations(routes) == set()
     assert f"continuous batching runs as in stock transformers: {reason}" in hf_rocm.explain(model).decoding
 
 
@@ -129,20 +129,20 @@ def test_single_token_steps_run_paged_attention(kind, page_size, page_tables_on_
         return
     with ops.recording() as routes:
         assert batch(model, page_size=page_size, num_blocks=4096 // page_size) == expected
-    assert ran(routes) == {"varlen_attention", "paged_attention"}
+    assert attention_operations(routes) == {"varlen_attention", "paged_attention"}
 
 
 @newer
 @pytest.mark.parametrize(
-    ("longest", "given", "columns"),
+    ("longest", "settings", "columns"),
     [(8192, {}, 32), (20000, {}, 80), (131072, {}, 128), (131072, {"max_blocks_per_request": 8}, 8)],
 )
-def test_page_tables_are_sized_for_requests_of_unknown_lengths(longest, given, columns, page_tables_on_cpu):
+def test_page_tables_are_sized_for_requests_of_unknown_lengths(longest, settings, columns, page_tables_on_cpu):
     """transformers' default is 32 pages per request, even if the model supports longer requests."""
     from transformers.generation import ContinuousBatchingConfig
 
     model = hf_rocm.prepare(make("llama", max_position_embeddings=longest), force=True)
-    config = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32, **given)
+    config = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32, **settings)
     manager = model.init_continuous_batching(continuous_batching_config=config)
     manager.start()
     try:
@@ -173,7 +173,7 @@ def test_batches_run_sdpa_if_the_user_declines_flash_attention():
         model.set_attn_implementation("paged|sdpa")
     with ops.recording() as routes:
         batch(model, **settings)
-    assert not ran(routes)
+    assert not attention_operations(routes)
 
 
 @served
@@ -192,7 +192,7 @@ def test_generate_and_padded_forwards(kind):
     with torch.no_grad(), ops.recording() as routes:
         actual = model(input_ids=ids, attention_mask=mask).logits
         assert one_by_one(model, prompts()) == tokens
-    assert ran(routes) == {"attention", "varlen_attention"}
+    assert attention_operations(routes) == {"attention", "varlen_attention"}
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
@@ -201,8 +201,8 @@ def test_other_models_are_refused_as_in_stock_and_restore_undoes_all_changes():
     gc.collect()
     patches.sweep()
     model, other = make("llama"), make("llama")
-    places = [importlib.import_module(name) for name in (flash_provider._UTILS, flash_provider._MODELING)]
-    stock = [module.lazy_import_flash_attention for module in places]
+    modules = [importlib.import_module(name) for name in (flash_provider._UTILS, flash_provider._MODELING)]
+    stock = [module.lazy_import_flash_attention for module in modules]
     hf_rocm.prepare(model, force=True)
     model.set_attn_implementation(NAME)
     with pytest.raises(ImportError, match="FlashAttention2"):
@@ -212,7 +212,7 @@ def test_other_models_are_refused_as_in_stock_and_restore_undoes_all_changes():
     expected = one_by_one(model, prompts())
     hf_rocm.restore(model)
     assert model.config._attn_implementation == "sdpa"
-    assert [module.lazy_import_flash_attention for module in places] == stock
+    assert [module.lazy_import_flash_attention for module in modules] == stock
     assert not patches.of(model) and not any(name.startswith("_hf_rocm_flash") for name in model.__dict__)
     assert one_by_one(model, prompts()) == expected
     with pytest.raises(ImportError, match="FlashAttention2"):

@@ -45,10 +45,10 @@ FORKED = {"allow_block_sharing": False, "max_batch_tokens": 512}
 @cache
 def prompts():
     """Some prompts share their first pages, and one is a single token."""
-    chance = random.Random(5)
-    shared = [chance.randrange(3, 61) for _ in range(17)]
-    return [[chance.randrange(3, 61)], *(shared + [chance.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
-            *([chance.randrange(3, 61) for _ in range(length)] for length in (7, 8, 9, 23))]  # fmt: skip
+    rng = random.Random(5)
+    shared = [rng.randrange(3, 61) for _ in range(17)]
+    return [[rng.randrange(3, 61)], *(shared + [rng.randrange(3, 61) for _ in range(more)] for more in (0, 1, 6)),
+            *([rng.randrange(3, 61) for _ in range(length)] for length in (7, 8, 9, 23))]  # fmt: skip
 
 
 @cache
@@ -61,7 +61,7 @@ def prepared(kind):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten():
+def free_models():
     """Free the prepared models after this module's tests. Until they are freed, their classes stay changed."""
     yield
     prepared.cache_clear()
@@ -73,7 +73,7 @@ class Walk:
     def __init__(self, kind, forks, seed, **settings):
         from transformers.generation import ContinuousBatchingConfig
 
-        self.chance, self.forks = random.Random(seed), forks
+        self.rng, self.forks = random.Random(seed), forks
         model, self.alone = prepared(kind)
         self.requests, self.cancelled, self.answers = {}, set(), {}
         # top_k=1 selects the most likely token; transformers forks only requests that sample.
@@ -87,7 +87,7 @@ class Walk:
     def run(self, steps):
         try:
             for _ in range(steps):
-                (step,) = self.chance.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
+                (step,) = self.rng.choices((self.arrive, self.cancel, self.wait_for_one), (5, 2, 2))
                 step()
             self.collect(lambda: self.answers.keys() >= self.due())
         finally:
@@ -97,20 +97,20 @@ class Walk:
             self.receive(rest.get())
 
     def arrive(self):
-        number = self.chance.randrange(1 if self.forks > 1 else 0, len(prompts()))
-        name, new = f"request-{len(self.requests)}", self.chance.randint(1, LONGEST)
+        number = self.rng.randrange(1 if self.forks > 1 else 0, len(prompts()))
+        name, new = f"request-{len(self.requests)}", self.rng.randint(1, LONGEST)
         self.requests[name] = number, new
         self.manager.add_request(prompts()[number], request_id=name, max_new_tokens=new, eos_token_id=-1)
 
     def cancel(self):
         if self.live():
-            name = self.chance.choice(self.live())
+            name = self.rng.choice(self.live())
             self.cancelled.add(name)
             self.manager.cancel_request(name)
 
     def wait_for_one(self):
         if self.live():
-            name = self.chance.choice(self.live())
+            name = self.rng.choice(self.live())
             self.collect(lambda: name in self.answers)
 
     def live(self):

@@ -15,7 +15,7 @@ from hf_rocm import ops, patches
 from hf_rocm.generation import sliding_pages
 from tests.generation.conftest import make
 from tests.serving.batching import RELEASE, one_by_one, prompts
-from tests.serving.test_flash_provider import KINDS, NAME, batch, ran
+from tests.serving.test_flash_provider import KINDS, NAME, attention_operations, batch
 
 pytestmark = [
     pytest.mark.skipif(RELEASE.release < (5, 19), reason="not run: this release stays on sdpa, or has no rings"),
@@ -31,7 +31,7 @@ def test_requests_with_more_pages_than_columns_have_the_same_tokens(columns, ove
     hf_rocm.prepare(model, force=True)
     with ops.recording() as routes:
         assert batch(model, page_size=5, num_blocks=800, max_blocks_per_request=columns) == expected
-    assert ("paged_attention" in ran(routes)) == over_pages
+    assert ("paged_attention" in attention_operations(routes)) == over_pages
 
 
 def test_sliding_and_full_layers_of_gemma_3_share_a_batch(page_tables_on_cpu):
@@ -41,7 +41,7 @@ def test_sliding_and_full_layers_of_gemma_3_share_a_batch(page_tables_on_cpu):
     hf_rocm.prepare(model, force=True)
     with ops.recording() as routes:
         assert batch(model, page_size=5, num_blocks=800) == expected
-    assert ran(routes) == {"varlen_attention", "paged_attention"}
+    assert attention_operations(routes) == {"varlen_attention", "paged_attention"}
 
 
 def test_page_tables_of_sliding_layers_are_used_only_by_hf_rocms_functions(page_tables_on_cpu):
@@ -83,7 +83,7 @@ def test_without_page_tables_sliding_layers_gather_their_keys(page_tables_on_cpu
     hf_rocm.prepare(model, force=True)
     with ops.recording() as routes:
         assert batch(model) == expected
-    assert ran(routes) == {"varlen_attention"}
+    assert attention_operations(routes) == {"varlen_attention"}
     assert "its decode steps gather their keys, because a reason" in hf_rocm.explain(model).details()
 
 
@@ -102,7 +102,7 @@ def test_a_function_that_is_replaced_between_batches_is_called(page_tables_on_cp
     with monkeypatch.context() as patch, ops.recording() as routes:
         patch.setattr(allocators.SlidingAttentionCacheAllocator, "get_read_indices", get_read_indices)
         assert batch(model) == expected
-    assert ran(routes) == {"varlen_attention"} and len(calls) > len(prompts())
+    assert attention_operations(routes) == {"varlen_attention"} and len(calls) > len(prompts())
     with ops.recording() as routes:
         assert batch(model) == expected
-    assert "paged_attention" in ran(routes)
+    assert "paged_attention" in attention_operations(routes)

@@ -23,7 +23,7 @@ LINK = "issues/279"
 
 
 @pytest.fixture(autouse=True)
-def graphs_are_there(monkeypatch):
+def graphs_available(monkeypatch):
     """Make transformers record graphs by default, as on a GPU with flash attention."""
     if RELEASE.major == 4:
         return
@@ -72,11 +72,11 @@ def test_without_a_known_fault_the_default_of_transformers_applies(caplog):
     assert not lines(caplog) and "graphs" not in str(hf_rocm.explain(model).decoding)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["config", "no-config"])
-def test_nothing_is_recorded_with_a_known_fault(given, suspect_gpu, caplog):  # noqa: F811
+@pytest.mark.parametrize("with_config", [True, False], ids=["config", "no-config"])
+def test_nothing_is_recorded_with_a_known_fault(with_config, suspect_gpu, caplog):  # noqa: F811
     model = prepared()
     config, arguments = configs()
-    arguments = arguments if given else {}
+    arguments = arguments if with_config else {}
     assert [records(model, **arguments) for _ in range(2)] == [False, False]
     # The user's config is unchanged.
     assert getattr(config, "use_cuda_graph", None) is None

@@ -31,8 +31,8 @@ def in_memory(folder: Path) -> Iterator[Path]:
     if not (shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2**26):
         yield folder
         return
-    with tempfile.TemporaryDirectory(dir=shared, prefix="hf-rocm-") as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory(dir=shared, prefix="hf-rocm-") as path:
+        yield Path(path)
 
 
 def make_farm(folder: Path) -> Callable[[str], Site]:

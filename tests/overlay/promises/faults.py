@@ -26,7 +26,7 @@ FEW = 16
 NO_FILES = {"mmap", "ioctl", "fcntl", "dup", "lseek"}
 DRIVER = Path(__file__).with_name("injected.py")
 # The time limit in seconds for all runs with a fault at a call of one name.
-PATIENCE = 300
+TIMEOUT = 300
 _LINE = re.compile(r"^(\d+) +([a-z0-9_]+)\(")
 
 ERRORS = ("ENOSPC", "EACCES", "EROFS", "EIO")
@@ -95,29 +95,29 @@ class Driver:
         assert not unknown, f"injected.IDLE lacks {unknown}"
         return [call for call in results if call.name in IDLE]
 
-    def strike(self, fault: str, name: str, places: Sequence[tuple[int, Path]]) -> list[int]:
-        """Run the command once on each site, with the fault at call number `place` of this name.
+    def inject(self, fault: str, name: str, targets: Sequence[tuple[int, Path]]) -> list[int]:
+        """Run the command once per (number, site), with the fault at the call of this name that has this number.
 
         strace attaches to a process that has already imported everything, so earlier calls are not counted. Returns the
         statuses of the runs, as returned by waitpid.
         """
-        what = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
-        lead = max(place for place, _ in places) + FEW
-        injected = ["-o", os.devnull, "-e", f"trace={name}", "-e", f"inject={name}:{what}:when={lead}"]
-        return self._run(name, lead, places, injected)
+        injection = f"signal={fault}" if fault in SIGNALS else f"error={fault}"
+        lead = max(number for number, _ in targets) + FEW
+        injected = ["-o", os.devnull, "-e", f"trace={name}", "-e", f"inject={name}:{injection}:when={lead}"]
+        return self._run(name, lead, targets, injected)
 
     def _run(
-        self, name: str | None, lead: int, places: Sequence[tuple[int, Path]], options: Sequence[str]
+        self, name: str | None, lead: int, targets: Sequence[tuple[int, Path]], options: Sequence[str]
     ) -> list[int]:
-        order = {
+        request = {
             "command": self.command,
             "call": name,
             "lead": lead,
             "models": list(self.models),
             "overlays": str(self.overlays),
-            "places": [(place, str(site)) for place, site in places],
+            "targets": [(number, str(site)) for number, site in targets],
         }
-        ready, parent = self._exchange(json.dumps(order)).rsplit(maxsplit=1)
+        ready, parent = self._exchange(json.dumps(request)).rsplit(maxsplit=1)
         assert ready == READY
         strace = subprocess.Popen(["strace", "-f", "-qq", *options, "-p", parent], stderr=subprocess.PIPE, text=True)
         try:
@@ -126,11 +126,11 @@ class Driver:
                 time.sleep(0.002)
             statuses: list[int] = json.loads(self._exchange("begin"))
             # strace exits with the last traced process.
-            strace.wait(PATIENCE)
+            strace.wait(TIMEOUT)
         finally:
             strace.kill()
             strace.communicate()
-        assert len(statuses) == len(places)
+        assert len(statuses) == len(targets)
         assert not self.errors.read_text(), self.errors.read_text()
         return statuses
 
@@ -139,10 +139,10 @@ class Driver:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-        answer = self.process.stdout.readline() if readable else ""
-        assert answer, f"no answer to {line}: {self.errors.read_text()}"
-        return answer
+        readable, _, _ = select.select([self.process.stdout], [], [], TIMEOUT)
+        reply = self.process.stdout.readline() if readable else ""
+        assert reply, f"no reply to {line}: {self.errors.read_text()}"
+        return reply
 
 
 def _is_traced(process: int) -> bool:

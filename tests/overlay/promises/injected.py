@@ -1,7 +1,7 @@
 """Run a command under strace, in one child process per system call. Every child has its own site-packages directory.
 
-A child first makes `lead - place` calls without effect, so that strace's `when=<lead>` applies to the command's call
-number `place`. strace counts calls per process. It attaches to the children's parent, a fork of the process that has
+A child first makes `lead - number` calls without effect, so that strace's `when=<lead>` applies to the command's call
+with this number. strace counts calls per process. It attaches to the children's parent, a fork of the process that has
 imported everything, so that the parent makes fewer than `lead` calls and `lead` can be small. The importing process is
 never traced. It starts one such parent for each request that it reads.
 """
@@ -66,34 +66,34 @@ def serve() -> None:
     """Run each request from stdin, one JSON object per line, in a separate process."""
     catalog = None
     for line in iter(sys.stdin.readline, ""):
-        order = json.loads(line)
-        catalog = catalog or catalogs.load(Path(order["overlays"]))
+        request = json.loads(line)
+        catalog = catalog or catalogs.load(Path(request["overlays"]))
         parent = os.fork()
         if not parent:
             ctypes.CDLL(None).prctl(_ANY_TRACER[0], ctypes.c_ulong(_ANY_TRACER[1]), 0, 0, 0)
             print(READY, os.getpid(), flush=True)
             sys.stdin.readline()
-            print(json.dumps(run(order, catalog)), flush=True)
+            print(json.dumps(run(request, catalog)), flush=True)
             os._exit(0)
         os.waitpid(parent, 0)
 
 
-def run(order: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
+def run(request: dict[str, object], catalog: catalogs.Catalog) -> list[int]:
     """Run the command in one child per site. Returns the children's statuses, as returned by waitpid."""
-    command = {"install": commands.install, "uninstall": commands.uninstall}[str(order["command"])]
-    idle = IDLE[str(order["call"])] if order["call"] else None
+    command = {"install": commands.install, "uninstall": commands.uninstall}[str(request["command"])]
+    idle = IDLE[str(request["call"])] if request["call"] else None
     statuses = []
-    for place, site in order["places"]:  # type: ignore[attr-defined]
+    for number, site in request["targets"]:  # type: ignore[attr-defined]
         child = os.fork()
         if not child:
             code = 3
             try:
-                for _ in range(int(order["lead"]) - place if idle else 0):  # type: ignore[call-overload]
+                for _ in range(int(request["lead"]) - number if idle else 0):  # type: ignore[call-overload]
                     with suppress(OSError):
                         idle()  # type: ignore[misc]
                 if idle is None:
                     os.access(BEGIN, os.F_OK)
-                plan, _ = command(order["models"], transformers_path=site, catalog=catalog)  # type: ignore[operator]
+                plan, _ = command(request["models"], transformers_path=site, catalog=catalog)  # type: ignore[operator]
                 code = 1 if plan.refusals else 0
             except HfRocmError as error:
                 code = 1

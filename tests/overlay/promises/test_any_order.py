@@ -89,7 +89,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.stock = {model: self.site.model(model).read_bytes() for model in MODELS}
         self.expected = dict(self.stock)
         self.edited: set[str] = set()
-        self.unsure: set[str] = set()
+        self.leftovers: set[str] = set()
 
     # actions of users
 
@@ -149,7 +149,7 @@ class AnyOrder(RuleBasedStateMachine):
             content = self.site.model(model).read_bytes()
             assert content in (self.expected[model], self.stock[model] if undo else self._installed(model)), model
             self.expected[model] = content
-        self.unsure = {str(path) for path in self.site.path.rglob(f"*{LEFTOVER}")}
+        self.leftovers = {str(path) for path in self.site.path.rglob(f"*{LEFTOVER}")}
 
     def _command(self, command: Any, models: list[str], wanted: dict[str, bytes]) -> None:
         try:
@@ -160,7 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         blocked = {model for model in wanted if model in self.edited and self._refuses(command, model)}
         assert refused == bool(blocked), (command.__name__, models, self.edited)
         if not refused:
-            self.unsure = set()
+            self.leftovers = set()
             for model in wanted.keys() - self.edited:
                 self.expected[model] = wanted[model]
 
@@ -183,7 +183,7 @@ class AnyOrder(RuleBasedStateMachine):
     # invariants after every step
 
     @invariant()
-    def the_files_are_what_they_should_be(self) -> None:
+    def every_file_has_the_expected_content(self) -> None:
         for model in MODELS:
             assert self.site.model(model).read_bytes() == self.expected[model], model
             assert model in self.edited or self.expected[model] in self._valid(model)
@@ -194,10 +194,10 @@ class AnyOrder(RuleBasedStateMachine):
             assert hashes(cache.path) == self.untouched[version]
 
     @invariant()
-    def nothing_else_is_there(self) -> None:
-        left = {str(path) for path in self.site.path.rglob(f"*{LEFTOVER}")}
-        assert left == self.unsure
-        names = {path.relative_to(self.site.path) for path in self.site.path.rglob("*") if str(path) not in left}
+    def no_other_files_remain(self) -> None:
+        leftovers = {str(path) for path in self.site.path.rglob(f"*{LEFTOVER}")}
+        assert leftovers == self.leftovers
+        names = {path.relative_to(self.site.path) for path in self.site.path.rglob("*") if str(path) not in leftovers}
         stock = self.caches[self.version].path
         assert names == {path.relative_to(stock) for path in stock.rglob("*")}
 
@@ -209,13 +209,13 @@ class AnyOrder(RuleBasedStateMachine):
                 assert state.installed.value == "edited" or state.match.value == "changed", state.model
             else:
                 stock, current = self.stock[state.model], self._installed(state.model)
-                truth = {stock: "no", current: "yes"}.get(self.expected[state.model], "old")
-                assert state.installed.value == truth, state.model
+                expected = {stock: "no", current: "yes"}.get(self.expected[state.model], "old")
+                assert state.installed.value == expected, state.model
         recorded = record(transformers_path=self.site.path)
         differing = {entry.path for entry in recorded.foreign}
         old = {model for model in MODELS if self.expected[model] not in (self.stock[model], self._installed(model))}
         wrong = {self.site.model(model) for model in self.edited | old}
-        assert differing == wrong | {Path(path) for path in self.unsure}
+        assert differing == wrong | {Path(path) for path in self.leftovers}
         assert all(entry.finding is not Finding.MISSING for entry in recorded.entries)
 
     def teardown(self) -> None:

@@ -77,13 +77,13 @@ def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     return process
 
 
-def end(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str]) -> str:
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return out
 
 
-def go(*processes: subprocess.Popen[str]) -> None:
+def signal_start(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
@@ -101,10 +101,10 @@ def test_10_and_11_concurrent_writers_are_serialised_and_readers_see_whole_files
     installed.write_bytes(site.model("llama").read_bytes())
     writers = [start(BUSY, site.path, 8, number) for number in range(4)]
     readers = [start(READER, site.model("llama"), stock.model("llama"), installed, 20_000) for _ in range(2)]
-    go(*readers, *writers)
+    signal_start(*readers, *writers)
     for process in writers:
-        end(process)
-    seen = [int(end(process)) for process in readers]
+        finish(process)
+    seen = [int(finish(process)) for process in readers]
     assert max(seen) == 2, "only one state was seen"
     assert states(site) in ({"yes"}, {"no"})
     assert not list(site.path.rglob(f"*{LEFTOVER}"))
@@ -132,7 +132,7 @@ def test_10_commands_run_concurrently_with_a_real_uv(environments: Callable[...,
     for _ in range(3):
         reinstalling = environment.start_install(VERSION, "--reinstall")
         busy = start(BUSY, site.path, 2, 1)
-        go(busy)
+        signal_start(busy)
         _, errors = reinstalling.communicate(timeout=60)
         assert reinstalling.returncode == 0, errors
         # Commands fail if they run at a moment when transformers is absent.
@@ -171,26 +171,26 @@ def test_22_without_locks_a_pid_file_is_used_with_a_notice(farm: Farm, catalog: 
             pass
         assert f"process {os.getpid()}" in refused.value.facts["found"]
     assert hashes(site.path) == before, "the PID file remains, or was inside the package"
-    _, info = install(["llama"], transformers_path=site.path, catalog=catalog)
-    assert info == notices
+    _, reported = install(["llama"], transformers_path=site.path, catalog=catalog)
+    assert reported == notices
 
 
 @pytest.mark.usefixtures("without_locks")
-@pytest.mark.parametrize("whose", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
-def test_22_a_stale_pid_file_never_blocks(farm: Farm, whose: str) -> None:
+@pytest.mark.parametrize("content", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
+def test_22_a_stale_pid_file_never_blocks(farm: Farm, content: str) -> None:
     import socket
 
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
     claim.write_text(
         {
-            "dead process": f"{socket.gethostname()}\n{gone.pid}\n1\n",
+            "dead process": f"{socket.gethostname()}\n{dead.pid}\n1\n",
             "other start": f"{socket.gethostname()}\n{os.getpid()}\n1\n",
-        }.get(whose, "elsewhere\n1\n1\n" if "host" in whose else "?")
+        }.get(content, "elsewhere\n1\n1\n" if "host" in content else "?")
     )
-    if "long ago" in whose:
+    if "long ago" in content:
         past = time.time() - claims.OLD - 1
         os.utime(claim, (past, past))
     with exclusive(site.root, timeout=0.5):

@@ -85,8 +85,8 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
     file.write_bytes(edited)
     before = fingerprint(site.path)
     # Whether the file has no block, so that there is nothing to uninstall.
-    gone = b"hf-rocm overlay" not in edited
-    for command in ["install-overlays"] if gone else ["install-overlays", "uninstall-overlays"]:
+    without_block = b"hf-rocm overlay" not in edited
+    for command in ["install-overlays"] if without_block else ["install-overlays", "uninstall-overlays"]:
         assert main([command, "--transformers-path", str(site.path)]) == 1
         shown = capsys.readouterr()
         assert str(file) in shown.err and "reinstall transformers" in shown.err
@@ -95,17 +95,17 @@ def test_03_an_edit_is_refused_by_name_and_never_overwritten(
 
 @pytest.mark.parametrize("command", [install, uninstall])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("what", ["missing", "edited", "folder"])
-def test_04_all_files_are_written_or_none(farm: Farm, command: Callable[..., object], model: str, what: str) -> None:
+@pytest.mark.parametrize("change", ["missing", "edited", "folder"])
+def test_04_all_files_are_written_or_none(farm: Farm, command: Callable[..., object], model: str, change: str) -> None:
     site = farm("one")
     if command is uninstall:
         install(transformers_path=site.path)
     file = site.model(model)
     data = file.read_bytes()
     file.unlink()
-    if what == "edited":
+    if change == "edited":
         file.write_bytes(data + b"# mine\n")
-    elif what == "folder":
+    elif change == "folder":
         file.mkdir()
     before = fingerprint(site.path)
     try:
@@ -113,7 +113,7 @@ def test_04_all_files_are_written_or_none(farm: Farm, command: Callable[..., obj
     except OverlayError as error:
         assert str(file) in error.facts["file"]
     changed = fingerprint(site.path) != before
-    assert changed == (what == "missing" and command is uninstall), "only uninstall may write, if the file is missing"
+    assert changed == (change == "missing" and command is uninstall), "only uninstall may write, if the file is missing"
 
 
 def test_09_a_second_run_writes_nothing(farm: Farm) -> None:
@@ -144,16 +144,16 @@ except OverlayError as error:
 """
 
 
-@pytest.mark.parametrize("which", ["folders", "one folder", "owner"])
-def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: Path, which: str) -> None:
+@pytest.mark.parametrize("obstacle", ["folders", "one folder", "owner"])
+def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: Path, obstacle: str) -> None:
     site = farm("one")
     memory.chmod(0o755)
-    if which != "owner" and os.geteuid() == 0:
+    if obstacle != "owner" and os.geteuid() == 0:
         for path in [site.path, *site.path.rglob("*")]:
             os.chown(path, 65534, 65534)
-    elif which == "owner" and os.geteuid() != 0:
+    elif obstacle == "owner" and os.geteuid() != 0:
         pytest.skip("not run: needs root, to run the command as a user who doesn't own the folders")
-    closed = [site.model("llama").parent] if which == "one folder" else [site.root, *site.root.rglob("*")]
+    closed = [site.model("llama").parent] if obstacle == "one folder" else [site.root, *site.root.rglob("*")]
     for path in closed:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = fingerprint(site.path)
@@ -173,18 +173,18 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
 def test_19_a_partial_selection_composes(farm: Farm) -> None:
     site = farm("one")
     before = hashes(site.path)
-    wanted: set[str] = set()
+    expected: set[str] = set()
     for count in (1, 2, 3):
         for models in itertools.combinations(MODELS, count):
             install(models, transformers_path=site.path)
-            wanted |= set(models)
+            expected |= set(models)
             removed = models[0]
             uninstall([removed], transformers_path=site.path)
-            wanted -= {removed}
-            assert {model for model, state in states(site).items() if state == "yes"} == wanted
+            expected -= {removed}
+            assert {model for model, state in states(site).items() if state == "yes"} == expected
             after = hashes(site.path)
             changed = {path for path in before if before[path] != after[path]}
-            assert changed == {f"transformers/models/{model}/modeling_{model}.py" for model in wanted}
+            assert changed == {f"transformers/models/{model}/modeling_{model}.py" for model in expected}
     uninstall(transformers_path=site.path)
     assert hashes(site.path) == before
 

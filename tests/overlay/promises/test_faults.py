@@ -36,21 +36,21 @@ class Trial:
         self.calls = driver.calls(watched.path)
         assert self.contents(watched) == self.after
 
-    def strike_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
+    def inject_everywhere(self, fault: str) -> list[tuple[Call, Site, int]]:
         """Run the command once per system call, with the fault at that call. Returns (call, site, status) per run."""
-        struck = []
+        runs = []
         for name in sorted({call.name for call in self.calls}):
             numbers = [call.number for call in self.calls if call.name == name]
             sites = [self.site(f"{fault}-{name}-{number}") for number in numbers]
-            places = [(number, site.path) for number, site in zip(numbers, sites, strict=True)]
-            statuses = self.driver.strike(fault, name, places)
-            struck += [
+            targets = [(number, site.path) for number, site in zip(numbers, sites, strict=True)]
+            statuses = self.driver.inject(fault, name, targets)
+            runs += [
                 (Call(name, number), site, status)
                 for number, site, status in zip(numbers, sites, statuses, strict=True)
             ]
-        assert len(struck) == len(self.calls) > 50
+        assert len(runs) == len(self.calls) > 50
         assert hashes(self.stock.path) == self.cache, "another environment changed"
-        return struck
+        return runs
 
     def check(self, site: Site, where: object) -> None:
         """Check the state after a fault: valid files, a next command that works, no leftovers, and no other changes."""
@@ -101,7 +101,7 @@ def trial(
 @pytest.mark.slow
 def test_05_after_a_kill_at_any_call_the_next_command_recovers(trial: Trial) -> None:
     left = 0
-    for call, site, status in trial.strike_everywhere("KILL"):
+    for call, site, status in trial.inject_everywhere("KILL"):
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (call, status)
         left += bool(leftovers(site))
         trial.check(site, call)
@@ -112,7 +112,7 @@ def test_05_after_a_kill_at_any_call_the_next_command_recovers(trial: Trial) -> 
 @pytest.mark.parametrize("error", faults.ERRORS)
 def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error: str) -> None:
     failed = 0
-    for call, site, status in trial.strike_everywhere(error):
+    for call, site, status in trial.inject_everywhere(error):
         assert os.WIFEXITED(status), (call, status)
         code = os.WEXITSTATUS(status)
         assert code in (0, 1), (call, code)
@@ -129,7 +129,7 @@ def test_06_a_full_or_broken_disk_at_any_call_undoes_the_run(trial: Trial, error
 def test_07_an_interrupt_at_any_call_undoes_the_run(trial: Trial, name: str) -> None:
     number = signal.Signals[f"SIG{name}"]
     undone = 0
-    for call, site, status in trial.strike_everywhere(name):
+    for call, site, status in trial.inject_everywhere(name):
         # The process was killed before the first write or after the last one.
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) == number, (call, status)

@@ -36,7 +36,7 @@ def test_01_other_environments_and_caches_are_unchanged(environments: Make, tool
     one, two = environments("one", tool, link_mode), environments("two", tool, link_mode)
     if link_mode == "hardlink":
         assert one.site.model("llama").stat().st_nlink > 2, "the cache and both environments don't share the file"
-    elsewhere = {place: hashes(place) for place in (two.path, one.cache, one.wheels) if place.exists()}
+    elsewhere = {folder: hashes(folder) for folder in (two.path, one.cache, one.wheels) if folder.exists()}
     before = hashes(one.path)
     for command in ("install-overlays", "uninstall-overlays"):
         done = one.hf_rocm(command)
@@ -46,18 +46,18 @@ def test_01_other_environments_and_caches_are_unchanged(environments: Make, tool
         listed = {str(one.site.model(model).relative_to(one.path)) for model in MODELS}
         assert changed == (listed if command == "install-overlays" else set())
         assert after.keys() - before.keys() <= {".lock"}, "files other than uv's lock were added"
-        assert {place: hashes(place) for place in elsewhere} == elsewhere
+        assert {folder: hashes(folder) for folder in elsewhere} == elsewhere
 
 
 def test_01_the_symlinks_of_uv_are_refused_and_the_fix_works(environments: Make) -> None:
     environment = environments("one", "uv", "symlink")
     assert environment.site.model("llama").is_symlink()
-    places = (environment.path, environment.cache)
-    before = [hashes(place) for place in places]
+    paths = (environment.path, environment.cache)
+    before = [hashes(path) for path in paths]
     refused = environment.hf_rocm("install-overlays")
     assert refused.returncode == 1
     assert "UV_LINK_MODE=copy" in refused.stderr and "symbolic link" in refused.stderr
-    assert [hashes(place) for place in places] == before
+    assert [hashes(path) for path in paths] == before
     environment.install(VERSION, "--reinstall", link_mode="copy")
     assert environment.hf_rocm("install-overlays").returncode == 0
     assert hashes(environment.cache).items() >= before[1].items()
@@ -97,9 +97,9 @@ def test_13_after_an_upgrade_reinstall_or_downgrade_nothing_is_installed(
         environment.install(version, again)
         assert site.installation.version == version
         assert set(states(site).values()) == {"no"}, "the file of the package manager is not stock"
-        fresh = fingerprint(site.root)
+        before = fingerprint(site.root)
         plan, _ = uninstall(transformers_path=site.path)
-        assert not plan.writes and fingerprint(site.root) == fresh, "an old original was written to a new release"
+        assert not plan.writes and fingerprint(site.root) == before, "an old original was written to a new release"
         assert record(transformers_path=site.path).entries == ()
     assert hashes(site.root) == stock
 
@@ -231,28 +231,28 @@ PLACES: dict[str, Callable[[Site], Path]] = {
 }
 
 
-@pytest.mark.parametrize("what", PLACES)
-def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("linked", PLACES)
+def test_16_symbolic_links_are_never_followed(farm: Callable[[str], Site], tmp_path: Path, linked: str) -> None:
     site, other = farm("one"), farm("two")
     for variant in (site, other):
         compiled = PLACES["compiled files"](variant)
         compiled.mkdir()
         (compiled / "modeling_llama.cpython-311.pyc").write_bytes(b"compiled")
     (other.model("llama").parent / f".modeling_llama.py.0{LEFTOVER}").write_bytes(b"somebody else's")
-    place, target = PLACES[what](site), PLACES[what](other)
-    place.unlink() if what == "file" else shutil.rmtree(place)
-    place.symlink_to(target)
+    path, target = PLACES[linked](site), PLACES[linked](other)
+    path.unlink() if linked == "file" else shutil.rmtree(path)
+    path.symlink_to(target)
     before = fingerprint(other.path), hashes(other.path)
-    if what not in ("package", "models"):
+    if linked not in ("package", "models"):
         install(["bert"], transformers_path=site.path)
         assert (fingerprint(other.path), hashes(other.path)) == before, "the other folder was changed"
-    if what in ("package", "models"):
+    if linked in ("package", "models"):
         with pytest.raises(Exception, match="symbolic link"):
             install(transformers_path=site.path)
     else:
         plan, _ = install(transformers_path=site.path)
         refused = [error.facts.get("file", error.facts.get("folder", "")) for error in plan.refusals]
-        assert refused == [str(place)]
+        assert refused == [str(path)]
         assert plan.refusals[0].facts["found"] == f"a link to {target}" and plan.refusals[0].hint
         assert states(site).pop("llama") == "no"
     assert (fingerprint(other.path), hashes(other.path)) == before

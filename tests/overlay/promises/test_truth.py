@@ -44,7 +44,7 @@ FRESH = [
 ]
 
 
-def runs(file: Path, *options: str, prefix: Path | None = None) -> str:
+def executed_version(file: Path, *options: str, prefix: Path | None = None) -> str:
     """The version of the block that a new interpreter would run. Empty if there is no block."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if prefix is not None:
@@ -68,24 +68,27 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("how", FORGED)
-def test_08_a_block_with_other_code_is_reported(farm: Farm, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", FORGED)
+def test_08_a_block_with_other_code_is_reported(farm: Farm, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     site = farm("one")
     file = site.model("bert")
     stock = file.read_bytes()
     catalog = catalogs.load()
     overlay, other = (catalog.find(model, site.installation.version) for model in ("bert", "llama"))
     assert overlay is not None and other is not None
-    identity, version, text, expected, finding = FORGED[how]
+    identity, version, text, expected, finding = FORGED[name]
     identity = identity.format(id=overlay.id, llama=other.id)
     file.write_bytes(block.render(stock, overlay=identity, version=version, text=text.format(text=overlay.text)))
-    place = ["--transformers-path", str(site.path)]
+    path_option = ["--transformers-path", str(site.path)]
     (state,) = status(["bert"], transformers_path=site.path).states
     assert (state.installed.value, state.good) == (expected, False)
     (entry,) = [path for path in record(transformers_path=site.path).foreign if path.path == file]
     assert entry.finding is finding
     assert (
-        main(["status", "bert", *place]) == main(["status", "--record", *place]) == check_version(["bert", *place]) == 1
+        main(["status", "bert", *path_option])
+        == main(["status", "--record", *path_option])
+        == check_version(["bert", *path_option])
+        == 1
     )
     assert "hf-rocm install-overlays" in capsys.readouterr().err
     install(["bert"], transformers_path=site.path)
@@ -107,25 +110,25 @@ def test_12_the_new_code_runs_and_after_uninstall_the_old(
         for level in ("", "1", "2"):
             cached = importlib.util.cache_from_source(str(file), optimization=level)
             py_compile.compile(str(file), cached, doraise=True, invalidation_mode=mode, optimize=int(level or 0))
-        assert runs(file, *options) != expected
+        assert executed_version(file, *options) != expected
         command(["bert"], transformers_path=site.path)
-        assert runs(file, *options) == expected
+        assert executed_version(file, *options) == expected
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["the installer's prefix", "another process's prefix"])
+@pytest.mark.parametrize("same_prefix", [True, False], ids=["the installer's prefix", "another process's prefix"])
 def test_12_the_new_code_runs_with_a_cache_prefix(
-    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+    farm: Farm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_prefix: bool
 ) -> None:
     site, prefix = farm("one"), tmp_path / "prefix"
     file = site.model("bert")
     for command, expected in ((install, hf_rocm.__version__), (uninstall, "")):
-        assert runs(file, prefix=prefix) != expected
+        assert executed_version(file, prefix=prefix) != expected
         assert list(prefix.rglob("modeling_bert*.pyc")), "no compiled file is in the prefix"
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "pycache_prefix", str(prefix) if known else None)
+            patch.setattr(sys, "pycache_prefix", str(prefix) if same_prefix else None)
             command(["bert"], transformers_path=site.path)
-        assert bool(list(prefix.rglob("modeling_bert*.pyc"))) is not known
-        assert runs(file, prefix=prefix) == expected
+        assert bool(list(prefix.rglob("modeling_bert*.pyc"))) is not same_prefix
+        assert executed_version(file, prefix=prefix) == expected
 
 
 def test_12_a_new_block_of_the_same_size_in_the_same_second_runs(
@@ -139,13 +142,13 @@ def test_12_a_new_block_of_the_same_size_in_the_same_second_runs(
     monkeypatch.setattr("hf_rocm.overlay.state.__version__", "0.0.2")
     second = int(time.time())
     os.utime(file, (second, second))
-    assert runs(file, prefix=prefix) == "0.0.1"
+    assert executed_version(file, prefix=prefix) == "0.0.1"
     monkeypatch.setattr("hf_rocm.overlay.disk.Disk.write", _within(second))
     install(["bert"], transformers_path=site.path)
     monkeypatch.undo()
     assert file.stat().st_size == size
     assert int(file.stat().st_mtime) != second
-    assert runs(file, prefix=prefix) == "0.0.2"
+    assert executed_version(file, prefix=prefix) == "0.0.2"
 
 
 def _within(second: int) -> Callable[[Disk, int, bytes], int]:
@@ -194,9 +197,9 @@ class Ranks(types.ModuleType):
     def get_world_size(self) -> int:
         return len(self.others) + 1
 
-    def all_gather_object(self, everyone: list[Any], actual: Any) -> None:
-        self.sent.append(actual)
-        everyone[:] = [actual, *self.others]
+    def all_gather_object(self, objects: list[Any], local: Any) -> None:
+        self.sent.append(local)
+        objects[:] = [local, *self.others]
 
 
 def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
@@ -276,16 +279,16 @@ def test_23_two_real_ranks_compare_their_files(farm: Farm, tmp_path: Path, same:
         )
         for rank, site in enumerate(sites)
     ]  # fmt: skip
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in ranks]
+    results = [(*process.communicate(timeout=120), process.returncode) for process in ranks]
     if same:
-        assert [code for *_, code in ended] == [0, 0], ended
-        assert ended[0][0] == ended[1][0]
+        assert [code for *_, code in results] == [0, 0], results
+        assert results[0][0] == results[1][0]
     else:
-        assert [code for *_, code in ended] == [1, 1], ended
-        assert "rank 1 (host " in ended[0][1] and "hf-rocm install-overlays" in ended[0][1]
+        assert [code for *_, code in results] == [1, 1], results
+        assert "rank 1 (host " in results[0][1] and "hf-rocm install-overlays" in results[0][1]
 
 
-def newer(site: Site, release: str, *, changed: str = "") -> None:
+def make_newer(site: Site, release: str, *, changed: str = "") -> None:
     site.forget_record()
     site.release(release)
     for model in MODELS:
@@ -297,28 +300,28 @@ def newer(site: Site, release: str, *, changed: str = "") -> None:
 
 def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.CaptureFixture[str]) -> None:
     site = farm("one")
-    known = site.installation.version
+    installed = site.installation.version
     release = next_release("5.99.0")
-    newer(site, release, changed="llama")
-    supported = known.startswith("5.23")
+    make_newer(site, release, changed="llama")
+    supported = installed.startswith("5.23")
     assert check_version(["--transformers-path", str(site.path), "--json"]) == 1
-    ahead = json.loads(capsys.readouterr().out)["newer_release"]
-    go_on = {file["model"]: file["go_on"] for file in ahead["files"]}
+    newer_release = json.loads(capsys.readouterr().out)["newer_release"]
+    go_on = {file["model"]: file["go_on"] for file in newer_release["files"]}
     assert go_on.keys() == set(MODELS) and not go_on["llama"]
     if supported:
         assert go_on == {"bert": True, "gemma": True, "llama": False, "qwen3": True}
-        assert ahead["verdict"].startswith("proceed with bert, gemma, qwen3; llama would stay stock")
+        assert newer_release["verdict"].startswith("proceed with bert, gemma, qwen3; llama would stay stock")
     check_version(["--transformers-path", str(site.path)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{release} is newer than {ahead['newest_checked']}" in shown
-    assert "llama: stop; upstream changed Llama" in shown and ahead["verdict"] in shown
+    assert f"{release} is newer than {newer_release['newest_checked']}" in shown
+    assert "llama: stop; upstream changed Llama" in shown and newer_release["verdict"] in shown
 
 
 def test_13_a_release_beyond_every_range_is_refused_and_reported(
     farm: Farm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = farm("one")
-    newer(site, "6.1.0")
+    make_newer(site, "6.1.0")
     assert check_version(["--transformers-path", str(site.path)]) == 1
     shown = capsys.readouterr()
     assert all(f"{model}: stop; " in shown.out for model in MODELS)

@@ -131,9 +131,9 @@ class Environment:
 
 def uv() -> str:
     """The path of the real uv. If it is missing, the tests fail instead of being skipped."""
-    beside = Path(sys.executable).parent / "uv"
-    if beside.is_file():
-        return str(beside)
+    sibling = Path(sys.executable).parent / "uv"
+    if sibling.is_file():
+        return str(sibling)
     try:
         from uv import find_uv_bin
 

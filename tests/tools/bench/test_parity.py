@@ -17,8 +17,8 @@ DECODE, PREFILL = Case("decode", 2, 12, 4), Case("prefill", 2, 12)
 
 def run(model, names, case, **changes):
     reference = parity.Reference(model)
-    made, _ = variants.sides(model, names, encoder=False)
-    result = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
+    sides, _ = variants.sides(model, names, encoder=False)
+    result = measure.Measurement(model, sides, reference, RATES, 2, lambda text: None)
     return measure.measure(result._replace(**changes), case)
 
 
@@ -63,10 +63,10 @@ def spoil(monkeypatch, by):
 
 def test_another_side_with_wrong_results_is_skipped(model):
     reference = parity.Reference(model)
-    made, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
-    stock = made[0].model
+    sides, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
+    stock = sides[0].model
     stock.model.norm.weight = torch.nn.Parameter(stock.model.norm.weight * 1.01)
-    result = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
+    result = measure.Measurement(model, sides, reference, RATES, 1, lambda text: None)
     done = measure.measure(result, PREFILL)
     assert [timing.side for timing in done.timings] == ["hf_rocm"]
     assert "its results are wrong by" in done.left_out["stock"]

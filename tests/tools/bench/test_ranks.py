@@ -57,7 +57,7 @@ if rank == 1:
     sys.exit(1)
 time.sleep(600)
 """
-WELL = """
+SUCCESSFUL = """
 import json, sys
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
@@ -71,14 +71,14 @@ if rank == 0:
 
 
 @pytest.fixture
-def ranks_are(monkeypatch):
+def run_in_ranks(monkeypatch):
     """Returns a function that makes every rank run a given program. No checkpoint is written."""
 
-    def put(program: str) -> None:
+    def replace(program: str) -> None:
         monkeypatch.setattr(ranks, "_CHILD", program)
         monkeypatch.setattr(ranks.dummy_checkpoint, "write", lambda *arguments, **named: None)
 
-    return put
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def ranks_are(monkeypatch):
     ],
     ids=["killed", "raised", "silent", "together"],
 )
-def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(ranks_are, program, message, facts, monkeypatch):
-    ranks_are(program)
+def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(run_in_ranks, program, message, facts, monkeypatch):
+    run_in_ranks(program)
     started = []
     start = ranks.subprocess.Popen
     monkeypatch.setattr(
@@ -113,8 +113,8 @@ def run():
     )
 
 
-def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_are, tmp_path, capsys):
-    ranks_are(KILLED)
+def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(run_in_ranks, tmp_path, capsys):
+    run_in_ranks(KILLED)
     file = tmp_path / "runs.json"
     assert main(["bench", *TINY, "--tp", "2", "--save", str(file), "--json"]) == 1
     captured = capsys.readouterr()
@@ -124,9 +124,9 @@ def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_
     assert not file.exists() and not list(tmp_path.iterdir())
 
 
-def test_the_result_is_that_of_rank_0(ranks_are):
+def test_the_result_is_that_of_rank_0(run_in_ranks):
     expected = segment(parallel={"tp": 2, "world": 2, "backend": "gloo", "wire": 1e9, "exchanges": []})
-    ranks_are(WELL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
+    run_in_ranks(SUCCESSFUL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
     calls = []
     done = ranks.bench_ranks(
         SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=calls.append

@@ -27,9 +27,9 @@ def checked(folder, name, text):
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
     report = checked(tmp_path, name, text)
-    only_import = [finding for finding in report.findings if finding.rule != rule]
+    others = [finding for finding in report.findings if finding.rule != rule]
     assert [finding.rule for finding in report.findings if finding.rule == rule] == [rule]
-    assert not only_import
+    assert not others
     finding = report.findings[0]
     assert finding.path == name and 1 <= finding.line <= text.count("\n")
     assert finding.why and finding.instead and finding.what
@@ -346,13 +346,13 @@ def test_the_time_is_linear_in_the_size_of_the_file(tmp_path, name):
 
     def seconds(parts):
         file.write_text(HOSTILE[name](parts))
-        took = []
+        times = []
         for _ in range(3):
             began = time.process_time()
             report = check(file)
-            took.append(time.process_time() - began)
+            times.append(time.process_time() - began)
         assert not report.unread
-        return min(took)
+        return min(times)
 
     parts = 20_000 if name in CHEAP else 1_500
     once, four = seconds(parts), seconds(4 * parts)

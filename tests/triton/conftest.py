@@ -103,7 +103,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def counts() -> Iterator[None]:
+def range_bounds() -> Iterator[None]:
     """Convert range bounds, which the interpreter stores as arrays, to integers: NumPy 2.4 no longer converts them."""
     if suite.gpu() is not None:
         yield
@@ -139,18 +139,18 @@ def patched_once() -> Iterator[None]:
     patched = set[str]()
 
     @cache
-    def named(function: Any) -> frozenset[str]:
+    def modules_of(function: Any) -> frozenset[str]:
         modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         return frozenset(module.__name__ for module in modules if module in (tl, tl.core))
 
     def patch_lang(function: Any) -> Any:
-        if patched and named(function) <= patched:
+        if patched and modules_of(function) <= patched:
             return interpreter._LangPatchScope()
         scope = stock_patch(function)
         if not patched:
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())
-        patched.update(named(function))
+        patched.update(modules_of(function))
         return scope
 
     types = dict[str, Any]()
@@ -168,7 +168,7 @@ def patched_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def products() -> Iterator[None]:
+def bf16_arithmetic() -> Iterator[None]:
     """Multiply and subtract bf16 numbers in fp32, because the interpreter would treat their bits as integers."""
     if suite.gpu() is not None:
         yield

@@ -23,7 +23,7 @@ MANY = SPEC._replace(rows=0)
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
-def same(output: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(output: torch.Tensor, expected: torch.Tensor) -> None:
     assert output.dtype == expected.dtype and torch.equal(output.isnan(), expected.isnan())
     assert torch.equal(output.nan_to_num(0.0), expected.nan_to_num(0.0))
 
@@ -47,7 +47,7 @@ def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     # Weights have no NaN codes.
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)
     scale[4] = torch.nan
-    same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
+    assert_same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
 # The values of K result in runs of 16, 32 and 64 numbers, in partial blocks, and in several programs.
@@ -58,7 +58,7 @@ def test_four_bit_weights_equal_the_torch_tier(k, group, dtype):
     weight = extreme(5, k)
     weight[4, k - 1] = torch.nan
     words, scale = quantize_groups(weight, group)
-    same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
+    assert_same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
 
 
 @each_dtype
@@ -68,13 +68,13 @@ def test_zero_points_are_subtracted(k, group, dtype):
     zeros = torch.arange(17 * (k // group)).remainder(17).view(scale.shape).to(torch.uint8)
     for scales in (BF16, FP16, FP32):
         expected = dequantize_groups(words, scale.to(scales), dtype, zeros)
-        same(quantized._dequantized(words, scale.to(scales), dtype, zeros), expected)
+        assert_same(quantized._dequantized(words, scale.to(scales), dtype, zeros), expected)
         assert not torch.equal(expected, dequantize_groups(words, scale.to(scales), dtype))
 
 
 def test_short_runs_are_dequantised():
     words, scale = quantize_groups(extreme(5, 32), 32)
-    same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
+    assert_same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
 
 
 def encoded(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_many_rows_use_a_dequantised_weight(kind, form):
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)
         # Weights have no NaN codes.
         data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)
-        same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
+        assert_same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
 
 
 @pytest.mark.parametrize("kind", [INT8, 32], ids=str)

@@ -16,11 +16,11 @@ LAYOUT = layout_of("0.1.20")
 
 @pytest.fixture
 def read(tmp_path):
-    def one(*rows, layout=LAYOUT, to=LAYOUT, release="0.1.20"):
+    def read_rows(*rows, layout=LAYOUT, to=LAYOUT, release="0.1.20"):
         path = write(tmp_path / f"{len(list(tmp_path.iterdir()))}.csv", table_text(layout, *rows))
         return table.read(path, to, release)
 
-    return one
+    return read_rows
 
 
 def kernels(merged):

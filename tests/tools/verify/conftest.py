@@ -12,7 +12,7 @@ from tests.coverage.cases import CASES
 HERE = {case.id for case in CASES if case.here}
 
 
-def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def available(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Returns the rows of a table whose model, the first entry, exists in this release of transformers."""
     return [row for row in rows if row[0] in HERE]
 

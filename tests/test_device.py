@@ -17,7 +17,7 @@ from hf_rocm.architectures import least_of_cards
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Simulate a ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
+    """Simulate a ROCm torch with an MI300X and a Radeon. Returns the list of queried device indices."""
     requested: list[object] = []
     names = {0: "gfx942:sramecc+:xnack-", 1: "gfx1100"}
 

@@ -89,11 +89,8 @@ def check(
         "once": once,
     }
     results = {}
-    for name, convert in (
-        ("kernel", torch.Tensor.clone),
-        ("eager", torch.Tensor.clone),
-        ("exact", torch.Tensor.double),
-    ):
+    conversions = {"kernel": torch.Tensor.clone, "eager": torch.Tensor.clone, "exact": torch.Tensor.double}
+    for name, convert in conversions.items():
         norms = None
         if weights is not None:
             norms = tuple(

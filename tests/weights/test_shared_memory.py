@@ -12,7 +12,7 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 from hf_rocm.weights.fuse import Fused, why_not
 from tests.generation.conftest import make
 from tests.weights import models
-from tests.weights.models import GROUPS, follows, live, logits
+from tests.weights.models import GROUPS, assert_matches_stock, live, logits
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -59,13 +59,13 @@ def test_weights_are_fused_once_the_other_model_is_freed():
     logits(prepared)
     del other
     gc.collect()
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
 
 
 def test_a_fused_model_whose_memory_is_shared_later_stays_fused_and_shares_it():
     prepared, other = models.prepared(), models.build()
     other.load_state_dict(prepared.state_dict(), assign=True)
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
     for change in (
         lambda: prepared.to("cpu"),  # changes nothing
         lambda: hf_rocm.prepare(prepared, force=True),

@@ -14,8 +14,6 @@ from hf_rocm.layers import grouped_linear
 from hf_rocm.ops.attention_eager import attention as softmax
 from hf_rocm.ops.pointwise import eager_rope
 
-Planted = Callable[[Any], Any]
-
 
 @contextmanager
 def replaced(operation: str, call: Callable[..., Any]) -> Iterator[None]:

@@ -42,11 +42,11 @@ def recording(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("section", STATIC)
 def test_the_interface_equals_the_record(section: str, recording: bool) -> None:
-    now = json.loads(json.dumps(STATIC[section]()))
-    assert now
+    current = json.loads(json.dumps(STATIC[section]()))
+    assert current
     if recording:
-        public_interface.save(section, now)
-    differences = public_interface.differences(public_interface.load()[section], now)
+        public_interface.save(section, current)
+    differences = public_interface.differences(public_interface.load()[section], current)
     assert not differences, "\n".join(differences)
 
 
@@ -90,11 +90,11 @@ def compare(recording: bool) -> Callable[..., None]:
         for _, data in outputs:
             for path, types in public_interface.shape(data).items():
                 shapes.setdefault(path, set()).update(types)
-        now = {path: sorted(types) for path, types in shapes.items()}
+        current = {path: sorted(types) for path, types in shapes.items()}
         section = f"output of {command} --json"
         if recording:
-            public_interface.save(section, now)
-        differences = public_interface.differences(public_interface.load()[section], now)
+            public_interface.save(section, current)
+        differences = public_interface.differences(public_interface.load()[section], current)
         assert not differences, "\n".join(differences)
 
     return compare

@@ -77,8 +77,8 @@ def test_releases_that_break_graph_replays_are_reported(
     assert [finding.check for finding in shown] == ["graphs"] * reported
     if reported:
         assert gfx in shown[0].what and "HF_ROCM_GRAPHS=0" in shown[0].fix
-        off = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
-        assert [finding.level.value for finding in off] == ["ok"]
+        disabled = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
+        assert [finding.level.value for finding in disabled] == ["ok"]
 
 
 def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:

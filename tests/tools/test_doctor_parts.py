@@ -60,9 +60,9 @@ def test_rocminfo_is_parsed_with_trailing_blanks_and_without_agents() -> None:
 def test_a_hanging_rocminfo_and_a_rocm_outside_opt_are_reported(good: Facts) -> None:
     hanging = replace(good, rocm=replace(good.rocm, rocminfo=Ran(None), agents=()))
     assert any("timed out" in finding.what for finding in rocm(hanging))
-    none = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
-    assert "torch includes the libraries of ROCm 7.1" in next(rocm(none)).what
-    packaged = replace(none, packages={**good.packages, "rocm-sdk-core": "7.10.0"})
+    without_rocm = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
+    assert "torch includes the libraries of ROCm 7.1" in next(rocm(without_rocm)).what
+    packaged = replace(without_rocm, packages={**good.packages, "rocm-sdk-core": "7.10.0"})
     assert "ROCm 7.10.0, as a Python package" in next(rocm(packaged)).what
     other = replace(good, rocm=replace(good.rocm, version="6.4.1"))
     assert (next(rocm(other)).level.value, next(rocm(other)).check) == ("warning", "rocm")
@@ -317,21 +317,21 @@ def test_the_installed_transformers_and_its_overlays_are_read_from_files() -> No
 
 
 def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
-    here = ThisMachine()
+    machine = ThisMachine()
     missing = str(tmp_path / "missing")
-    assert (here.text(missing), here.names(missing), here.look(missing), here.free_bytes(missing)) == (
+    assert (machine.text(missing), machine.names(missing), machine.look(missing), machine.free_bytes(missing)) == (
         None,
         (),
         None,
         None,
     )
-    assert here.run("hf-rocm-has-no-such-tool", timeout=1) is None
-    assert here.run("sleep", "5", timeout=0.1) == Ran(None)
+    assert machine.run("hf-rocm-has-no-such-tool", timeout=1) is None
+    assert machine.run("sleep", "5", timeout=0.1) == Ran(None)
     file = tmp_path / "library.so"
     file.write_bytes(b"ELF\0libcudart.so.12\0")
-    assert here.mentions(str(file), b"libcudart.so") and not here.mentions(str(file), b"libamdhip64")
+    assert machine.mentions(str(file), b"libcudart.so") and not machine.mentions(str(file), b"libamdhip64")
     file.write_bytes(b"")
-    assert not here.mentions(str(file), b"x") and not here.mentions(missing, b"x")
+    assert not machine.mentions(str(file), b"x") and not machine.mentions(missing, b"x")
 
 
 def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> None:

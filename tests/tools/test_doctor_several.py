@@ -151,9 +151,9 @@ def test_facts_of_the_host_are_read_from_files() -> None:
 
 def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
     facts = {**good.torch_answer.facts, "peers": [[True, False], [False, True]], "collectives": None}
-    apart = replace(
+    without_peers = replace(
         good, torch_answer=replace(good.torch_answer, facts=facts), container="docker", shared_memory=64 * 2**20
     )
-    findings = list(several(apart))
+    findings = list(several(without_peers))
     assert levels(findings) == ["warning"] * 3
     assert "no RCCL" in findings[0].what and "(0-1)" in findings[1].what and "64 MiB" in findings[2].what

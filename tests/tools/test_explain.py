@@ -242,9 +242,9 @@ def test_the_attention_of_a_lora_model_is_listed(llama):
         "padded batch",
         "decode",
     }
-    named = {(part.cls, part.reason.split(",")[0]) for part in explanation.stock}
-    assert ("lora.Linear", "code of peft") in named and "lora.Linear × " in str(explanation)
-    assert "Linear" in {cls for cls, reason in named if reason != "code of peft"}
+    reasons = {(part.cls, part.reason.split(",")[0]) for part in explanation.stock}
+    assert ("lora.Linear", "code of peft") in reasons and "lora.Linear × " in str(explanation)
+    assert "Linear" in {cls for cls, reason in reasons if reason != "code of peft"}
 
 
 FUNCTIONS = ("compile", "dequantize", "explain", "prepare", "restore", "route_linear", "verify")

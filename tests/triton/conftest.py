@@ -19,12 +19,12 @@ import pytest
 
 from tests.amdgcn import suite
 
-HERE = find_spec("triton") is not None
+INSTALLED = find_spec("triton") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     suite.configure(config)
-    if suite.gpu() is None and HERE and "triton" not in sys.modules:
+    if suite.gpu() is None and INSTALLED and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if suite.gpu() is not None:
         suite.select(config, items)
         return
-    if HERE and os.environ.get("TRITON_INTERPRET") == "1":
+    if INSTALLED and os.environ.get("TRITON_INTERPRET") == "1":
         return
     reason = "not run: needs Triton, imported in interpreter mode (scripts/test creates the environment)"
     for item in items:
@@ -182,8 +182,8 @@ def bf16_arithmetic() -> Iterator[None]:
     def wide(self: Any, x: Any) -> Any:
         return self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x
 
-    def create_dot(self: Any, a: Any, b: Any, *further: Any) -> Any:
-        return stock(self, wide(self, a), wide(self, b), *further)
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return stock(self, wide(self, a), wide(self, b), *rest)
 
     def create_fsub(self: Any, a: Any, b: Any) -> Any:
         difference = stock_fsub(self, wide(self, a), wide(self, b))

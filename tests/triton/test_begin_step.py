@@ -16,7 +16,7 @@ from hf_rocm.ops.triton import step
 from tests.triton.routed import routed
 
 # The value of the kernels' int64 outputs before a step.
-NONE = -7
+UNSET = -7
 
 
 def step_call(
@@ -37,16 +37,16 @@ def step_call(
     relative = torch.stack([offsets, *[offsets + 1 - base for base in bases], *[offsets - 3] * batch])
     masks = [torch.full((batch, 1, tokens, size), 7).to(dtype) for size in sizes]
     first = [(torch.arange(batch) * 2 - base).clamp(min=0) if starts else None for base in bases]
-    places = [torch.full((21,), NONE) for _ in sizes]
+    places = [torch.full((21,), UNSET) for _ in sizes]
     ids = torch.arange(batch * 30).view(batch, 30) if sources else None
     extra = 1000 + torch.arange(batch * (tokens + 2)).view(batch, -1) if sources > 1 else None
     return BeginStepCall(
-        torch.full_like(relative, NONE),
+        torch.full_like(relative, UNSET),
         relative,
         *[*masks, None, None][:2],
         *[*first[: len(sizes)], None, None][:2],
         *[*places, None, None][:2],
-        torch.full((batch, tokens), NONE) if sources else None,
+        torch.full((batch, tokens), UNSET) if sources else None,
         ids,
         extra,
         torch.tensor([2, 1]) if header else None,
@@ -91,11 +91,11 @@ def check_start(run=routed, device="cpu", **terms):
 )
 def test_begin_step(terms, dtype):
     call = check_start(dtype=dtype, **terms)
-    later = 0 if call.header is None else 2
-    assert (call.clock[0] == call.position + later + torch.arange(call.clock.shape[1])).all()
+    offset = 0 if call.header is None else 2
+    assert (call.clock[0] == call.position + offset + torch.arange(call.clock.shape[1])).all()
     for name, value in call._asdict().items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            assert (value != NONE).all(), name
+            assert (value != UNSET).all(), name
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 6, 21])
@@ -110,7 +110,7 @@ def test_look_up_drafts(ngram, length, tokens):
             selected = torch.randint(0, values, (1, tokens), generator=generator)
             step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
             step_ids[:, 1 + accepted :] = -1
-            headers = torch.full((2, 2), NONE)
+            headers = torch.full((2, 2), UNSET)
             routed("look_up_drafts", ids, step_ids, selected, headers[0], ngram=ngram)
             looked_up_by_torch(ids, step_ids, selected, headers[1], ngram)
             assert headers[0].tolist() == headers[1].tolist()

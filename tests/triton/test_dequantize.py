@@ -19,7 +19,7 @@ from tests.triton.routed import compiled_once, here, random
 from tests.triton.test_quantized import BF16, FORMATS, FORMS, FP16, SPEC, as_good_as_eager, each_format, rounded
 
 FP32 = torch.float32
-MANY = SPEC._replace(rows=0)
+MANY_ROWS = SPEC._replace(rows=0)
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
@@ -134,13 +134,13 @@ def test_few_rows_are_not_rounded(format):
 def test_rounded_gemms_of_aiter_come_first(monkeypatch):
     tiers = {False: "triton", True: "aiter"}
     monkeypatch.setattr(operation, "_tier", lambda spec: tiers[spec.round_input])
-    assert not operation.keeps_rows(MANY, 65) and operation.keeps_rows(SPEC, 1)
+    assert not operation.keeps_rows(MANY_ROWS, 65) and operation.keeps_rows(SPEC, 1)
 
 
 @pytest.mark.parametrize("kind", [INT8, 128], ids=str)
 def test_the_first_use_check_passes(kind):
     group = 0 if kind == INT8 else kind
-    spec = MANY._replace(format=torch.int32 if group else kind, group=group, k=128)
+    spec = MANY_ROWS._replace(format=torch.int32 if group else kind, group=group, k=128)
     assert probe_cases.check("quantized_linear", "triton", quantized.DEQUANTIZE, spec) is None
 
 
@@ -155,5 +155,5 @@ def test_the_first_use_check_passes(kind):
     ids=str,
 )
 def test_unsupported_calls_are_refused(change, reason):
-    assert reason in str(quantized.dequantize_refuses(MANY._replace(**change), here()))
-    assert quantized.dequantize_refuses(MANY, here()) is None
+    assert reason in str(quantized.dequantize_refuses(MANY_ROWS._replace(**change), here()))
+    assert quantized.dequantize_refuses(MANY_ROWS, here()) is None

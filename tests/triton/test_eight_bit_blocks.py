@@ -17,7 +17,7 @@ from hf_rocm.ops.triton import quantized
 from hf_rocm.ops.triton.tiles import NARROW
 from tests.amdgcn import suite
 from tests.triton.routed import compiled_once, here, random, routed
-from tests.triton.test_dequantize import MANY, assert_same
+from tests.triton.test_dequantize import MANY_ROWS, assert_same
 from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, as_good_as_eager, check_once
 
 FP32 = torch.float32
@@ -144,7 +144,7 @@ def test_it_compiles_into_one_graph(m):
 
 @served
 def test_the_first_use_checks_pass():
-    spec = MANY._replace(format=FP8, group=BLOCK, k=144, n=256, activation="silu")
+    spec = MANY_ROWS._replace(format=FP8, group=BLOCK, k=144, n=256, activation="silu")
     names = (quantized.NAME, quantized.DEQUANTIZE)
     assert [probe_cases.check("quantized_linear", "triton", name, spec) for name in names] == [None, None]
 

@@ -103,8 +103,10 @@ def test_views_are_read_with_their_strides():
     routing = torch.cat((ids, ids), 1), torch.cat((weights, weights), 1)
     flat = random(1 + down.numel(), dtype=BF16)
     flat[1:] = down.flatten()
-    moved = flat[1:].view(down.shape)
-    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(tensor[:, :3] for tensor in routing)), expected)
+    shifted = flat[1:].view(down.shape)
+    assert torch.equal(
+        routed("experts", wide[:, 3:], gate_up, shifted, *(tensor[:, :3] for tensor in routing)), expected
+    )
 
 
 @each_layout
@@ -143,11 +145,11 @@ def test_unselected_experts_are_not_read():
 def test_a_single_token_equals_its_result_in_a_batch():
     (x, gate_up, down, ids, weights), keywords = drawn((5, 8, 4, 40, 24), BF16, LAYOUTS["gpt_oss"])
     check((x, gate_up, down, ids, weights), keywords)
-    together = routed("experts", x, gate_up, down, ids, weights, **keywords)
+    batched = routed("experts", x, gate_up, down, ids, weights, **keywords)
     for row in range(5):
         part = slice(row, row + 1)
-        alone = routed("experts", x[part], gate_up, down, ids[part], weights[part], **keywords)
-        assert torch.equal(alone, together[part])
+        single = routed("experts", x[part], gate_up, down, ids[part], weights[part], **keywords)
+        assert torch.equal(single, batched[part])
 
 
 def test_zero_tokens_give_an_empty_output():

@@ -143,9 +143,9 @@ def test_small_and_large_inputs_lose_no_precision(magnitude):
     """The scales of the first GEMM cancel the magnitude of x."""
     (x, gate_up, scales, *rest), keywords = drawn((2, 3, 2, 64, 32), BF16)
     exponent = int(torch.tensor(magnitude).log2())
-    moved = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
+    scaled = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
     expected = routed("mxfp4_experts", x, gate_up, scales, *rest, **keywords)
-    assert torch.equal(routed("mxfp4_experts", *moved, **keywords), expected)
+    assert torch.equal(routed("mxfp4_experts", *scaled, **keywords), expected)
 
 
 def test_unselected_experts_are_not_read():
@@ -160,11 +160,11 @@ def test_unselected_experts_are_not_read():
 
 def test_a_single_token_equals_its_result_in_a_batch():
     (x, *stored, ids, weights), keywords = drawn((5, 8, 4, 64, 32), BF16)
-    together = routed("mxfp4_experts", x, *stored, ids, weights, **keywords)
+    batched = routed("mxfp4_experts", x, *stored, ids, weights, **keywords)
     for row in range(5):
         part = slice(row, row + 1)
-        alone = routed("mxfp4_experts", x[part], *stored, ids[part], weights[part], **keywords)
-        assert torch.equal(alone, together[part])
+        single = routed("mxfp4_experts", x[part], *stored, ids[part], weights[part], **keywords)
+        assert torch.equal(single, batched[part])
 
 
 def test_rows_may_be_strided_and_blocks_unaligned():

@@ -131,13 +131,13 @@ def of_another_kind(module):
     module.k_norm = torch.nn.LayerNorm(D).bfloat16()
 
 
-def off(module):
+def switched_off(module):
     bind.set_mode(module.q_norm, bind.OFF)
 
 
 @pytest.mark.parametrize(
     ("change", "called"),
-    [(hooked, 2), (without_one, 1), (of_another_kind, 1), (off, 1)],
+    [(hooked, 2), (without_one, 1), (of_another_kind, 1), (switched_off, 1)],
     ids=["a hook", "one norm", "another norm", "stock"],
 )
 def test_norms_that_must_be_called_are_called(change, called):

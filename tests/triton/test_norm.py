@@ -72,8 +72,8 @@ def test_norm_add(shape, one_plus, dtype):
     assert_as_good_as_eager(total, eager, expected)
     expected = eager_rms_norm(total.double(), second.double(), 1e-6, one_plus)
     assert_as_good_as_eager(normed, eager_rms_norm(total, second, 1e-6, one_plus), expected)
-    none, alone = routed("norm_add", x, residual, norms[0])
-    assert none is None and torch.equal(alone, total)
+    no_norm, sum_only = routed("norm_add", x, residual, norms[0])
+    assert no_norm is None and torch.equal(sum_only, total)
     mask = torch.arange(shape[-1]) % 3 == 1
     damaged = x.clone()
     damaged.view(-1, shape[-1])[-1].masked_fill_(mask, torch.nan)
@@ -233,8 +233,8 @@ def test_unsupported_calls_are_refused(x, weight, word):
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
 def test_a_block_covers_a_row_and_threads_are_a_power_of_two(rows, dim):
-    many, block, threads = norm.tile(rows, dim)
-    assert block >= dim and many * block <= max(2048, block)
+    count, block, threads = norm.tile(rows, dim)
+    assert block >= dim and count * block <= max(2048, block)
     assert 64 <= threads <= 1024 and threads & (threads - 1) == 0
 
 

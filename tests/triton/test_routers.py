@@ -57,22 +57,22 @@ def run_both(module, x, mode=bind.ON):
 def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     agree(module, dtype)
-    alike = torch.arange(16)
+    representative = torch.arange(16)
     # Experts 8–11 equal experts 4–7, so either may be selected.
-    alike[8:12] = alike[4:8]
+    representative[8:12] = representative[4:8]
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data[alike]
-    agree(module, dtype, alike)
+        tensor.data = tensor.data[representative]
+    agree(module, dtype, representative)
 
 
-def agree(module, dtype, alike=None):
+def agree(module, dtype, representative=None):
     with torch.no_grad():
         actual, stock, tiers = run_both(module, torch.randn(7, 32).to(dtype))
     assert tiers == ["triton"]
     (logits, weights, ids), (expected_logits, expected, expected_ids) = actual, stock
     assert torch.equal(logits, expected_logits)
-    if alike is not None:
-        ids, expected_ids = alike[ids], alike[expected_ids]
+    if representative is not None:
+        ids, expected_ids = representative[ids], representative[expected_ids]
     order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
     assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
     weights, expected = weights.gather(1, order), expected.gather(1, expected_order)

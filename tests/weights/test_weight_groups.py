@@ -102,7 +102,7 @@ def _swapped(module: Any) -> None:
     module.a.quantized = copy.deepcopy(module.b.quantized)
 
 
-ALONE: dict[str, Any] = {
+SINGLE_LAYER: dict[str, Any] = {
     "build": linear,
     "one_by_one": lambda module, x: nn.functional.linear(x, module.weight, module.bias),
     "move": lambda module: setattr(module.weight, "data", torch.ones(32, WIDTH).bfloat16()),
@@ -111,9 +111,9 @@ ALONE: dict[str, Any] = {
 EXAMPLES: dict[type[WeightGroup], Example] = {
     Shards: Example(linears, lambda module: Shards.join(module, LAYER_NAMES), copies=False),
     ShuffledGroup: Example(linears, _fused_first(ShuffledGroup)),
-    ShuffledLinear: Example(form=lambda module: ShuffledLinear.form(module, ()), **ALONE),
+    ShuffledLinear: Example(form=lambda module: ShuffledLinear.form(module, ()), **SINGLE_LAYER),
     ShuffledCopy: Example(
-        form=lambda module: ShuffledCopy.form(module, (), 1), extra=lambda stock: stock.weight.nbytes, **ALONE
+        form=lambda module: ShuffledCopy.form(module, (), 1), extra=lambda stock: stock.weight.nbytes, **SINGLE_LAYER
     ),
     Quantized: Example(
         linears,

@@ -46,8 +46,15 @@ def test_the_command_depends_on_whether_the_release_is_installed(fake_aiter):
     line = engines.command(fake.release, "in.csv", "out.csv")
     script = fake.site / "aiter_meta/csrc/gemm_a16w16/gemm_a16w16_tune.py"
     assert line[1:] == [str(script), "--input_file", "in.csv", "--tuned_file", "out.csv", "--batch", "8"]
-    named = engines.command(Release("0.1.10", layout_of("0.1.10")), "in.csv", "out.csv")
-    assert named == ["python3", "gradlib/gradlib/gemm_tuner.py", "--input_file", "in.csv", "--tuned_file", "out.csv"]
+    uninstalled = engines.command(Release("0.1.10", layout_of("0.1.10")), "in.csv", "out.csv")
+    assert uninstalled == [
+        "python3",
+        "gradlib/gradlib/gemm_tuner.py",
+        "--input_file",
+        "in.csv",
+        "--tuned_file",
+        "out.csv",
+    ]
 
 
 def test_later_results_replace_earlier_ones_and_the_rest_is_kept(fake_aiter):

@@ -18,7 +18,7 @@ from hf_rocm.tools.bench.serving import run
 from tests.tools.bench.serving.conftest import ended
 
 FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
-# the hf_rocm server gets 8 requests for parity and, before the timed requests of the closed loop, 4 to warm up
+# the hf_rocm server receives 8 requests for parity and, before the timed requests of the closed loop, 4 to warm up
 WARM = 4
 
 
